@@ -165,7 +165,7 @@ def _planned(job: "Job", machine: "Machine") -> "Plan | None":
     from ebbtide.tuner.placements.decision import QUICK, Question, decide
     from ebbtide.tuner.placements.memory import ImpossibleError
 
-    away = job.offload.parameters == "cpu"
+    away = not job.offload.keeps_parameters
     try:
         return best_of(decide(Question.of(job.workload(machine), machine, offload_parameters=away, effort=QUICK)))
     except ImpossibleError:

@@ -48,6 +48,8 @@ class Offloading:
         given: True if there is a config at all.
         torch_adam: ``optimizer.params.torch_adam``: torch's own Adam updates on the CPU.
         deepspeed: DeepSpeed's version. None: the installed version, or the newest if there is none.
+        keeps_parameters: True if ``offload_param.device`` is ``none``, and not merely absent. A plan then keeps the
+            16-bit parameters on the GPU if it fits so.
     """
 
     optimizer: str | None = None
@@ -63,6 +65,7 @@ class Offloading:
     pinned_parameters: bool = True
     torch_adam: bool = False
     deepspeed: str | None = None
+    keeps_parameters: bool = False
 
     @property
     def beyond_plans(self) -> str:
@@ -225,6 +228,7 @@ def offloading_of(read: Mapping[str, Any], deepspeed: str | None = None) -> Offl
         pinned_parameters=default_pinning(deepspeed) if held.get("pin_memory") is None else bool(held["pin_memory"]),
         torch_adam=bool(at(read, "optimizer.params.torch_adam")),
         deepspeed=deepspeed,
+        keeps_parameters=held.get("device") == "none",
     )
 
 

@@ -48,10 +48,10 @@ def test_smaller_subgroups_fit_where_large_ones_do_not():
 def test_more_freedom_is_never_slower_and_a_quick_answer_is_near(model, machine, about):
     work, have = job(model, machine, **about)
     asked = {"memory_margin": 0.3, "effort": LITTLE}
-    plain = ebbtide.tuner.plan(work, have, **asked)
-    free = ebbtide.tuner.plan(work, have, offload_parameters=True, **asked)
+    plain = ebbtide.tuner.plan(work, have, offload_parameters=False, **asked)
+    free = ebbtide.tuner.plan(work, have, **asked)
     quick = even_plan(work, have, Limits.of(work, have, margin=0.3))
-    assert free.prediction.iteration_s <= plain.prediction.iteration_s * 1.001
+    assert free.prediction.iteration_s <= plain.prediction.iteration_s * 1.005
     assert quick.prediction.iteration_s <= plain.prediction.iteration_s * 1.05
     assert plain.prediction.clip_rate in (None, 0.1)
 

@@ -44,8 +44,8 @@ def job(seed):
     return work, machine
 
 
-def answer_s(work, machine, **asked):
-    return decide(Question.of(work, machine, **asked)).iteration_s
+def answer_s(work, machine, offload_parameters=False, **asked):
+    return decide(Question.of(work, machine, offload_parameters=offload_parameters, **asked)).iteration_s
 
 
 @cache

@@ -36,7 +36,7 @@ def test_what_would_not_fit_otherwise_is_planned_with_parameters_in_host_memory(
     activations = sum(layer.activation_bytes for layer in work.layers)
     room = work.device_base_bytes // 2 + activations + GRADIENTS_UNDER_WAY_BYTES
     found = ebbtide.tuner.plan(work, have, device_memory_bytes=room, memory_margin=0.0)
-    assert 0 < found.parameter_locations.count("host") < 40
+    assert found.parameter_locations.count("host") > 0
     timeline = simulate(build_schedule(work, found), have)
     assert timeline.device_peak_bytes <= room
     assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
@@ -48,7 +48,7 @@ def test_what_would_not_fit_otherwise_is_planned_with_parameters_in_host_memory(
 def test_with_room_for_them_parameters_stay_unless_they_may_leave():
     work, have = whole(), machine()
     room = work.device_base_bytes + 5 * GIB
-    stay = ebbtide.tuner.plan(work, have, device_memory_bytes=room)
+    stay = ebbtide.tuner.plan(work, have, device_memory_bytes=room, offload_parameters=False)
     free = ebbtide.tuner.plan(work, have, device_memory_bytes=room, offload_parameters=True)
     assert "host" not in stay.parameter_locations
     assert free.prediction.iteration_s <= stay.prediction.iteration_s * (1 + 1e-9)

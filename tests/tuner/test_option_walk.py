@@ -115,7 +115,7 @@ TABLE = {
         "emit_deepspeed": changes("--emit-deepspeed", "out.json"),
         **MEMORY,
         "offload_param": changes(
-            "--offload-param", beside=("--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "1e9")
+            "--no-offload-param", beside=("--machine", "rtx4090", "--model", "large.json", "--subgroup-size", "1e9")
         ),
         "subgroup_size": changes("--subgroup-size", "1e6"),
         "robust": changes("--robust"),

@@ -6,10 +6,11 @@ import ebbtide.tuner
 import pytest
 from ebbtide.simulator import Layer, Quantity, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.strategies import spread
 from ebbtide.tuner.answer.rows import compare
-from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
 from hypothesis import given, settings
@@ -172,14 +173,20 @@ def test_an_effort_that_is_no_share_is_refused(effort):
         ebbtide.tuner.plan(workload(4), machine(), effort=effort)
 
 
-def test_less_effort_tries_fewer_plans_and_finds_none_that_is_better():
-    tried, found = [], []
+def test_less_effort_simulates_fewer_plans_and_finds_none_that_is_better(monkeypatch):
+    evaluate, simulated, tried, found = PlanSweep.evaluate, [], [], []
+
+    def counted(*args):
+        simulated.append(args)
+        return evaluate(*args)
+
+    monkeypatch.setattr(PlanSweep, "evaluate", counted)
     for effort in (0.05, 1.0):
         work, have = workload(), machine(h2d_bytes_per_s=20e9, d2h_bytes_per_s=20e9)
         limits = Limits.of(work, have, device_memory_bytes=8 * GIB)
-        search = begun(work, have, limits, effort=effort)
-        tried.append(len(search.scores))
-        found.append(ebbtide.tuner.plan(work, have, device_memory_bytes=8 * GIB, effort=effort).prediction.iteration_s)
+        simulated.clear()
+        found.append(decide(Question(work, have, limits, effort=effort)).iteration_s)
+        tried.append(len(simulated))
     assert tried[0] < tried[1] / 2
     assert found[0] >= found[1] * (1 - 1e-9)
 

@@ -22,7 +22,7 @@ def even_plan(
     limits: Limits,
     *,
     subgroup_sizes: Sequence[int] = SIZES,
-    offload_parameters: bool = False,
+    offload_parameters: bool = True,
     folders: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return a training plan from a quick search, with its prediction and the lower bound of an iteration.

@@ -150,15 +150,23 @@ def compare(
 def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, Any]]:
     """Return the name and setting of DeepSpeed's own training strategy that a plan is compared with.
 
-    If the plan keeps parameters in host memory or optimizer state on a drive, the strategy is ZeRO-Infinity with
-    the same offload. Otherwise it is DeepSpeed's optimizer offload to host memory.
+    If the plan stores optimizer state on a drive, the strategy is ZeRO-Infinity, which does the same. It also is if the
+    plan keeps parameters in host memory, and GPU memory cannot hold them. Otherwise the strategy is DeepSpeed's
+    optimizer offload to host memory, which is faster.
     """
-    if plan is not None and ("host" in plan.parameter_locations or plan.stores):
-        away = "cpu" if "host" in plan.parameter_locations else "device"
-        if not plan.stores:
-            return "zero_infinity", {"optimizer": "cpu", "parameters": away}
+    if plan is None:
+        return stock_offload(workload.zero_stage), {}
+    away = "cpu" if "host" in plan.parameter_locations and not _hold_parameters(workload, plan) else "device"
+    if plan.stores:
         return "zero_infinity", {"optimizer": "nvme", "parameters": away, "pipelined": True}
+    if away == "cpu":
+        return "zero_infinity", {"optimizer": "cpu", "parameters": away}
     return stock_offload(workload.zero_stage), {}
+
+
+def _hold_parameters(workload: Workload, plan: Plan) -> bool:
+    limits = plan.prediction.limits if plan.prediction else {}
+    return workload.device_base_bytes + workload.activation_bytes <= limits.get("device", 0)
 
 
 def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:

@@ -48,10 +48,10 @@ if TYPE_CHECKING:
     help="Share of GPU and host memory to leave free, e.g. 5% (default: from the spread of the profiled peaks).",
 )
 @click.option(
-    "--offload-param",
-    is_flag=True,
-    help="Allow 16-bit parameters in host memory whenever that is faster, as offload_param in "
-    "--ds-config does. Without it, they move there only if the model does not fit otherwise.",
+    "--offload-param/--no-offload-param",
+    default=None,
+    help="Let 16-bit parameters move to host memory wherever that is faster, or only if the model does not fit "
+    "otherwise. Default: wherever faster, unless offload_param.device in --ds-config is none.",
 )
 @click.option(
     "--subgroup-size",
@@ -94,7 +94,7 @@ def plan(
     gpu_memory: int | None,
     host_memory: int | None,
     memory_margin: float | None,
-    offload_param: bool,
+    offload_param: bool | None,
     subgroup_size: str,
     robust: bool,
     mtbf: float | None,
@@ -131,7 +131,7 @@ def plan(
         "subgroup_sizes": sizes,
         "pieces": subgroup_size == "pieces",
         "memory_margin": memory_margin,
-        "offload_parameters": offload_param or trained.offload.parameters == "cpu",
+        "offload_parameters": not trained.offload.keeps_parameters if offload_param is None else offload_param,
         "storage": stored_in(trained, storage),
         "endurance_bytes": endurance,
         "effort": QUICK if quick else None,

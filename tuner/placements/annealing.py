@@ -18,8 +18,8 @@ from ebbtide.tuner.placements.search import Candidate, Search
 
 CLOSE = 1.001  # times the bound: a better plan would not be worth the search
 BETTER = 1e-6
-EVALUATIONS_EACH, MOST_EVALUATIONS = 400, 12_000  # for each subgroup; in all
-MOST_OPS = 6_000_000  # evaluations times an iteration's ops, with which grows what one takes
+EVALUATIONS_EACH, MOST_EVALUATIONS = 400, 10_000  # for each subgroup; in all
+MOST_OPS = 4_000_000  # evaluations times an iteration's ops, with which grows what one takes
 HEAT = 0.08  # of a mean subgroup's update on the host: the first temperature
 MOST_SLOTS = 8
 HOST_SLOTS = [1, 2, 3, 4, 6, 8, 12, 16]  # that are tried

@@ -48,13 +48,13 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
     return sorted(result.values(), key=lambda w: len(w.subgroups))
 
 
-def quick_cuts(cuts: Sequence[Workload]) -> list[Workload]:
-    """Return a few of the given workloads for a quick search: those with about 32 and about 110 subgroups."""
+def quick_cuts(cuts: Sequence[Workload]) -> list[int]:
+    """Return the numbers of the workloads that a quick search begins with: about 32 and about 110 subgroups."""
 
-    def nearest(count: int) -> Workload:
-        return min(cuts, key=lambda cut: abs(math.log(len(cut.subgroups) / count)))
+    def distance(number: int, count: int) -> float:
+        return abs(math.log(len(cuts[number].subgroups) / count))
 
-    return sorted({id(cut): cut for cut in map(nearest, QUICK_COUNTS)}.values(), key=lambda cut: len(cut.subgroups))
+    return sorted({min(range(len(cuts)), key=lambda number: distance(number, count)) for count in QUICK_COUNTS})
 
 
 def merged(workload: Workload, many: int) -> Workload:

@@ -12,17 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ebbtide.simulator.limits import Limits, Peaks
+from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.cuts import LARGE, SIZES, TOLD, WORTH, finer, quick_cuts, recuts
 from ebbtide.tuner.placements.fit import roomiest
-from ebbtide.tuner.placements.locations import begun, move_parameters
+from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.moves import STORED
 from ebbtide.tuner.placements.search import Bounds, Candidate, Search
+from ebbtide.tuner.placements.shares import descend, free_parameters
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
 
@@ -30,8 +31,11 @@ FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first g
 FINALISTS = 2  # cuts that a full answer improves
 MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated, twelve at once
 NEAR = 1.05  # times the best cut's first guess: a slower one is no finalist
-GLANCE = 500  # evaluations of a quick answer
-GLANCED_OPS = 3_000_000  # evaluations of a quick answer, times an iteration's ops
+FEW_STEPS = 4  # micro-batches: a longer step takes longer to simulate, and fewer cuts are compared
+GLANCED = 1.02  # times the best cut's first guess, for a quick answer
+GLANCE = 400  # evaluations of a quick answer
+GLANCED_OPS = 2_000_000  # evaluations of a quick answer, times an iteration's ops
+DESCENT, DESCENT_OPS = 300, 1_500_000  # evenly spread plans for each cut; times an iteration's ops
 AT_FIRST, AT_LAST = 0.2, 0.6  # of the evaluations, for each finalist and for the best of them
 Progress = Callable[[float, str], object]
 
@@ -61,7 +65,7 @@ class Question:
     machine: Machine
     limits: Limits
     subgroup_sizes: Sequence[int] = SIZES
-    offload_parameters: bool = False
+    offload_parameters: bool = True
     folders: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     effort: float = FULL
@@ -78,7 +82,7 @@ class Question:
         memory_margin: float | None = None,
         storage: Mapping[str, int] | None = None,
         subgroup_sizes: Sequence[int] | None = None,
-        offload_parameters: bool = False,
+        offload_parameters: bool = True,
         seed: int = 0,
         effort: float | None = None,
         pieces: bool = False,
@@ -118,21 +122,7 @@ class Question:
         """Return one workload for each subgroup size that the plan search tries, the largest subgroups first."""
         if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
             return [self.workload]
-        found = recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
-        if self.effort > QUICK:
-            return found
-        # Searches that divide state between memory and storage take several times as long.
-        few = quick_cuts(found)
-        if not self._must_store:
-            return few
-        return few[:1] if len(self.subgroup_sizes) > 1 else few[-1:]
-
-    @property
-    def _must_store(self) -> bool:
-        memory = self.limits.in_memory
-        if self.limits.storage_bytes is None or memory == self.limits:
-            return False
-        return memory.missing_bytes(roomiest(self.workload, self.machine, memory)) > 0
+        return recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
 
 
 @dataclass(frozen=True)
@@ -184,28 +174,22 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     check_bytes(question.workload, question.machine, question.limits)
     if question.effort <= QUICK:
         return _quickly(question, progress)[0]
-    within = replace(question, effort=QUICK, offload_parameters=False)
+    within = replace(question, effort=QUICK)
     try:
         quick, searches = _quickly(within, lambda share, what: progress(0.2 * share, what), last=False)
     except ImpossibleError:  # whole subgroups of other sizes may fit
         quick, searches = None, []
-    for search in searches:  # compared with the one that the quick answer has improved
-        if quick is not None and search is not quick.search:
-            glance(search)
     finalists = _finalists(_searches(question, lambda share, what: progress(0.2 + 0.4 * share, what), searches))
     for number, search in enumerate(finalists):
         progress(0.6 + 0.2 * number / len(finalists), "improving the best plans")
         search.effort = question.effort
         search.try_first()
-        try_early(search)
         improve(search, AT_FIRST * question.effort)
     best = min(finalists, key=lambda search: search.best_s)
-    improve(best, AT_LAST * question.effort)
-    if question.offload_parameters:  # from the best plan with all of them on the device
+    if question.offload_parameters:
         progress(0.8, "moving parameters")
-        move_parameters(best)
-        try_early(best)
-        improve(best, AT_FIRST * question.effort)
+        free_parameters(best, _changes(best))
+    improve(best, AT_LAST * question.effort)
     full = _decided(question, _largest_of_the_best(finalists, quick))
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
 
@@ -222,13 +206,12 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
         ImpossibleError: No plan fits into memory.
     """
     searches = _searches(question, progress, last=last)
-    finalists = _finalists(searches)
-    best = finalists[0]
-    glance(best)
+    most = 1 if question.workload.gradient_accumulation_steps > FEW_STEPS else FINALISTS
+    finalists = _finalists(searches, GLANCED)[:most]
     if question.offload_parameters:
-        move_parameters(best)
-        try_early(best)
-        glance(best)
+        free_parameters(finalists[0], _changes(finalists[0]) // 2)
+    for search in finalists:
+        glance(search)
     return _decided(question, _largest_of_the_best(finalists)), searches
 
 
@@ -243,9 +226,10 @@ def _decided(question: Question, best: Search) -> Decision:
 def _searches(
     question: Question, progress: Progress, known: Sequence[Search] = (), *, last: bool = True
 ) -> list[Search]:
-    """Return a short plan search for each subgroup size with which a plan fits into memory.
+    """Return a short plan search for each subgroup size with which a plan fits into memory, the largest size first.
 
-    The sizes are compared by the best plans of these searches.
+    The sizes are compared by the best plans of these searches. A quick search compares few of them: two at first, and
+    then those beyond the better one, for as long as they are better still.
 
     Args:
         question: Training job, machine, memory limits and effort.
@@ -257,24 +241,40 @@ def _searches(
         ImpossibleError: No plan fits with any subgroup size.
     """
     have = {search.workload.subgroups: search for search in known}
-    cuts, searches, tried, bounds = question.cuts, list[Search](), list[Peaks](), Bounds()
-    for number, cut in enumerate(cuts):
-        progress(number / len(cuts), f"subgroups of {cut.subgroup_size:.0e} elements")
-        if cut.subgroups in have:
-            searches.append(have[cut.subgroups])
-            continue
-        effort = min(QUICK, question.effort)
-        search = begun(cut, question.machine, question.limits, question.seed, effort=effort, bounds=bounds)
-        if search.fits:
-            follow(search, searches)
-            searches.append(search)
-        else:
-            tried += search.scores.values()
+    cuts, found, bounds = question.cuts, dict[int, Search](), Bounds()
+
+    def best_s(number: int) -> float:
+        if number not in found:
+            progress(number / len(cuts), f"subgroups of {cuts[number].subgroup_size:.0e} elements")
+            coarser = [found[n] for n in sorted(found) if n < number and found[n].fits]
+            found[number] = have.get(cuts[number].subgroups) or _search(question, cuts[number], coarser, bounds)
+        return found[number].best_s
+
+    if question.effort > QUICK:
+        for number in range(len(cuts)):
+            best_s(number)
+    else:
+        few = quick_cuts(cuts)
+        few = few[-1:] if question.workload.gradient_accumulation_steps > FEW_STEPS else few
+        number = min(few, key=best_s)
+        step = 1 if number == few[-1] else -1
+        while 0 <= number + step < len(cuts) and best_s(number + step) < WORTH * best_s(number):
+            number += step
+        if math.isinf(best_s(number)) and last:
+            best_s(len(cuts) - 1)
+    searches = [found[number] for number in sorted(found) if found[number].fits]
     if searches:
         return searches
-    if last and question.effort <= QUICK and len(question.subgroup_sizes) > 1:  # then at the smallest ones
-        return _searches(replace(question, subgroup_sizes=question.subgroup_sizes[-1:]), progress)
+    tried = [peaks for search in found.values() for peaks in search.scores.values()]
     raise ImpossibleError.explain(question.workload, question.limits, tried)
+
+
+def _search(question: Question, cut: Workload, coarser: Sequence[Search], bounds: Bounds) -> Search:
+    effort = min(QUICK, question.effort)
+    search = begun(cut, question.machine, question.limits, question.seed, effort=effort, bounds=bounds)
+    if search.fits:
+        follow(search, coarser)
+    return search
 
 
 def check_length(workload: Workload) -> None:
@@ -319,7 +319,12 @@ def follow(search: Search, coarser: Sequence[Search]) -> None:
     for other in coarser:
         if search.moves_parameters or not other.moves_parameters:
             search.score(finer(other.best(), other.workload, search.workload))
+    descend(search, _changes(search))
     try_early(search)
+
+
+def _changes(search: Search) -> int:
+    return min(DESCENT, DESCENT_OPS // search.most_ops)
 
 
 def improve(search: Search, effort: float) -> None:
@@ -338,14 +343,14 @@ def glance(search: Search) -> None:
     anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops))
 
 
-def _finalists(searches: Sequence[Search]) -> list[Search]:
+def _finalists(searches: Sequence[Search], near: float = NEAR) -> list[Search]:
     """Return the few plan searches that are worth more effort, the one with the fastest plan first.
 
     Each search has another subgroup size. A search is worth more effort if its best plan is nearly as fast as the
     fastest plan of all searches.
     """
     by_time = sorted(searches, key=lambda search: search.best_s)
-    return [search for search in by_time if search.best_s <= NEAR * by_time[0].best_s][:FINALISTS]
+    return [search for search in by_time if search.best_s <= near * by_time[0].best_s][:FINALISTS]
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:

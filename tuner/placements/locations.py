@@ -14,20 +14,10 @@ from ebbtide.simulator.update.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.moves import HOST, STORED
 from ebbtide.tuner.placements.search import Bounds, Search, evenly
+from ebbtide.tuner.placements.shares import spaced as spaced
 from ebbtide.tuner.quantities import told_seconds
 
 SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried beside the fewest
-
-
-def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
-    """Return a location for each subgroup's 16-bit parameters, with ``away`` of them in host memory.
-
-    The subgroups in host memory are evenly spaced. An empty tuple means that all parameters stay on the GPU.
-    """
-    if not away:
-        return ()
-    turns = [i * away // count for i in range(count + 1)]
-    return tuple("host" if turns[i + 1] > turns[i] else "device" for i in range(count))
 
 
 def begun(
@@ -99,7 +89,10 @@ def brought(search: Search, made: Plan) -> list[str]:
     size = moved_out(w, fetched_elements(w, made.parameter_locations)) * w.wire_bytes
     if not size or made.prediction is None:
         return []
-    told = f"{size / GIB:.1f} GiB of 16-bit parameters are in host memory and are copied to the GPU for each pass. "
+    told = (
+        f"{size / GIB:.1f} GiB of 16-bit parameters are in host memory and are copied to the GPU for each pass. "
+        'Set zero_optimization.offload_param.device to "cpu" in the DeepSpeed config, as --emit-deepspeed does. '
+    )
     if math.isinf(search.whole_s):
         return [told + "With all of them on the GPU nothing fits"]
     saved_s = search.whole_s - made.prediction.iteration_s

@@ -173,7 +173,7 @@ class Moved:
             kind._turn_early: 15 if free.early else 0,
             kind._shift_early: 15 if free.early else 0,
             kind._turn_sum: 10 if free.sums else 0,
-            kind._move_parameters: 4 if free.parameters else 0,
+            kind._move_parameters: 1 if free.parameters else 0,
             kind._resize_host: 10 if not STORED.isdisjoint(free.placements) else 0,
             kind._rethread: 3 if len(free.threads) > 1 else 0,
         }

@@ -48,7 +48,7 @@ def plan(
     subgroup_sizes: Sequence[int] | None = None,
     pieces: bool = False,
     memory_margin: float | None = None,
-    offload_parameters: bool = False,
+    offload_parameters: bool = True,
     storage: Mapping[str, int] | None = None,
     endurance_bytes: float | None = None,
     effort: float | None = None,
@@ -71,7 +71,7 @@ def plan(
         pieces: DeepSpeed keeps its own subgroup size, which the workload names. The plan's subgroups may be
             parts of DeepSpeed's (`Workload.in_pieces`). It needs ZeRO-3 and excludes ``storage``.
         offload_parameters: Let 16-bit parameters live in host memory between their uses if that is faster. If no
-            plan fits otherwise, they do so in any case.
+            plan fits otherwise, they do so in any case. DeepSpeed's results stay the same to the bit.
         storage: Directories for state that memory cannot hold, with the bytes that all ranks of a node together
             may use in each.
         endurance_bytes: Bytes that may be written to all these drives together during their life.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations_with_replacement, product
@@ -48,13 +48,11 @@ from ebbtide.tuner.placements.update_orders import UpdateOrders
 from numpy.typing import NDArray
 
 MOST_OUTLIERS = 4  # of the large subgroups; they are tried here and there
-MOST_POINTS, FEWEST_POINTS = 160, 28  # of a grid of numbers
+MOST_POINTS = 28  # of a grid of numbers
 ROUNDED = (-2, -1, 0, 1, 2)  # subgroups around a division of fractions
-MANY_KINDS = 3  # of placements beside the first: fewer numbers of each are tried
 FEWEST_WITH_LITTLE_EFFORT = 10  # points of a grid
 SPILLED_POINTS = 91  # numbers of what is not on storage
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
-MOST_AROUND = 3  # choices for the largest, around the bound's split
 MOST_REMEMBERED = 512  # rows of plans, as they are without early updates
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
 Bounds = dict[tuple[Limits, int | None], Bound]  # by elements with parameters on the host
@@ -231,6 +229,7 @@ class Search:
         self._kept_in_memory = sorted(kept or ())
         self.seed, self.locations, self.moves_parameters = seed, locations, False
         self.early = may_update_early(workload, machine)
+        self.spread: Any = None  # `Shares` of the fastest evenly spread plan
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
@@ -484,9 +483,6 @@ class Search:
             seconds = min(seconds, self.score(self.with_early(c)).iteration_s)
         return seconds
 
-    def _plain_s(self, c: Candidate) -> float:
-        return self.score(c).iteration_s
-
     def with_early(self, c: Candidate, placements: Sequence[Placement] = EARLY_PLACEMENTS) -> Candidate:
         """Return a plan with as many early updates (before the gradient norm is known) as memory and time allow.
 
@@ -512,9 +508,9 @@ class Search:
     def try_first(self, locations: tuple[ParameterLocation, ...] | None = None) -> float:
         """Try simple plans, and return the seconds per iteration of the fastest one, or ``inf`` if none fits.
 
-        The search tries CPU updates of all subgroups, evenly spread mixtures of placements, and mixtures near the one
-        that has the lower bound. A subgroup that is far larger than the others, such as an embedding's, is tried in
-        every placement, because an exchange with a single small subgroup would not fit into memory.
+        Tried are CPU updates of all subgroups and evenly spread mixtures of placements. If none of them fits, mixtures
+        near the one that leaves the most room follow. A subgroup that is far larger than the others, such as an
+        embedding's, is then tried in every placement.
 
         Args:
             locations: Location of each subgroup's 16-bit parameters. If None, those of the last call.
@@ -530,24 +526,11 @@ class Search:
         # Elsewhere state takes as many bytes, or more; only the parameters' slots may go.
         slots = PARAMETER_SLOTS * max(self.workload.subgroups) * self.workload.wire_bytes
         both = least.device_peak_bytes + least.host_peak_bytes - slots
-        hopeless = both > self.limits.total_bytes
-        held = list(self._held_apart())
-        if len(held) > MOST_AROUND:
-            few = FEWEST_WITH_LITTLE_EFFORT
-            held = sorted(held, key=lambda fixed: self._grid_s(fixed, few, (2,), self._plain_s))[: 2 * MOST_AROUND]
-        points = self.share_of(max(FEWEST_POINTS, MOST_POINTS // len(held)), FEWEST_WITH_LITTLE_EFFORT)
-        times = {number: self._grid_s(fixed, points, (2, 4)) for number, fixed in enumerate(held)}
-        if math.isinf(min(times.values())) and not hopeless:
-            times = {number: self._roomiest_s(fixed) for number, fixed in enumerate(held)}
-        best_s = min([best_s, *times.values()])
+        best_s = min(best_s, self._grid_s(MOST_POINTS, (2, 4)))
+        if math.isinf(best_s) and both <= self.limits.total_bytes:
+            best_s = min(self._roomiest_s(fixed) for fixed in self._held_apart())
         if not STORED.isdisjoint(self.choices):
             best_s = min(best_s, self._least_stored())
-        if math.isinf(best_s):
-            return best_s  # and the bound has no solution either
-        for number in sorted(times, key=times.__getitem__)[:MOST_AROUND]:
-            for numbers in self._around_the_bound(held[number]):
-                for slots in (2, 3, 4):
-                    best_s = min(best_s, self.try_(self.evenly(numbers, slots, held[number])))
         return best_s
 
     def evenly(
@@ -580,24 +563,15 @@ class Search:
                 best_s = min(best_s, self.try_(spilled(low)))
         return best_s
 
-    def _grid_s(
-        self,
-        fixed: Mapping[int, Placement],
-        points: int,
-        slots: Sequence[int],
-        seconds: Callable[[Candidate], float] | None = None,
-    ) -> float:
+    def _grid_s(self, points: int, slots: Sequence[int]) -> float:
         """Try plans with evenly spread mixtures of placements. Return the seconds of the fastest one.
 
         Args:
-            fixed: Placements of single subgroups that do not take part.
             points: Number of mixtures.
             slots: Numbers of staging buffers (GPU memory for one staged subgroup each) to try.
-            seconds: Function that returns a plan's seconds. If None, early updates are tried too.
         """
-        numbers = _grid(len(self.workload.subgroups) - len(fixed), points, self.choices)
-        some = (self.evenly(n, number, fixed) for n, number in product(numbers, slots))
-        return min(map(seconds or self.try_, some))
+        numbers = _grid(len(self.workload.subgroups), points, self.choices)
+        return min(self.try_(self.evenly(n, number)) for n, number in product(numbers, slots))
 
     def _roomiest_s(self, fixed: Mapping[int, Placement]) -> float:
         sizes, choices = self.workload.subgroups, self.choices
@@ -632,20 +606,6 @@ class Search:
         large = self.workload.large_subgroups[:MOST_OUTLIERS]
         for chosen in product(self.choices, repeat=len(large)):
             yield dict(zip(large, chosen, strict=True))
-
-    def _around_the_bound(self, fixed: Mapping[int, Placement]) -> Iterator[dict[Placement, int]]:
-        sizes, left = self.workload.subgroups, dict(self.bound_with(self.locations).params)
-        for subgroup, placement in fixed.items():
-            left[placement] -= sizes[subgroup]
-        count = len(sizes) - len(fixed)
-        mean = (self.workload.params - sum(sizes[i] for i in fixed)) / max(1, count)
-        others = [round(left[p] / mean) for p in self.choices[1:]]
-        near = (-2, -1, 0, 1, 2) if len(others) < MANY_KINDS else (-1, 0, 1)
-        for changes in product(near, repeat=len(others)):
-            around = [n + c for n, c in zip(others, changes, strict=True)]
-            around = [count - sum(around), *around]
-            if min(around) >= 0:
-                yield dict(zip(self.choices, around, strict=True))
 
     # -- bounds ------------------------------------------------------------------------------
 

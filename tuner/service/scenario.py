@@ -130,8 +130,8 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def offloads_parameters(scenario: Scenario) -> bool:
-    """Return True if a request's DeepSpeed config lets 16-bit parameters live in host memory."""
-    return scenario.ds_config is not None and job_of(scenario).offload.parameters == "cpu"
+    """Return True unless a request's DeepSpeed config says that 16-bit parameters stay in GPU memory."""
+    return scenario.ds_config is None or not job_of(scenario).offload.keeps_parameters
 
 
 def storage_of(scenario: Scenario) -> dict[str, int]:

@@ -1,0 +1,237 @@
+"""A search over shares: which fraction of the parameters has each placement, and how many staging buffers there are.
+
+Plans with evenly spread placements are described by a few numbers. The search changes one number at a time, first
+by large steps and then by smaller ones, for as long as an iteration gets shorter. Simulated annealing, which moves
+single subgroups, then begins near the best mixture.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from ebbtide.simulator.plan import ParameterLocation, Placement
+from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES
+from ebbtide.simulator.update.way import EARLY, EARLY_PLACEMENTS, PARAMETERS_ON_HOST
+from ebbtide.tuner.placements.moves import PLACEMENTS, STAGED, STORED
+from ebbtide.tuner.placements.search import MOST_OUTLIERS, Candidate, Search, turned, waiting
+
+FIRST_STEP, COARSE = 0.25, 0.06  # of the parameters
+SHARES = (0.25, 0.5, 1.0)  # of the subgroups, whose parameters move to host memory
+WORTH = 0.99  # times the seconds with all parameters on the GPU
+MOST_SLOTS = 16  # for stored subgroups, in host memory
+LAST_STEP = 0.5  # subgroups
+FEWER_LOCATIONS = 0.2
+
+
+def spread(sizes: Sequence[int], shares: Mapping[Placement, float]) -> list[Placement]:
+    total, placements = sum(sizes), list[Placement]()
+    there = [p for p in PLACEMENTS if shares.get(p, 0.0) > 0.0]
+    stay = [p for p in there if RECIPES[p].state == "device"]
+    moving = [p for p in there if p not in stay]
+    left = {p: shares[p] * total for p in there}
+    whole = sum(shares[p] for p in moving) or 1.0
+    due = dict.fromkeys(moving, 0.0)
+    for size in sizes:
+        staying = next((p for p in stay if left[p] >= size / 2 or not moving), None)
+        if staying is not None:
+            left[staying] -= size
+            placements.append(staying)
+            continue
+        for p in moving:
+            due[p] += size * shares[p] / whole
+        chosen = max(moving, key=due.__getitem__)
+        due[chosen] -= size
+        placements.append(chosen)
+    return placements
+
+
+def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
+    """Return a location for each subgroup's 16-bit parameters, with ``away`` of them in host memory.
+
+    The subgroups in host memory are evenly spaced. An empty tuple means that all parameters stay on the GPU.
+    """
+    if not away:
+        return ()
+    turns = [i * away // count for i in range(count + 1)]
+    return tuple("host" if turns[i + 1] > turns[i] else "device" for i in range(count))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A description of a plan with evenly spread placements.
+
+    Attributes:
+        of: Fraction of the parameters for each placement.
+        large: Placement of each subgroup that is far larger than the others.
+        early: For each placement, the fraction of its subgroups that are updated early. They are the last ones.
+        slots: Number of staging buffers: GPU memory for one staged subgroup each.
+        host_slots: Number of buffers in host memory for stored subgroups.
+        locations: Location of each subgroup's 16-bit parameters.
+    """
+
+    of: Mapping[Placement, float]
+    large: Mapping[int, Placement]
+    early: Mapping[Placement, float]
+    slots: int
+    host_slots: int
+    locations: tuple[ParameterLocation, ...]
+
+    @classmethod
+    def from_plan(cls, search: Search, c: Candidate) -> "Shares":
+        sizes = search.workload.subgroups
+        large = {s: c.placements[s] for s in search.workload.large_subgroups[:MOST_OUTLIERS]}
+        locations: list[ParameterLocation] = ["host" if code & PARAMETERS_ON_HOST else "device" for code in c.ways]
+        whole = max(1, search.workload.params - sum(sizes[s] for s in large))
+        of, early = {}, {}
+        for placement in sorted({*c.placements}):
+            own = [s for s, p in enumerate(c.placements) if p == placement]
+            of[placement] = sum(sizes[s] for s in own if s not in large) / whole
+            early[placement] = sum(bool(c.ways[s] & EARLY) for s in own) / len(own)
+        return cls(of, large, early, c.staging_slots, c.host_slots, tuple(locations))
+
+    @classmethod
+    def from_bound(cls, search: Search) -> "Shares":
+        """Return the shares of the plan, made of fractions of subgroups, that has the lower bound of an iteration."""
+        params = search.workload.params
+        of = {p: n / params for p, n in search.bound_with(search.locations).params.items()}
+        large = {s: max(of, key=of.__getitem__) for s in search.workload.large_subgroups[:MOST_OUTLIERS]}
+        return cls(of, large, {}, 2, HOST_SLOTS, search.locations)
+
+    def plan(self, search: Search) -> Candidate:
+        sizes = [n for s, n in enumerate(search.workload.subgroups) if s not in self.large]
+        placements = spread(sizes, self.of)
+        for subgroup, placement in sorted(self.large.items()):
+            placements.insert(subgroup, placement)
+        slots = max(1, min(self.slots, sum(p in STAGED for p in placements)))
+        made = replace(Candidate.of(placements, slots, slots, self.locations), host_slots=self.host_slots)
+        if not any(self.early.values()):
+            return made
+        made = waiting(search.ordered(made))
+        for placement in EARLY_PLACEMENTS:
+            able = search.able(made, placement)
+            many = round(len(able) * self.early.get(placement, 0.0))
+            while many:
+                tried = search.ordered(turned(made, able[len(able) - many :].tolist(), EARLY))
+                if search.holds(tried):
+                    made = tried
+                    break
+                many = many * 3 // 4
+        return made
+
+    def seconds(self, search: Search) -> float:
+        """Return the seconds per iteration of the described plan, or ``inf`` if it does not fit into memory."""
+        return search.score(self.plan(search)).iteration_s
+
+    def near(self, step: float, search: Search) -> Iterator["Shares"]:
+        """Yield the descriptions that differ in one number."""
+        moves = [*self._moved(step, search)]
+        yield from moves
+        if search.early:
+            for placement in EARLY_PLACEMENTS:
+                now = self.early.get(placement, 0.0)
+                if self.of.get(placement, 0.0) > 0.0:
+                    for other in {max(0.0, now - 2 * step), min(1.0, now + 2 * step)} - {now}:
+                        yield replace(self, early={**self.early, placement: other})
+        if any(self.of.get(p) for p in STAGED):
+            yield from (replace(self, slots=n) for n in (self.slots - 1, self.slots + 1) if n)
+            freeing = [n for n in moves if n.of.get("resident", 0) < self.of.get("resident", 0)]
+            yield from (replace(n, slots=self.slots + 1) for n in freeing)
+
+        if search.moves_parameters and step > FEWER_LOCATIONS:  # each choice of locations is recorded anew
+            count = len(search.workload.subgroups)
+            now = self.locations.count("host")
+            for away in {max(0, now - round(step * count)), min(count, now + round(step * count))} - {now}:
+                yield replace(self, locations=spaced(count, away))
+        if not STORED.isdisjoint(p for p, share in self.of.items() if share):
+            yield from (
+                replace(n, host_slots=2 * self.host_slots) for n in (self, *moves) if self.host_slots < MOST_SLOTS
+            )
+            yield replace(self, host_slots=max(1, self.host_slots // 2))
+        yield from self._large_moved(search)
+
+    def _large_moved(self, search: Search) -> Iterator["Shares"]:
+        """Yield the descriptions with large subgroups placed elsewhere: all, one, or one in exchange for small ones."""
+        if len(self.large) > 1:
+            yield from (replace(self, large=dict.fromkeys(self.large, p)) for p in search.choices)
+        sizes = search.workload.subgroups
+        rest = max(1, search.workload.params - sum(sizes[s] for s in self.large))
+        for subgroup, placement in self.large.items():
+            for other in search.choices:
+                if other == placement:
+                    continue
+                elsewhere = replace(self, large={**self.large, subgroup: other})
+                yield elsewhere
+                there = self.of.get(other, 0.0)
+                back = min(sizes[subgroup] / rest, there)
+                if back:
+                    of = {**self.of, other: there - back, placement: self.of.get(placement, 0.0) + back}
+                    yield replace(elsewhere, of=of)
+
+    def _moved(self, step: float, search: Search) -> Iterator["Shares"]:
+        for one, other in permutations(search.choices, 2):
+            moved = min(step, self.of.get(one, 0))
+            if moved:
+                yield replace(self, of={**self.of, one: self.of[one] - moved, other: self.of.get(other, 0) + moved})
+
+
+def descend(search: Search, most: int) -> None:
+    """Improve evenly spread plans of a search. One number changes at a time, for as long as an iteration gets shorter.
+
+    The first plans are the best one, the best one without early updates, and the one of the lower bound. Each is
+    improved by large steps, and the best of them then by ever smaller ones.
+
+    Args:
+        search: Plan search with at least one plan that fits.
+        most: Largest number of changes to try.
+    """
+    if not search.fits or len(search.choices) == 1:
+        return
+    plain = min((c for c in search.scores if not c.count(EARLY)), key=lambda c: search.scores[c].iteration_s)
+    starts = [Shares.from_plan(search, start) for start in dict.fromkeys([search.best(), plain])]
+    search.spread = _best_of(search, [*starts, Shares.from_bound(search)], most)
+
+
+def free_parameters(search: Search, most: int) -> None:
+    """Let the 16-bit parameters of a search's plans move to host memory, if evenly spread plans then become faster.
+
+    Args:
+        search: Plan search with plans that keep all parameters on the GPU, and that `descend` has improved.
+        most: Largest number of changes to try.
+    """
+    now: Shares | None = search.spread
+    if now is None or search.moves_parameters or search.machine.unified_memory or search.workload.zero_stage < 3:
+        return
+    before_s, count = now.seconds(search), len(search.workload.subgroups)
+    choices = (spaced(count, max(1, round(share * count))) for share in SHARES)
+    starts = [replace(now, locations=some) for some in choices if search.floor_s(some) < WORTH * before_s]
+    if not starts:
+        return
+    after = _best_of(search, starts, most)
+    search.moves_parameters = after.seconds(search) < WORTH * before_s
+    if search.moves_parameters:
+        search.spread, search.locations = after, after.locations
+
+
+def _best_of(search: Search, starts: Sequence[Shares], most: int) -> Shares:
+    ends = [_descended(search, start, FIRST_STEP, COARSE, most // (len(starts) + 1)) for start in starts]
+    best = sorted(ends, key=lambda shares: shares.seconds(search))[:2]
+    least = LAST_STEP / len(search.workload.subgroups)
+    ends = [_descended(search, shares, COARSE / 2, least, most // 3) for shares in best]
+    return min(ends, key=lambda shares: shares.seconds(search))
+
+
+def _descended(search: Search, now: Shares, step: float, least: float, most: int) -> Shares:
+    now_s, tried, first = now.seconds(search), 0, 0
+    while step >= least and tried < most:
+        others = [*now.near(step, search)]
+        for number in range(first, first + len(others)):
+            other = others[number % len(others)]
+            tried += 1
+            seconds = other.seconds(search)
+            if seconds < now_s:
+                # The next change is of the same kind.
+                now, now_s, first = other, seconds, number % len(others)
+                break
+        else:
+            step, first = step / 2, 0
+    return now
