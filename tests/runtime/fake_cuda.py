@@ -94,13 +94,17 @@ class FakeStream:
         return self._put(work, late=True)
 
     def demand(self, upto=None):
-        """Run the work issued to this stream so far without further delay, because something waits for it."""
+        """Run the work that was issued to this fake stream so far without further delay, because something waits
+        for it.
+        """
         with self._state:
             self._demanded = max(self._demanded, self._issued if upto is None else upto)
             self._state.notify_all()
 
     def drain(self):
-        """Wait until the work issued to this stream so far has run, without counting a synchronization."""
+        """Wait until the work that was issued to this fake stream so far has run, without counting a
+        synchronization.
+        """
         with self._state:
             upto = self._issued
         self.demand(upto)
@@ -187,7 +191,9 @@ DEFAULT = DefaultStream()
 
 
 class _Record:
-    """One `record` of a fake CUDA event: the position in a stream that the event stands for."""
+    """One call of `record` on a fake CUDA event: the position in a stream for which the event stands from then
+    on.
+    """
 
     def __init__(self, stream):
         self.reached = threading.Event()
@@ -403,7 +409,9 @@ class FakeRuntime:
             raise RuntimeError(f"CUDA error {error}")
 
     def flies(self, tensor, by=1):
-        """Count a copy under way that reads or writes a tensor. ``by`` is -1 when the copy has run."""
+        """Count a copy in progress that reads or writes a tensor, so that an unlock of its pages is an error.
+        ``by`` is -1 when the copy has run.
+        """
         begin = tensor.data_ptr()
         self._flying[begin, begin + tensor.nbytes] += by
 
@@ -485,13 +493,15 @@ class FakeTorch:
 
     def exchanges(self, stream, tensor, write):
         """Do nothing. Tests replace this hook, which a collective calls for each tensor that it uses on a fake
-        stream.
+        CUDA stream.
         """
 
     # What streams run -----------------------------------------------------------------------
 
     def copy_later(self, stream, to, source, crossing):
-        """Issue a copy that reads its source when it runs. A copy to or from pageable memory blocks."""
+        """Issue a copy to a fake CUDA stream. The copy reads its source when it runs. A copy to or from pageable
+        memory blocks the caller.
+        """
         to_name, source_name = self.allocator.hold(to), self.allocator.hold(source)
         for end in (to, source):
             self.runtime.flies(end)
@@ -513,7 +523,7 @@ class FakeTorch:
             to.copy_(source)
 
     def run_later(self, stream, func, args, kwargs):
-        """Issue a kernel that writes its first argument in place."""
+        """Issue a kernel, which writes its first argument in place, to a fake CUDA stream."""
         self.runtime.launched()
         hold = self.allocator.hold
         args = [hold(a) if isinstance(a, torch.Tensor) else a for a in args]
@@ -528,7 +538,7 @@ class FakeTorch:
         func(*args, **kwargs)
 
     def device_update(self, state, grad, out, step, scale=1.0, tail=0):
-        """Run the host's update kernel in place of the device's, on the current fake stream."""
+        """Run the host's optimizer-update kernel in place of the GPU's, on the current fake stream."""
         from ebbtide.runtime.kernels.host import host_update
 
         def kernel(grad, out, *state):

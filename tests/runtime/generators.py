@@ -1,4 +1,6 @@
-"""Helpers that compare the states of all random generators, and training with dropout that draws from them."""
+"""Helpers that compare the states of all random generators of a process, and training with dropout, which
+draws from these generators.
+"""
 
 import functools
 import os
@@ -76,7 +78,9 @@ def losses(plan, stage):
 
 
 def compare(stage, folder):
-    """Print, as one rank under torchrun, whether two runs with ``auto`` have the losses of stock DeepSpeed."""
+    """Print, as one rank under torchrun, whether two runs with ``plan="auto"`` have the losses of stock
+    DeepSpeed.
+    """
     become_only_rank()
     deepspeed.init_distributed()
     stock = losses(None, stage)

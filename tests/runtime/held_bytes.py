@@ -1,4 +1,6 @@
-"""A count of the bytes that tensors hold after every operation, which the resident set does not show."""
+"""A count of the bytes that tensors hold after every torch operation, which the process's resident set
+does not show.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ class HeldBytes(TorchDispatchMode):
         self.peak = self.now()
 
     def _meet(self, tensor: torch.Tensor) -> bool:
-        """Add a tensor's storage to the tracked storages. Return whether it was not tracked before."""
+        """Add the storage of a CPU tensor to the tracked storages. Return whether it was not tracked before."""
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             return False
         storage = tensor.untyped_storage()

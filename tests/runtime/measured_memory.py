@@ -80,7 +80,9 @@ class Counting(EmulatedDevice):
 
 
 def resident_bytes():
-    """Return the smallest resident set at several moments, because other threads free memory late."""
+    """Return the smallest resident set of this process at several moments, in bytes, because other threads
+    free memory late.
+    """
     found = []
     for _ in range(5):
         time.sleep(0.1)
@@ -90,7 +92,9 @@ def resident_bytes():
 
 
 def measured(model, width, subgroup, case):
-    """Train under a plan, and return the predicted and the measured bytes of host and device memory."""
+    """Train under a plan, and return the predicted and the measured peak bytes of host memory and of GPU
+    memory.
+    """
     placements, locations, config = CASES[case]
     before = resident_bytes()
     engine = start(model=model(), subgroup_size=subgroup, reduce_bucket_size=BUCKET, **config)

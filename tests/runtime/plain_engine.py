@@ -101,7 +101,9 @@ class EmulatedTorch(_TorchKernel, EmulatedDevice):
 
 
 def cut(params, size):
-    """Return groups of whole parameters in order, each with up to ``size`` elements and at least one parameter."""
+    """Return groups of whole parameters in order, as an engine's subgroups. Each has up to ``size`` elements
+    and at least one parameter.
+    """
     groups = [[]]
     for param in params:
         if groups[-1] and sum(p.numel() for p in groups[-1]) + param.numel() > size:

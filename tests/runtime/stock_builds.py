@@ -1,8 +1,7 @@
-"""DeepSpeed's CPU ops, built as its builder would build them on other machines.
+"""DeepSpeed's CPU optimizer ops, built as DeepSpeed's own builder would build them on other machines.
 
-The sources and flags are DeepSpeed's. The build takes seconds instead of a minute, because a
-small header replaces torch/extension.h, most of which the sources do not use, and ctypes replaces
-pybind.
+The sources and flags are DeepSpeed's. The build takes seconds instead of a minute, because a small
+header replaces torch/extension.h, most of which the sources do not use, and ctypes replaces pybind.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ _OPS = {
 
 
 def runs_here(build: str) -> bool:
-    """Return whether this CPU has the instructions of a build."""
+    """Return whether this CPU has the instructions that a build of DeepSpeed's CPU ops needs."""
     flags = set(Path("/proc/cpuinfo").read_text().split())
     return {"avx512": "avx512f", "unfused": "avx"}.get(build, "fma") in flags
 
@@ -125,10 +124,11 @@ stock_op = functools.cache(StockOp)
 
 
 class RecountingOp:
-    """An Adam op with the bias correction of DeepSpeed 0.18.6, which calls ``pow`` for every subgroup after
-    the first one of a step.
+    """An op for Adam with the bias correction of DeepSpeed 0.18.6, which calls ``pow`` for every subgroup
+    after the first one of a step.
 
-    The present version calls ``pow`` if the step number jumps, so this op makes the number jump.
+    The installed version of DeepSpeed calls ``pow`` only if the step number jumps, so this op makes the
+    number jump.
     """
 
     def __init__(self, op: StockOp) -> None:

@@ -1,4 +1,6 @@
-"""``plan="auto"`` on two real ranks: one plan for both, their own cores, and the memory that their container has."""
+"""Tests of ``plan="auto"`` on two real ranks: both have the same plan, each has cores of its own, and the
+plan keeps to the memory of their container.
+"""
 
 import json
 import os

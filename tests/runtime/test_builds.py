@@ -1,5 +1,5 @@
-"""Tests of the lock that a killed build of DeepSpeed's ops leaves: the lock is recognized as stale, and a
-start that waits for a lock says so.
+"""Tests of the lock that is left when a build of DeepSpeed's ops is killed: ebbtide recognizes the lock as
+stale, and a start that waits for a lock says so.
 """
 
 import logging
@@ -15,7 +15,9 @@ from torch.utils.file_baton import FileBaton
 
 @pytest.fixture
 def lock(tmp_path):
-    """Create the lock of a build whose process was killed an hour ago, and return its path."""
+    """Create the lock file of a build of DeepSpeed's ops whose process was killed an hour ago, and return the
+    file's path.
+    """
     path = tmp_path / "py311_cpu" / "cpu_adam" / builds.LOCK
     path.parent.mkdir(parents=True)
     path.touch()

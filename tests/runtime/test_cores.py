@@ -65,8 +65,8 @@ OTHER = "0000:af:00.0"
     ("rank", "address", "expected"), [(0, GPU, [9]), (1, GPU, [11]), (2, GPU, [13]), (3, OTHER, list(range(1, 8)))]
 )
 def test_ranks_are_counted_where_their_gpus_are(node, monkeypatch, rank, address, expected):
-    """Check that ranks divide the cores of their own GPU's NUMA node. Three GPUs are on the second node and
-    one is on the first, and no core gets two ranks.
+    """Check that ranks divide among them the cores of their own GPU's NUMA node. Three GPUs are on the second
+    node and one is on the first, and no core gets two ranks.
     """
     folder = node / "bus/pci/devices" / OTHER
     folder.mkdir()
@@ -77,8 +77,8 @@ def test_ranks_are_counted_where_their_gpus_are(node, monkeypatch, rank, address
 
 
 def test_a_gpu_of_no_node_may_use_all_cores(node):
-    """Check that updates may run on all cores if the kernel reports NUMA node -1 for the GPU, as it does on
-    a real or virtual machine with one node.
+    """Check that host updates may run on all cores if the kernel reports NUMA node -1 for the GPU, as it does
+    on a real or virtual machine with one node.
     """
     (node / "bus/pci/devices" / GPU / "numa_node").write_text("-1\n")
     assert cores.update_cores(GPU, node) == list(range(1, 16))
@@ -115,8 +115,8 @@ def test_masks_that_differ_are_a_launchers(node, monkeypatch):
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15])])
 def test_ranks_that_a_launcher_has_bound_alike_divide_what_they_have(node, monkeypatch, rank, expected):
-    """Check four ranks of which a launcher has bound two to each NUMA node: the ranks of a node divide the
-    node's cores.
+    """Check the cores of four ranks of which a launcher has bound two to each NUMA node: the two ranks of a
+    node divide the node's cores.
     """
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: SET)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -128,8 +128,8 @@ def test_ranks_that_a_launcher_has_bound_alike_divide_what_they_have(node, monke
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("bound", [False, True])
 def test_no_core_has_two_ranks_and_each_rank_spares_one(node, monkeypatch, ranks, bound):
-    """Check that no core has two ranks and that each rank leaves a core free, also with hyperthreads: core n
-    and core n + 4 of a NUMA node are one physical core.
+    """Check that the host updates of different ranks never run on the same core and that each rank leaves one
+    core free, also with hyperthreads: core n and core n + 4 of a NUMA node are one physical core.
     """
     for core in range(16):
         folder = node / f"devices/system/cpu/cpu{core}/topology"
@@ -194,8 +194,8 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def test_the_update_has_its_threads_under_torchrun():
-    """Check that an update runs on four threads under torchrun, which sets OMP_NUM_THREADS=1. DeepSpeed's
-    updates obey that variable, and ebbtide's do not.
+    """Check that a host update runs on four threads under torchrun, which sets OMP_NUM_THREADS=1. DeepSpeed's
+    updates obey this variable, and ebbtide's do not.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     told = subprocess.run(

@@ -27,14 +27,18 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is
 
 
 def locked(fake, *, filled_with=0.0, elements=64):
-    """Return page-locked host memory. Without a page lock no copy is asynchronous."""
+    """Return a page-locked tensor in host memory. Without a page lock no copy to or from the GPU is
+    asynchronous.
+    """
     tensor = own_pages(elements, torch.float32)
     assert fake.runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) == 0
     return tensor.fill_(filled_with)
 
 
 def copied_away(fake, *, recorded):
-    """Copy a tensor to host memory on another stream, free the tensor before the copy runs, and return the copy."""
+    """Copy a tensor to host memory on another CUDA stream, free the tensor before the copy runs, and return
+    the copy.
+    """
     stream, location = fake.cuda.Stream(), locked(fake)
     source = torch.ones(64)
     with fake.cuda.stream(stream):
@@ -140,7 +144,9 @@ def test_a_forked_process_gets_no_page_of_the_optimizers_state(device):
 
 
 def faults_by_thread():
-    """Return the number of minor page faults and the allowed cores of each thread of this process."""
+    """Return a dict from thread id to the number of minor page faults and the allowed cores, for each thread
+    of this process.
+    """
     found = {}
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
@@ -151,7 +157,7 @@ def faults_by_thread():
 
 
 def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeypatch):
-    """Check that threads on the cores near the GPU are the first to touch a new host buffer.
+    """Check that threads on the cores near the GPU are the first to touch a new host buffer of the runtime.
 
     A page lies on the NUMA node of the core that touches it first. So neither the calling thread nor
     OpenMP's threads may touch the buffer, and both keep the cores that they were bound to.
@@ -227,7 +233,9 @@ def test_a_lane_that_cannot_begin_says_so(device, monkeypatch):
 
 
 def test_long_copies_go_in_pieces(fake, device, monkeypatch):
-    """Check that a long copy is split, so that an urgent copy on another stream waits for one piece at most."""
+    """Check that `CudaDevice` splits a long copy into pieces, so that an urgent copy on another stream waits
+    for one piece at most.
+    """
     monkeypatch.setattr(cuda, "PIECE_BYTES", 4096)
     stream, source = fake.cuda.Stream(), device.host_empty(2500, torch.float32)
     source.copy_(torch.arange(2500))
@@ -274,10 +282,11 @@ class Counted:
 
 @pytest.mark.parametrize("drift", [1e-3, -1e-3])
 def test_clocks_that_drift_apart_stay_together(drift):
-    """Check that device times are converted to host times without growing error, although the clocks drift
-    apart by 1 ms per second. Uncorrected, the error is 3.6 s after an hour.
+    """Check that `DeviceClock` converts GPU times to host times without growing error, although the two clocks
+    drift apart by 1 ms per second. Uncorrected, the error is 3.6 s after an hour.
 
-    The device reaches each step's mark 0.1 s after the host issues it, and the clock sees it a step later.
+    The GPU reaches the event that marks a step 0.1 s after the host issues it, and `DeviceClock` learns of
+    this one step later.
     """
     now = [0.0]
 

@@ -1,5 +1,5 @@
-"""Tests that the executor submits what the simulator's schedule says: the same ops on each lane, in the
-same order and with the same waits.
+"""Tests that the runtime's executor submits the ops of the simulator's schedule: the same ops on each
+lane, in the same order and with the same waits.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ REDUCED = {OpKind.GRADIENT_REDUCE, OpKind.BACKWARD}  # DeepSpeed's own ops
 
 
 class Recorded:
-    """A lane that runs nothing and records the ops that it is given."""
+    """A lane of the runtime that runs nothing and records the ops that are submitted to it."""
 
     def __init__(self, name, notes):
         self.name, self.notes, self.stream = name, notes, None
@@ -123,7 +123,7 @@ def executed(workload, plan):
 
 
 def backward(executor, workload):
-    """Deliver the gradients of each micro-batch to the executor, those of the last layer first.
+    """Deliver the gradients of each micro-batch of a step to the executor, those of the last layer first.
 
     A layer has one parameter in each subgroup that holds a part of the layer.
     """
@@ -218,7 +218,9 @@ def test_the_executed_dag_is_the_simulated_one(seed):
 
 
 def test_who_takes_a_buffer_waits_for_who_gave_it_back(monkeypatch):
-    """Check that an op that takes a buffer waits for the op that released the same buffer last."""
+    """Check that an op that takes a buffer (of the executor) waits for the op that released the same buffer
+    last.
+    """
     rng, uses, add = random.Random(5), Counter(), Executor._add
     given = {}
 

@@ -1,5 +1,5 @@
-"""Tests of the warning about a plan that was made for another machine or another training: it appears
-once and names the differences.
+"""Tests of the runtime's warning about a plan that was made for another machine or another training: the
+warning appears once and names the differences.
 """
 
 import logging

@@ -62,7 +62,9 @@ def test_a_good_config_passes():
 
 
 def test_the_key_of_old_is_taken(only_rank):
-    """Check that a plan accepts ``cpu_offload: true``, DeepSpeed's former name of an offload_optimizer on the CPU."""
+    """Check that a plan can be attached with ``cpu_offload: true`` in the config, DeepSpeed's former name of
+    an offload_optimizer on the CPU.
+    """
     made = config()
     del made["zero_optimization"]["offload_optimizer"]
     made["zero_optimization"]["cpu_offload"] = True
@@ -122,7 +124,9 @@ def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
 
 
 def test_parameters_below_zero_3_stay_where_they_are_whatever_the_key(only_rank):
-    """Check that ``offload_param`` is accepted under ZeRO-2, because DeepSpeed reads it under ZeRO-3 only."""
+    """Check that a plan can be attached under ZeRO-2 although the config has ``offload_param``, because
+    DeepSpeed reads this key under ZeRO-3 only.
+    """
     check_config(config(stage=2, offload_param={"device": "cpu"}))
 
 
@@ -262,9 +266,9 @@ def test_accumulation_counts_against_free_memory(monkeypatch):
     ("ranks", "given", "expected"), [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7), ("4", {}, None)]
 )
 def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ranks, given, expected):
-    """Check that ``reduce_bucket_size`` is set to 50 M elements on two ranks if the config leaves it open, so
-    that gradient copies start early. On four ranks it stays DeepSpeed's, because the size of the bucket
-    changes the bits of the gradient sum.
+    """Check that ebbtide sets ``reduce_bucket_size`` to 50 M elements on two ranks if the DeepSpeed config
+    leaves it open, so that gradient copies start early. On four ranks DeepSpeed's default stays, because
+    the size of the bucket changes the bits of the gradient sum.
     """
     import deepspeed
 
@@ -288,8 +292,8 @@ def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ra
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("plan", ["auto", Plan(subgroup_size=10, placement=Plan.runs(["host"]), staging_slots=0)])
 def test_mixtures_of_experts_are_refused_before_an_engine_is_built(monkeypatch, stage, plan):
-    """Check that mixture-of-experts layers are refused before DeepSpeed builds an engine, which takes minutes
-    for a large model.
+    """Check that a model with mixture-of-experts layers is refused before DeepSpeed builds an engine, which
+    takes minutes for a large model.
     """
     import deepspeed
     from deepspeed.moe.layer import MoE

@@ -1,4 +1,4 @@
-"""Tests of the update kernels against DeepSpeed's own op, bit for bit."""
+"""Tests of ebbtide's update kernels for the CPU against DeepSpeed's own op, bit for bit."""
 
 import itertools
 
@@ -98,8 +98,8 @@ def test_large_subgroups_whose_parameters_go_past_the_caches(op, dtype, threads)
 
 @pytest.mark.parametrize("march", ["haswell", "sandybridge", "x86-64"])
 def test_our_kernel_has_the_same_bits_when_built_for_less(op, march, monkeypatch):
-    """Check that ebbtide's update kernel gives the same bits when it is built for older CPUs: with AVX2,
-    without fused multiply-add (which libm then computes), and with SSE2 only.
+    """Check that ebbtide's update kernel gives the same bits as DeepSpeed's op when it is built for older
+    CPUs: with AVX2, without fused multiply-add (which libm then computes), and with SSE2 only.
 
     The builds take six seconds each, and are cached under a name made of source, compiler and flags.
     """
@@ -174,7 +174,8 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
 @pytest.mark.parametrize(("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads, elements, begin):
-    """Check that an out-of-place update has the bits of the in-place update and leaves the old state unchanged.
+    """Check that an update by the host kernel that writes to other memory has the bits of the in-place update
+    and leaves the old state unchanged.
 
     All cases have a tail and several blocks per thread. The long case writes past the caches, to a master
     that does not begin at the border of a cache line.
@@ -194,8 +195,9 @@ def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, thread
 
 
 def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
-    """Check an update with two parameter groups of different betas, for which DeepSpeed has one C++ optimizer.
-    Each change of betas makes its bias correction fall back to ``pow``.
+    """Check the host kernel's updates of two parameter groups with different betas against DeepSpeed, which
+    has one C++ optimizer for both. Each change of betas makes this optimizer's bias correction fall back to
+    ``pow``.
     """
     betas = [(0.9, 0.999), (0.8, 0.95)]
     params = [torch.randn(64), torch.randn(64)]

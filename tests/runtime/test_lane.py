@@ -1,5 +1,5 @@
-"""Tests of lanes: a lane runs its ops in order, each op waits for the ops that it depends on, and the
-first failure reaches every waiter.
+"""Tests of the runtime's lanes: a lane runs its ops in order, each op waits for the ops that it depends
+on, and the first failure reaches every waiter.
 """
 
 import threading
@@ -84,7 +84,9 @@ def test_what_is_done_needs_no_wait():
 
 
 def test_the_cause_stands_in_the_errors_own_line(lane):
-    """Check that a background error names its cause in its own message, the last line that a user may see."""
+    """Check that the error that a background thread of the runtime causes names its cause in its own message,
+    the last line that a user may see.
+    """
     failed = Completion("state read s0")
     lane.submit(lambda: int("a flipped bit"), [], failed)
     with pytest.raises(BackgroundError, match=r"'state read s0' failed in the background: ValueError: .*flipped bit"):

@@ -143,8 +143,8 @@ def test_a_rate_that_no_machine_has_is_left_out(rate):
 @pytest.mark.parametrize("strange", [{"host_adam_params_per_s": 1.0}, {"h2d_bytes_per_s": float("nan")}, {"no": 1.0}])
 @pytest.mark.parametrize("watched", [False, True])
 def test_what_was_observed_ends_no_run(stock, monkeypatch, strange, watched):
-    """Check that an absurd measured rate does not end training. An op that the system did not schedule for
-    long enough once ended a run in its fourth step.
+    """Check that an absurd rate, measured while the runtime watches training, does not end training. In an
+    earlier version an op that the system did not schedule for long enough ended a run in its fourth step.
     """
     for module in ("auto", "watch"):
         monkeypatch.setattr(f"ebbtide.runtime.replan.{module}.measured_rates", lambda *_: strange)
@@ -174,8 +174,9 @@ def fail(*_, **__):
 
 
 def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
-    """Check that ``plan="auto"`` does not replan while `offload_states` has moved the optimizer state away. A
-    new plan would take the device memory that this was to free, and `reload_states` would undo the plan.
+    """Check that ``plan="auto"`` does not replan while DeepSpeed's `offload_states` has moved the optimizer
+    state away. A new plan would take the GPU memory that `offload_states` has freed, and `reload_states`
+    would undo the plan.
     """
     monkeypatch.setattr("ebbtide.runtime.replan.auto._free_device_bytes", lambda device: 10**9)
     engine = new_engine()
@@ -221,7 +222,9 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
 
 
 def replanned(engine):
-    """Attach a plan whose watch considers replanning after every third step."""
+    """Attach a plan whose watch (the part of the runtime that replans from measured rates) considers
+    replanning after every third step.
+    """
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
@@ -261,7 +264,9 @@ def test_rates_come_from_the_spans():
 
 
 def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):
-    """Check that predicted and measured times reach DeepSpeed's own CSV monitor, which its config enables."""
+    """Check that predicted and measured step times are written by DeepSpeed's own CSV monitor, which the
+    DeepSpeed config enables.
+    """
     import deepspeed
     from ebbtide.simulator import Prediction
 

@@ -1,4 +1,6 @@
-"""The workload and the rates that ``plan="auto"`` reads off the steps that it watches."""
+"""Tests of the workload and the rates that ``plan="auto"`` computes from the training steps that it
+watches.
+"""
 
 import random
 import time
@@ -28,7 +30,7 @@ from tests.runtime.contract.training import EMULATED, plan_for, slowed, start, t
 
 
 class Engine:
-    """A stand-in of a training engine: two parameters in the first subgroup, one in the second."""
+    """A stand-in for a training engine with two parameters in the first subgroup and one in the second."""
 
     shares_state = False
     parts = (("a", 0, 0, 60), ("a", 0, 60, 20), ("b", 1, 0, 20))
@@ -65,7 +67,9 @@ class Engine:
 
 
 def backward(step, slower=1.0):
-    """Return a backward of 10 s of which 4 s are waited. Its last parameter comes first."""
+    """Return a recorded backward pass of 10 s, of which 4 s are waits. The gradient of its last parameter
+    comes first.
+    """
     at = 1000.0 * step
     made = ((at + 3.0, (Place(1, 0, 20),)), (at + 8.0, (Place(0, 60, 20),)), (at + 9.0, (Place(0, 0, 60),)))
     return Pass(OpKind.BACKWARD, step, at, at + 10.0 * slower, ((at + 1.0, at + 2.0), (at + 4.0, at + 7.0)), made)
@@ -110,7 +114,9 @@ JOBS = [
 
 @pytest.mark.parametrize(("model", "name", "about", "slower"), JOBS)
 def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(model, name, about, slower):
-    """The link is slow enough that backward waits, and four ranks share host memory."""
+    """Check that the workload that ``plan="auto"`` computes from watched (here simulated) steps has the times
+    of the simulated workload, and that the computed rate of host updates gives the same watched rate again.
+    """
     believed = Machine.preset(name)
     update_rate = slower * believed.host_adam_params_per_s.median
     true = believed.with_rates(host_adam_params_per_s=update_rate)
@@ -146,7 +152,9 @@ def test_what_auto_expects_is_what_its_plan_takes(model, name, about, slower):
 @pytest.mark.skipif(not EMULATED, reason="a real link is as fast as it is")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_slow_link_shows_as_waits(only_rank, monkeypatch, stage):
-    """Each gradient waits for the one before it: what is left of backward has none of their copies in it."""
+    """Check that the watch records as waits the time for which backward waits for gradient copies over a slow
+    link. Here each gradient waits for the copy of the gradient before.
+    """
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
     engine = start(stage=stage, accumulation=2)
     ebbtide.runtime.attach(engine, _plan(engine), device=slowed(None, 2e6))
@@ -184,7 +192,9 @@ def test_parameters_that_are_still_coming_in_show_as_waits(only_rank):
 
 
 def test_moments_are_of_the_stream_on_which_a_pass_begins():
-    """Hooks of backward run with DeepSpeed's reduction stream as the current one."""
+    """Check that all moments of a recorded backward pass are read on the CUDA stream on which the pass began,
+    although hooks of backward run while DeepSpeed's reduction stream is the current one.
+    """
 
     class Streams(Device):
         current = "compute"
@@ -240,7 +250,9 @@ def test_nothing_is_recorded_that_nobody_asks_for(only_rank):
 
 
 def test_steps_of_many_micro_batches_are_seen(only_rank):
-    """The measured timeline keeps 64 spans. One step of 40 micro-batches has more."""
+    """Check that steps of 40 micro-batches are recorded in full, although the measured timeline keeps only 64
+    spans.
+    """
     engine = start(accumulation=40)
     ebbtide.runtime.attach(engine, _plan(engine))
     own = engine.optimizer._ebbtide

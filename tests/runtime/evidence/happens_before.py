@@ -29,8 +29,8 @@ def _host():
 
 
 class Order:
-    """The vector clocks of all actors, and the recorded memory accesses. Methods may be called from any
-    thread.
+    """The vector clocks of all actors (CUDA streams and host threads), and the recorded memory accesses.
+    Methods may be called from any thread.
 
     Attributes:
         races: Number of occurrences of each race, by its two accesses and actors.
@@ -88,7 +88,9 @@ class Order:
             self._seen[key] = kept[-KEPT:]
 
     def _storage(self, tensor):
-        """Return the number of a tensor's storage. If a new storage has an old number, forget the old accesses."""
+        """Return the number under which a tensor's storage is recorded. If a new storage reuses an old number,
+        forget the old accesses.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         held = self._alive.get(key)
@@ -100,7 +102,9 @@ class Order:
     # -- who waits for whom ------------------------------------------------------------------
 
     def install(self, patch):
-        """Patch events, streams, copies, kernels and lanes, so that the order of their work is recorded."""
+        """Patch the fake CUDA's events and streams, and the runtime's copies, kernels and lanes, so that the order
+        of their work is recorded.
+        """
         self._follow_events(patch)
         self._follow_streams(patch)
         self._follow_work(patch)
@@ -253,7 +257,9 @@ class Order:
 
 
 class _Ops(TorchDispatchMode):
-    """A dispatch mode that records torch's ops on the current stream, or on the host for host memory."""
+    """A dispatch mode that records the memory accesses of torch's ops: on the current stream, or on the host
+    thread for host memory.
+    """
 
     def __init__(self, order, fake):
         super().__init__()
@@ -291,7 +297,9 @@ class _Ops(TorchDispatchMode):
 
 
 def _where():
-    """Return the innermost lines of the call stack that are in ebbtide or DeepSpeed."""
+    """Return the innermost lines of the current call stack that are in ebbtide or DeepSpeed, to name the place
+    of an access.
+    """
     frame, lines = sys._getframe(2), []
     while frame is not None and len(lines) < 2:
         path = frame.f_code.co_filename

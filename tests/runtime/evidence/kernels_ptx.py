@@ -1,4 +1,6 @@
-"""Triton's update kernels, compiled offline for GPUs that are not present, and run as C++ on the CPU."""
+"""ebbtide's Triton kernels for optimizer updates, compiled offline for GPUs that are not present, and run
+as C++ on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ WIRES = [
 
 @dataclass(frozen=True)
 class Form:
-    """A kernel that an optimizer step may run: its rule and variant, its dtypes and the GPU generation.
+    """A form of an update kernel that an optimizer step may run: its rule and variant, its dtypes and the GPU
+    generation.
 
     Attributes:
         aligned: Pointers and lengths are multiples of 16, so that Triton loads four words at a time.
@@ -93,7 +96,9 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
 
 
 def _source(kernel: Any, signature: dict[str, str], constants: dict[str, int], sixteens: list[int]) -> Any:
-    """Return Triton's source object of a kernel. ``sixteens`` are positions of arguments divisible by 16."""
+    """Return Triton's source object of a kernel, for compilation. ``sixteens`` are positions of arguments
+    divisible by 16.
+    """
     from triton.compiler import ASTSource
 
     if "constexprs" in inspect.signature(ASTSource).parameters:
@@ -108,7 +113,9 @@ def _source(kernel: Any, signature: dict[str, str], constants: dict[str, int], s
 
 
 def library(functions: list[str]) -> Any:
-    """Compile C++ functions written by `ptx_to_cpp.translate`, cache the library, and load it."""
+    """Compile the C++ functions that `ptx_to_cpp.translate` wrote into a shared library, cache the library,
+    and load it.
+    """
     source = ptx_to_cpp.HEAD + "\n".join(functions)
     flags = ["-O0", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w"]
 
@@ -135,7 +142,9 @@ def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
 def run(
     function: Any, state: list[torch.Tensor], grad: torch.Tensor, out: torch.Tensor, scalars: list[float], tail: int
 ) -> None:
-    """Run one update with a translated kernel, as `ebbtide.runtime.kernels.device.device_update` launches it."""
+    """Run one optimizer update with a kernel translated to C++, with the arguments that
+    `ebbtide.runtime.kernels.device.device_update` passes on a GPU.
+    """
     n = grad.numel()
     arguments: list[Any] = [ctypes.c_uint64(t.data_ptr()) for t in (*state, grad, out)]
     arguments += [ctypes.c_int32(n), ctypes.c_int32(n - tail)]
@@ -145,12 +154,14 @@ def run(
 
 
 def counted(text: str, *patterns: str) -> list[int]:
-    """Return the number of matches of each instruction pattern in a listing."""
+    """Return how often each instruction pattern occurs in a listing of PTX or machine code."""
     return [len(re.findall(pattern, text)) for pattern in patterns]
 
 
 def sass(cubin: bytes) -> str:
-    """Return the listing of machine code by the disassembler that Triton ships. The result is cached."""
+    """Return the listing of a kernel's machine code by the disassembler that Triton ships. The result is
+    cached.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

@@ -157,7 +157,7 @@ def _parse(line: str) -> tuple[str, str | None, str, list[str]]:
 
 
 def _operands(text: str) -> list[str]:
-    """Return the operands of a PTX instruction. They are split at commas outside of braces."""
+    """Return the operands of a PTX instruction as a list of texts. They are split at commas outside of braces."""
     return [part.strip() for part in re.split(r",(?![^{]*\})", text)]
 
 

@@ -1,4 +1,5 @@
-"""Tests that no two memory accesses race under CUDA's own rules of order, and that missing waits are found.
+"""Tests that under a plan no two memory accesses race under CUDA's own rules of order, and that the check
+finds waits that are left out.
 
 The order of accesses is computed with vector clocks on a fake CUDA (see `happens_before`).
 """
@@ -37,7 +38,7 @@ pytestmark = [
 
 
 def checked(fake, patch, engine, loop=None, steps=3, pattern=MIX, **fields):
-    """Train under a plan, and return the recorded order of all memory accesses."""
+    """Train some steps under a plan on the fake CUDA, and return the recorded order of all memory accesses."""
     fake.latest_s = 30.0  # nothing runs, and no event is seen to be reached, before it is waited for
     order = Order(fake)
     order.install(patch)
@@ -60,9 +61,10 @@ def read_between(engine, steps):
 
 
 def repeat_backward(engine, steps):
-    """Train with two backwards in every second step.
+    """Train some steps under a plan, with a second backward in every second step.
 
-    The second backward adds to gradients that were copied to the host, before any update has waited for them.
+    The second backward adds to gradients that were copied to the host, before any update has waited for
+    them.
     """
     loop_of(engine, "bs bbs" * (steps // 2))
 
@@ -138,7 +140,9 @@ def test_happens_before_orders_every_access(late_deepspeed, monkeypatch, capsys,
 
 
 def without(wait, whole=Issue._issue):
-    """Return a patch with which the ops of updates begin in their order but leave out the given kind of wait."""
+    """Return a monkeypatch (owner, name, value) with which the ops of updates begin in their order but leave
+    out the given kind of wait.
+    """
 
     def issue(self, step, *others):
         return whole(self, dataclasses.replace(step, waits=step.waits & ~wait), *others)
@@ -147,7 +151,9 @@ def without(wait, whole=Issue._issue):
 
 
 def taken_at_once(*slots, whole=Issue._take):
-    """Return a patch with which buffers of the given kinds are taken while an earlier user may still need them."""
+    """Return a monkeypatch (owner, name, value) with which an op takes a buffer of the given kinds while an
+    earlier op may still need it.
+    """
 
     def take(self, step, subgroup, waits):
         if step.takes in slots:
@@ -167,7 +173,9 @@ def unordered_lanes(self, lanes=CudaDevice.lanes):
 
 
 def with_gradients(**changes):
-    """Return a patch with which gradient copies leave out some of their waits."""
+    """Return a monkeypatch (owner, name, value) with which the copies of gradients to the host leave out some
+    of their waits.
+    """
     made = ebbtide.runtime.execution.session.gradient_template
 
     def template(*args, **kwargs):
@@ -177,13 +185,14 @@ def with_gradients(**changes):
 
 
 def nothing(*args, **kwargs):
-    """Do nothing, in place of a wait that the test leaves out."""
+    """Do nothing, in place of a wait of the runtime that the test leaves out."""
 
 
 def deaf(owner, name, method):
-    """Return a patch that turns a method of `CudaDevice` off while a given function of the runtime runs.
+    """Return a monkeypatch with which a method of `CudaDevice` does nothing while a given function of the
+    runtime runs.
 
-    The method orders work on CUDA streams. So the patch simulates a runtime that lacks this order.
+    The method orders work on CUDA streams, so the patch simulates a runtime that lacks this order.
 
     Args:
         owner, name: Class and name of the function that runs without the order.
@@ -200,13 +209,17 @@ def deaf(owner, name, method):
 
 
 def launched_behind_no_copy(self, *args, launch=Executor.launch, **kwargs):
-    """Launch a step's updates without waiting for parameters that are still being copied from host memory."""
+    """Launch a step's updates without the runtime's wait for parameters that are still being copied from host
+    memory.
+    """
     self._latest_fetch = Completion.done()
     return launch(self, *args, **kwargs)
 
 
 def brought_at_once(self, params, executor, bring=Partitions.bring):
-    """Return parameters fetched from host memory without the waits for the end of their copies."""
+    """Return the parameters that were fetched from host memory to the GPU, without the runtime's wait for the
+    end of their copies.
+    """
     return {p: (tensor, []) for p, (tensor, _) in bring(self, params, executor).items()}
 
 
@@ -298,7 +311,7 @@ def waiters():
 
 
 def test_every_wait_in_the_code_has_its_mutant():
-    """Check that every wait in the runtime's code has a mutant, which is a test case without this wait.
+    """Check that for every wait in the runtime's code a test case without this wait (a mutant) exists.
 
     A new wait makes this test fail until a mutant for it is added.
     """

@@ -46,7 +46,9 @@ FORMS = [
 
 
 def values(size, generator, dtype=torch.float32):
-    """Return random values of about 10 to the power of ``size``, with special values such as NaN among them."""
+    """Return a tensor of random values of about 10 to the power of ``size``, with special values such as NaN
+    among them.
+    """
     n = len(size)
     made = torch.randn(n, generator=generator) * 10.0 ** (size + torch.randint(-2, 3, (n,), generator=generator))
     made[torch.randperm(n, generator=generator)[: 8 * len(SPECIAL)]] = torch.tensor(SPECIAL * 8)
@@ -54,7 +56,7 @@ def values(size, generator, dtype=torch.float32):
 
 
 def unequal(a, b):
-    """Return the number of elements with different bits. All NaNs count as equal."""
+    """Return the number of elements of two tensors that differ in their bits. All NaNs count as equal."""
     bits = {4: torch.int32, 2: torch.int16}[a.element_size()]
     return int(((a.view(bits) != b.view(bits)) & ~(a.isnan() & b.isnan())).sum())
 
@@ -88,12 +90,13 @@ def is_assembled(form):
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Compile all forms of the kernels with Triton, and return its output by form."""
+    """Compile all forms of the GPU update kernels with Triton. Return a dict from form to Triton's output."""
     return {form: compiled(form, assembled=is_assembled(form)) for form in FORMS}
 
 
 def test_ptx_has_the_host_kernels_bits(kernels, capsys):
-    """Check two steps of every kernel form against the host kernel, bit for bit.
+    """Check two optimizer steps of every form of a GPU update kernel, translated from PTX, against the host
+    kernel, bit for bit.
 
     The lengths include blocks that are not full and tails after the last whole vector.
     """
@@ -117,7 +120,8 @@ def test_ptx_has_the_host_kernels_bits(kernels, capsys):
 
 
 def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
-    """Check kernel updates with learning rate 0, as in the first step of a warm-up.
+    """Check the updates of translated GPU kernels with learning rate 0, as in the first step of a warm-up,
+    against the host kernels.
 
     The Lion optimizer then adds minus the learning rate, and this term must be -0.0.
     """
@@ -129,7 +133,8 @@ def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
 
 
 def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
-    """Check that the kernels' PTX has no approximate instructions and does not flush subnormal numbers to zero.
+    """Check that the PTX of the update kernels has no approximate instructions and does not flush subnormal
+    numbers to zero.
 
     The PTX must also name the GPU generation for which it was compiled.
     """
@@ -139,10 +144,11 @@ def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
 
 
 def test_ptx_that_computes_otherwise_shows(kernels, capsys):
-    """Check that a wrong instruction in a kernel changes the results.
+    """Check that the comparison with the host kernel detects a wrong instruction in the PTX of an update
+    kernel.
 
-    Each mutant replaces one instruction by an inexact version, which rounds twice, cuts bits off or divides by a
-    reciprocal.
+    Each mutant replaces one instruction by an inexact version, which rounds twice, cuts bits off or divides
+    by a reciprocal.
     """
     forms = [Form(*key, *WIRES[0], gpu) for key, gpu in itertools.product(RULE_OF, NEWER)]
     mutants = {form: mutable(ptx_to_cpp.opcodes(kernels[form]["ptx"])) for form in forms}
@@ -165,20 +171,21 @@ def test_ptx_that_computes_otherwise_shows(kernels, capsys):
 
 
 def mutable(opcodes):
-    """Return the PTX instructions that the test mutates, as a dict from position to opcode.
+    """Return the PTX instructions of an update kernel that the test replaces by wrong ones, as a dict from
+    position to opcode.
 
-    The compiler repeats an instruction for the eight elements of a thread, or four times if it handles a pair of
-    elements. Only the first of these repeated instructions is mutated.
+    The compiler repeats an instruction for the eight elements of a thread, or four times if it handles a
+    pair of elements. Only the first of these repeated instructions is replaced.
     """
     places = {op: [i for i, o in enumerate(opcodes) if o == op] for op in ptx_to_cpp.MUTATED}
     return {i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]}
 
 
 def test_ptx_is_assembled_without_another_fusion(kernels):
-    """Check that the machine code has as many multiplications and additions as the PTX.
+    """Check that the machine code of an update kernel has as many multiplications and additions as its PTX.
 
-    If the assembler fused a product and a sum into one instruction, both would be missing. Divisions and roots
-    are instruction sequences of their own with a suffix, which are not counted.
+    If the assembler fused a product and a sum into one instruction, both would be missing. Divisions and
+    roots are instruction sequences of their own with a suffix, which are not counted.
     """
     bad = []
     for form, asm in kernels.items():

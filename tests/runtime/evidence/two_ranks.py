@@ -1,4 +1,4 @@
-"""The happens-before check of memory accesses on two ranks (`forked_ranks`), also with waits left out."""
+"""The check for races between memory accesses on two ranks (`forked_ranks`), also with waits left out."""
 
 import json
 import os
@@ -52,7 +52,9 @@ MUTANTS = {
 
 
 def races(case, mutant=None):
-    """Run a case on this rank, which has its own placements. Return the number of checked accesses and the races."""
+    """Train a case on this rank, which has placements of its own, with the fake CUDA. Return the number of
+    checked memory accesses, and a dict from race to its number of occurrences.
+    """
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:
         fake = fake_cuda.install(patch)

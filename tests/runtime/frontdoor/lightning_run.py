@@ -27,7 +27,7 @@ class OnTheCpu(DeepSpeedStrategy):
 
 
 class Module(pl.LightningModule):
-    """A causal language model that records its losses."""
+    """A Lightning module of a causal language model. It records its losses."""
 
     def __init__(self, net: torch.nn.Module, steps: int) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Module(pl.LightningModule):
 
 
 def fit(config: dict[str, Any], net: torch.nn.Module, samples: list[Any], steps: int) -> tuple[Any, list[float]]:
-    """Train with Lightning, and return the final engine and the losses."""
+    """Train with Lightning, and return the final engine and the losses of all steps."""
     module = Module(net, steps)
     trainer = pl.Trainer(
         max_steps=steps,

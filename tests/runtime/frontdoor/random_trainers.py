@@ -22,7 +22,9 @@ STEPS = 10
 
 
 def drawn(rng, folder):
-    """Return random options of a Trainer and a random value of the ``ebbtide`` key."""
+    """Return random options of a Trainer for saving checkpoints, and a random value of the config key
+    ``ebbtide``.
+    """
     every = rng.randint(1, 4)
     options = {"save_strategy": "steps", "save_steps": every, "save_total_limit": rng.choice([None, 1, 2, 3])}
     if rng.random() < 0.5:
@@ -41,7 +43,8 @@ def drawn(rng, folder):
 
 
 def run(rng, folder):
-    """Train, load each checkpoint that is listed as complete, and return a summary.
+    """Train with the Trainer, load each checkpoint that is listed as complete, and return the numbers of
+    complete and of all checkpoints as text.
 
     Raises:
         AssertionError: If no checkpoint is complete, or a complete one does not load.

@@ -1,4 +1,5 @@
-"""Tests of the processes in which `tune run` wraps ``deepspeed.initialize``, each in a new interpreter.
+"""Tests of which processes get the wrapper that `tune run` puts around ``deepspeed.initialize``, each in a
+new interpreter.
 
 A stand-in for DeepSpeed starts in milliseconds. test_front_door.py tests the wrapper with the real
 DeepSpeed.

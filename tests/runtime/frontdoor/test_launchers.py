@@ -1,4 +1,4 @@
-"""Tests of launchers that start ranks in their own way, with the real DeepSpeed."""
+"""Tests of `tune run` with launchers that start ranks in their own way, with the real DeepSpeed."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Tests of the way from a profile through `tune plan --storage` to training: a plan that stores what
-memory cannot hold has stock DeepSpeed's results, bit for bit.
+"""Tests of the way from a profile through `tune plan --storage` to training: under a plan that stores on a
+drive what memory cannot hold, training has stock DeepSpeed's results, bit for bit.
 """
 
 import json
@@ -19,7 +19,7 @@ __all__ = ["front_door"]  # a fixture
 
 
 def profiled(folder):
-    """Profile a stock engine, and write the workload and machine files that `tune plan` reads."""
+    """Profile an engine of stock DeepSpeed, and write the workload and machine files that `tune plan` reads."""
     engine, batches, numbers = start(), Batches(2, 32), iter(range(10**6))
     work = profile_engine(engine, lambda e: train_step(e, batches.at(next(numbers))), 2)
     engine.destroy()

@@ -46,7 +46,9 @@ def test_same_bits_and_losses_after_20_steps(front_door, name):
 
 @pytest.mark.slow
 def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspeed_ops):
-    """Check training with Trainer, Accelerate and Lightning on two ranks, in one launch under `tune run`."""
+    """Check that training with Trainer, Accelerate and Lightning on two ranks has stock DeepSpeed's results,
+    bit for bit, in one launch under `tune run`.
+    """
     port = free_port()
     script = ROOT / "tests" / "runtime" / "frontdoor" / "trainers.py"
     try:
@@ -131,8 +133,8 @@ def test_same_bits_of_a_compiled_model(front_door, dynamo):
 
 @pytest.mark.slow
 def test_lora_and_the_best_model_at_the_end(front_door, tmp_path):
-    """Check LoRA training that loads the best model at its end. Frozen parameters stay out of a checkpoint,
-    and the best model is found although it is the last one and is still being written.
+    """Check LoRA training under a plan that loads the best model at its end. A checkpoint has no frozen
+    parameters, and the best model is found although it is the last one and is still being written.
     """
     options = {
         "wrap": trainers.with_lora,
@@ -177,8 +179,9 @@ def stored_key(folder, **checkpoint):
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 1, 3])
 def test_the_best_model_of_stored_state_is_there_at_the_end(front_door, tmp_path, limit):
-    """Check that the best checkpoint is still there at the end of training with stored state. Once, the state
-    of all checkpoints but the newest was overwritten, and the run failed at its end.
+    """Check that the best checkpoint of a run can be loaded at its end if optimizer state is on a drive. In an
+    earlier version the state of all checkpoints but the newest was overwritten, and the run failed at its
+    end.
     """
     out = tmp_path / "out"
     options = {**BEST, "save_total_limit": limit, "output_dir": str(out)}

@@ -78,7 +78,9 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
 
 
 def key_for(engine: Any) -> dict[str, Any]:
-    """Return the config key ``ebbtide`` with a plan that has every placement for an engine's subgroups."""
+    """Return a value of the config key ``ebbtide``: a plan with every placement for the subgroups of an
+    engine.
+    """
     from ebbtide.runtime.zero.cuts import subgroups_of
     from ebbtide.simulator.plan import Plan
 
@@ -91,7 +93,7 @@ def key_for(engine: Any) -> dict[str, Any]:
 
 
 def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
-    """Train with Hugging Face's Trainer, and return the final engine and the log."""
+    """Train with Hugging Face's Trainer, and return the final engine and the Trainer's log."""
     import transformers
 
     arguments: dict[str, Any] = {
@@ -119,7 +121,7 @@ def with_trainer(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[
 
 
 def saved_models(folder: Path) -> list[Any]:
-    """Return the names and hashes of the 16-bit models that were saved in a folder."""
+    """Return the names and hashes of the 16-bit model files that a trainer saved in a folder."""
     return [
         (path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
         for path in sorted(folder.rglob("*.safetensors"))
@@ -259,7 +261,7 @@ OTHERS = {"sft": with_sft}
 def outcome(
     train: Callable[..., tuple[Any, list[Any]]], key: dict[str, Any] | None, **options: Any
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Train, destroy the engine, and return its state and losses. Also return a value of the config key
+    """Train, destroy the engine, and return a pair: the state and losses, and a value of the config key
     ``ebbtide`` that fits this engine.
     """
     engine, losses = train(key, **options)
@@ -272,7 +274,8 @@ def outcome(
 
 
 def saved_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the parameters, and the optimizer state that a checkpoint would save.
+    """Return the model's parameters, and the optimizer state that a checkpoint would save, as a dict from name
+    to tensor.
 
     Below ZeRO-3 stock DeepSpeed's public calls give only the moments of the first parameter group.
     """
@@ -300,7 +303,9 @@ def forget_accelerate() -> None:
 
 
 def compare(name: str, **options: Any) -> list[str]:
-    """Return the differences between training with stock DeepSpeed and with ebbtide. Empty if there are none."""
+    """Return the differences between training with stock DeepSpeed and with the key ``ebbtide``, as text.
+    Empty if there are none.
+    """
     stock, key = outcome((TRAINERS | OTHERS)[name], None, **options)
     ours, _ = outcome((TRAINERS | OTHERS)[name], key, **options)
     different = list(differences(ours[0], stock[0]))

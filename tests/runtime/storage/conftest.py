@@ -12,7 +12,9 @@ BLOCK = 4096
 
 
 def state(subgroup, version):
-    """Return the three state tensors of a subgroup, which differ for each version."""
+    """Return three random tensors as the state of a subgroup. The seed is made of the subgroup and the
+    version.
+    """
     generator = torch.Generator().manual_seed(1_000 * version + subgroup)
     return tuple(torch.randn(ELEMENTS[subgroup], generator=generator) for _ in range(3))
 
@@ -36,7 +38,7 @@ def equal(one, other):
 
 
 def write_all(store, version, number=None):
-    """Write the state of every subgroup to a store as a given version.
+    """Write the optimizer state of every subgroup to a store on a drive, as a given version.
 
     Args:
         number: Number that selects the content, see `state`. None: the number of the version.
@@ -46,14 +48,18 @@ def write_all(store, version, number=None):
 
 
 def step(store, number):
-    """Write all subgroups to the store as one step, and commit it under the given number."""
+    """Write the optimizer state of all subgroups to a store on a drive as one step, and commit the step under
+    the given number.
+    """
     store.announce(number)
     write_all(store, number)
     store.commit(number, number, f"data of {number}")
 
 
 class Stores:
-    """A helper that opens stores in one folder and closes all of them at the end."""
+    """A helper that opens stores of optimizer state in one folder and closes all of them at the end of the
+    test.
+    """
 
     def __init__(self, place):
         self.place, self.opened = place, []

@@ -33,7 +33,7 @@ DEADLINE_S, STALL_S = 2.0, 0.8  # of a drive; a stall is logged after a quarter 
 
 
 class Drive(Files):
-    """File operations of a drive with a fault, which begins when the test arms it.
+    """File operations of a simulated drive with a fault, which begins when the test arms it.
 
     After arming, the ``nth`` of the chosen calls has the fault, and then each ``every``-th call.
     """
@@ -53,9 +53,9 @@ class Drive(Files):
 
 
 def _is_block(name, args):
-    """Return whether a file operation may get the drive's fault.
+    """Return whether the drive's fault may hit a file operation.
 
-    Reads and writes of less than 4096 bytes may not, because they do not belong to optimizer state.
+    Reads and writes of less than 4096 bytes are never hit, because they do not belong to optimizer state.
     """
     sizes = {"pwrite": lambda: len(args[1]), "preadv": lambda: len(args[1][0])}
     return name not in sizes or sizes[name]() >= 4096
@@ -97,7 +97,8 @@ def flipped(function, descriptor, data, offset):
 
 @dataclass
 class Case:
-    """A training run with a drive fault from some step on, followed by runs without faults.
+    """A case of the tests: a training run with a drive fault from some step on, followed by runs without
+    faults.
 
     Attributes:
         at: Step before which the fault is armed. -1 means before the engine is made, and None means in
@@ -177,7 +178,9 @@ def steps(engine, first, told, last=STEPS, drive=None, at=None, save_in=None):
 
 
 def stock(path):
-    """Train with stock DeepSpeed. Write the losses by step, and the state after each possible last step."""
+    """Train with stock DeepSpeed. Write to a file the losses by step, and the training state after each step
+    that may be the last.
+    """
     from tests.runtime.contract.training import start
 
     engine, told, states = start(), {"losses": {}}, {}
@@ -188,7 +191,9 @@ def stock(path):
 
 
 def run(place, case, path, *, resume, tag=None, faulty=True):
-    """Train once on a drive, and write the result to ``path``, whether the run ends well or with an error."""
+    """Train once with optimizer state on a drive, and write the losses, the error and the committed step to
+    ``path``, however the run ends.
+    """
     drive = case.drive if faulty else Drive()
     told = {"losses": {}, "error": "", "from": 0, "committed": 0}
     engine = None
@@ -215,7 +220,7 @@ def _newest(place):
 
 
 def flip(place, case):
-    """Flip one bit of the newest step's optimizer state on the drive."""
+    """Flip one bit of the newest step's optimizer state in its file on the drive."""
     folder, newest = place / "state", _newest(place)
     store = read_page(file_of(folder, 0, STORE), StorePage, Files())
     layout = Layout(dict(store.sizes), store.weights, store.block_bytes, store.extents)
@@ -228,7 +233,10 @@ def flip(place, case):
 
 
 def lives(name, case, place):
-    """Train on a faulty drive, then resume from the newest checkpoint, or from the one before if that fails.
+    """Train on a faulty drive, then resume from the newest checkpoint, or from the one before if the first
+    resume fails.
+
+    Each run is a process of its own.
 
     Returns:
         The results of all runs in order.

@@ -1,5 +1,5 @@
-"""Tests of checkpoints with optimizer state on storage: a run is killed at every point of the commit and
-then resumed.
+"""Tests of checkpoints whose optimizer state is on a drive: a run is killed at every point of a commit,
+and then resumed.
 """
 
 import mmap
@@ -57,8 +57,8 @@ def opened(place, files, keep):
 
 
 def resumed(place, store, steps):
-    """Restore the newest valid checkpoint into the store, check the state, and return the step. 0 means that
-    there is no checkpoint.
+    """Restore the newest valid checkpoint into the store of optimizer state, check the state, and return the
+    checkpoint's step. 0 means that there is no checkpoint.
     """
     choice = newest_valid(place / "ck")
     if choice.step is None:
@@ -73,8 +73,8 @@ def resumed(place, store, steps):
 
 
 def run(place, files, keep, note=lambda *_: None):
-    """Train from the newest checkpoint to the last step, and save each step while the next one writes its
-    state to the store.
+    """Run simulated training from the newest checkpoint to the last step. A checkpoint of each step is saved
+    while the next step writes its optimizer state to the store.
     """
     bench = Bench(place / "ck")
     with opened(place, files, keep) as (store, steps):
@@ -108,8 +108,8 @@ def finish(job, note):
 
 
 def killed(place, kill, keep):
-    """Run in a child process that is killed at a point. Return the last finished step and the last committed
-    step, or None if the process was not killed.
+    """Run the simulated training in a child process that is killed at a named point. Return the last finished
+    step and the last committed step, or None if the process was not killed.
     """
     memory = mmap.mmap(-1, 16)
     child = os.fork()

@@ -1,4 +1,6 @@
-"""Tests of drives that fail, are full, end reads or writes early, or stall."""
+"""Tests of the store of optimizer state on drives that fail, are full, end reads or writes early, or
+stall.
+"""
 
 import contextlib
 import errno
@@ -31,7 +33,9 @@ class Failing(FaultyFiles):
 
 
 def run(stores, files, done):
-    """Commit step 1, resume from it and commit step 2. Append each committed step to ``done``."""
+    """Commit step 1 to a store of optimizer state, resume from this step and commit step 2. Append the number
+    of each committed step to ``done``.
+    """
     options = {"files": files, "block_bytes": 16_384}
     step(stores.open(TWO, **options), 1)
     done.append(1)
@@ -44,7 +48,9 @@ def run(stores, files, done):
 
 
 def whole(stores, done):
-    """Check that every committed step is in the store, bit for bit, once the drive works again."""
+    """Check that every committed step is in the store of optimizer state, bit for bit, once the drive works
+    again.
+    """
     stores.close()
     store = stores.open(TWO, block_bytes=16_384)
     found = [record.step for record in store.steps]
@@ -100,7 +106,9 @@ def test_after_a_failed_write_nothing_is_committed_any_more(stores):
 
 
 class Short(Files):
-    """File operations of which reads and writes end early, after a given number of bytes."""
+    """File operations whose reads and writes end early, after a given number of bytes, as the kernel may end
+    them.
+    """
 
     def __init__(self, size_bytes):
         self.size_bytes, self.fired = size_bytes, 0
@@ -198,8 +206,8 @@ def test_a_drive_that_hangs_is_an_error_in_time(stores):
 
 
 def test_versions_beside_a_failing_commit_stay(stores):
-    """Check that a failed commit leaves the state of both steps on the drive: its rename may have reached
-    the disk although the call reported an error.
+    """Check that a failed commit in a store of optimizer state leaves the state of the new and of the previous
+    step on the drive: its rename may have reached the disk although the call reported an error.
     """
     store = stores.open(files=(files := FaultyFiles()))
     step(store, 1)
@@ -242,8 +250,8 @@ mapped[0]
 
 @pytest.mark.parametrize("whose", ["ours", "somebody else's"])
 def test_a_page_that_does_not_come_has_a_last_word(tmp_path, whose):
-    """Check that a process which cannot read a mapped page of stored state prints the file's name before it
-    ends. The kernel sends SIGBUS for such a read, and Python raises no error.
+    """Check that a process that cannot read a mapped page of optimizer state on a drive prints the file's name
+    before it ends. The kernel sends SIGBUS for such a read, and Python raises no error.
     """
     done = subprocess.run(
         [sys.executable, "-c", CUT, str(tmp_path), whose], capture_output=True, text=True, check=False, timeout=120

@@ -1,4 +1,6 @@
-"""Tests of storage directories that were moved, mixed up, shared, cut short or made by another run."""
+"""Tests of directories with stored optimizer state that were moved, mixed up, shared, cut short or made by
+another run.
+"""
 
 import pytest
 import torch
@@ -56,8 +58,8 @@ def test_another_layout_or_world_size_is_refused_and_nothing_lost(stores, option
 
 
 def test_a_store_grows_behind_what_it_holds(stores):
-    """Check that a store can add subgroups behind those that it holds, and can be opened afterwards for the
-    old number of subgroups or for more.
+    """Check that a store of optimizer state can append subgroups, and can be opened afterwards for the old
+    number of subgroups or for more.
     """
     more = {7: (4_000, 8), 8: (12,)}
     step(stores.open(TWO), 1)

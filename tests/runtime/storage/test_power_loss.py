@@ -1,4 +1,6 @@
-"""Tests that open a store in every state that a power loss can leave on disk (see `crash_states`)."""
+"""Tests that a store of optimizer state can be opened in every state that a power loss can leave on disk
+(see `crash_states`).
+"""
 
 import shutil
 
@@ -27,7 +29,9 @@ def opened(root, files=None, keep=1):
 
 
 def run(files, keep):
-    """Commit three steps to a store, with one subgroup more from the second step on, and half write a fourth."""
+    """Commit three steps to a store of optimizer state, with one more subgroup from the second step on, and
+    write half of a fourth step.
+    """
     store = opened(files.root, files, keep)
     for version in (1, 2, 3):
         if version == 2:
@@ -81,7 +85,7 @@ def test_every_crash_state_has_every_committed_step(tmp_path, keep):
 
 
 class Careless(RecordingFiles):
-    """Recorded file operations that leave out one kind of sync."""
+    """File operations that are recorded and leave out one kind of sync, which the test must notice."""
 
     def __init__(self, root, kind):
         super().__init__(root)

@@ -254,7 +254,9 @@ def test_every_read_is_checked_where_it_is_asked_for(stores):
 
 
 class Paused(Files):
-    """File operations that stop the first commit before its manifest until the test releases it."""
+    """File operations of a store that stop the first commit before it writes its manifest, until the test
+    releases it.
+    """
 
     def __init__(self):
         self.there, self.go, self.synced = threading.Event(), threading.Event(), 0
@@ -267,8 +269,8 @@ class Paused(Files):
 
 
 def test_commits_come_one_after_the_other(stores):
-    """Check that commits run one after the other. Otherwise the manifest of the older step could be written
-    last and undo the newer step.
+    """Check that commits to a store of optimizer state run one after the other. Otherwise the manifest of the
+    older step could be written last and undo the newer step.
     """
     files = Paused()
     store, threads = stores.open((1.0,), keep=2, files=files), []

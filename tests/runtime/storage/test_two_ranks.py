@@ -1,4 +1,5 @@
-"""Tests of two ranks that keep optimizer state on one drive and match stock DeepSpeed bit for bit.
+"""Tests of two ranks that keep optimizer state on one drive: training has stock DeepSpeed's results, bit
+for bit.
 
 They cover checkpoints from and for stock DeepSpeed, other plans, an unchanged config, a file of its own
 for each rank, another number of ranks (which is refused), and a drive that fails.

@@ -36,7 +36,7 @@ def engine_on(folder=None):
 
 
 def steps(engine, first, count, folder=None):
-    """Train some steps, and return the losses, norms and final state."""
+    """Train some steps on this rank, and return the losses, the gradient norms and the final state."""
 
     def save(engine, number):
         if folder is not None and (number + 1) % ACCUMULATION == 0:
@@ -67,8 +67,9 @@ def trained_and_resumed(folder, expected, later):
 
 
 def exchanged_with_stock(stock, folder, later):
-    """Resume from a checkpoint of stock DeepSpeed with state on storage, then export a checkpoint of ebbtide
-    and load it with stock DeepSpeed. Return whether each direction has the expected results.
+    """Resume from a checkpoint of stock DeepSpeed under a plan that stores optimizer state on a drive, then
+    export a checkpoint of ebbtide and load it with stock DeepSpeed. Return whether each direction has the
+    expected results.
     """
     ours = engine_on(folder)
     ours.load_checkpoint(str(stock))
@@ -87,8 +88,8 @@ def exchanged_with_stock(stock, folder, later):
 
 
 def replanned(folder, expected):
-    """Move the optimizer state off storage for one training step and back again. Return whether the results
-    are the expected ones.
+    """Change the plan so that for one training step no optimizer state is on the drive, and back again. Return
+    whether the results are the expected ones.
     """
     ours, pattern = engine_on(folder), PATTERNS[torch.distributed.get_rank()]
     parts = []
@@ -103,7 +104,7 @@ def replanned(folder, expected):
 
 
 def stored_on_one(folder, expected):
-    """Save a checkpoint although one of the two ranks stores nothing on the drive.
+    """Save a checkpoint although only one of the two ranks stores optimizer state on the drive.
 
     In an earlier version the save blocked, because one rank waited for the other in a gather.
     """
@@ -116,7 +117,9 @@ def stored_on_one(folder, expected):
 
 
 def on_a_drive(folder, plan, expected):
-    """Train with a DeepSpeed config that was written for NVMe offload."""
+    """Train under a plan with a DeepSpeed config that was written for NVMe offload. Return whether the results
+    are the expected ones.
+    """
     config = ds_config(2, SUBGROUP, accumulation=ACCUMULATION, clipping=0.01, learning_rate=1e-3)
     config["zero_optimization"]["offload_optimizer"] = {
         "device": "nvme",
@@ -143,8 +146,8 @@ def on_a_drive(folder, plan, expected):
 
 
 def failing_commit(folder, later):
-    """Let the commit of step 2 fail on rank 1's drive. Return whether both ranks report the error, and resume
-    from step 1 with the expected results.
+    """Let the commit of step 2's checkpoint fail on rank 1's drive. Return whether both ranks report the
+    error, and whether a resume from step 1 has the expected results.
     """
     drive, rank = Drive(("fdatasync",), fails(errno.EIO)), torch.distributed.get_rank()
     if rank:
@@ -177,7 +180,9 @@ def plan_of(pattern):
 
 
 def refused(folder):
-    """Return whether a plan refuses stored state of a run that had another number of ranks."""
+    """Return whether attaching a plan refuses the stored optimizer state of a run with another number of
+    ranks.
+    """
     engine = start()
     try:
         plan = plan_for(engine, ["stored"], storage_dir=str(folder))
