@@ -45,14 +45,17 @@ class Device:
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
-        """Start a worker for each lane of the optimizer update, and return the workers by lane name.
+        """Start one worker for each lane of the optimizer update, and return a dict from lane name to
+        worker.
 
         A lane is a queue of operations that run one after the other, such as the copies in one direction.
         """
         return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
-        """Release what the device holds for its lanes and buffers, such as streams and page-locked memory."""
+        """Release what the device holds for its lanes and buffers, such as CUDA streams and page-locked
+        memory.
+        """
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in host memory that can be copied to and from the GPU at full speed.
@@ -62,13 +65,16 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` itself if the GPU can copy from it at full speed. Otherwise return a copy in suitable
-        host memory.
+        """Return ``tensor`` itself if the GPU can copy from its memory at full speed.
+
+        Otherwise return a copy of the tensor in host memory from which the GPU can.
         """
         return tensor
 
     def host_release(self, tensor: torch.Tensor) -> None:
-        """Prepare a host tensor from `host_empty` for being freed, by undoing the page lock of its memory."""
+        """Undo the page lock of a host tensor's memory, so that the tensor from `host_empty` can be
+        freed.
+        """
 
     def device_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype)
@@ -83,11 +89,14 @@ class Device:
         host.copy(to, source)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Copy parameters to GPU memory. The owner of the GPU memory may free it before the copy ends."""
+        """Copy parameters from host to GPU memory. The owner of the GPU memory may free it before the copy
+        ends.
+        """
         self.copy(to, source, LaneName.H2D_FETCH, stream)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:
-        """Compile in advance the GPU kernels that optimizer updates need, so that no training step waits for it.
+        """Compile in advance the GPU kernels that optimizer updates need, so that no training step waits
+        for the compiler.
 
         Args:
             steps: An optimizer step of every form that the kernels must handle.
@@ -106,8 +115,9 @@ class Device:
         tail: int,
         stream: Any,
     ) -> None:
-        """Run one optimizer step on tensors in GPU memory. ``state`` holds the fp32 master parameters and the
-        moments.
+        """Run one optimizer step on tensors in GPU memory, and write the model's new parameters to ``out``.
+
+        ``state`` holds the fp32 master parameters and the moments.
         """
         del stream
         host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
@@ -134,7 +144,10 @@ class Device:
         return Moment(time.perf_counter())
 
     def will_wait(self, ends: Iterable[Completion]) -> None:
-        """Record that forward or backward will now wait for the given operations, if such waits are being measured."""
+        """Record that forward or backward will now wait for the end of the given operations.
+
+        Nothing is recorded unless such waits are being measured (``watched``).
+        """
         if self.watched is not None:
             self.watched.will_wait(ends)
 
@@ -165,7 +178,7 @@ class Device:
         return nullcontext()
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Return a tensor that a copy in the background can still read after the caller has dropped ``source``.
+        """Return a tensor that a background copy can read even after the caller has dropped ``source``.
 
         The caller may overwrite ``source`` only after `before_reuse`.
         """
@@ -176,7 +189,12 @@ class Device:
         """Keep a GPU tensor's memory from being reused until the work issued to the current stream has read it."""
 
     def before_reuse(self, copied: Completion) -> None:
-        """Wait until the copy of a gradient to host memory has ended, before the gradient is overwritten."""
+        """Wait until a background copy of a gradient to host memory has ended, so that the gradient may be
+        overwritten.
+
+        Args:
+            copied: The end of the copy.
+        """
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``.
@@ -187,8 +205,10 @@ class Device:
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
-        """Set ``total``, in GPU memory, to ``base`` plus ``gradient``. ``base`` is in host memory and is copied
-        first.
+        """Set ``total``, in GPU memory, to ``base`` plus ``gradient``: the sum of micro-batches' gradients
+        so far.
+
+        ``base`` is in host memory and is first copied to the GPU.
         """
         self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
         total.add_(gradient)

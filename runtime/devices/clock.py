@@ -41,8 +41,9 @@ class Mark:
     def date_s(self, event: Any) -> float:
         """Return the time, in seconds of the host's clock, at which the GPU reached ``event``.
 
-        The time is measured from this object's reference event. The result is precise if the two events are within
-        seconds of each other.
+        The time is measured from this object's reference event. It is precise if the two events are within
+        seconds of
+        each other.
         """
         return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
 
@@ -79,7 +80,9 @@ class Moment:
     def date_s(self, end: Completion) -> float:
         """Return the time, in seconds of the host's clock, at which an operation has ended.
 
-        Call this only after its end. It should be within seconds of this point.
+        Call this method only after the operation's end. The end should be within seconds of this moment,
+        because GPU
+        events measure long times imprecisely.
         """
         if self.mark is None or end.event is None:
             return end.end_s
@@ -106,7 +109,10 @@ class DeviceClock:
         self._undated: deque[Mark] = deque()
 
     def mark(self, event: Any) -> None:
-        """Make a GPU event the reference for the times of later events. The GPU need not have reached it yet."""
+        """Make a GPU event the reference from which the times of later events are measured.
+
+        The GPU need not have reached the event yet.
+        """
         self.latest = Mark(event, None, self.latest, self._host)
         self._undated.append(self.latest)
         # Dated as soon as can be, so that no chain of marks grows.

@@ -1,6 +1,8 @@
-"""Lanes and completions. A lane is a thread or CUDA stream that runs operations in order.
+"""Lanes and completions: the queues in which a plan's operations run, and the ends of these operations.
 
-A completion is the end of one operation, for which other code can wait.
+A lane is a thread or CUDA stream that runs operations in order. A completion is the end of one operation,
+for
+which other code can wait.
 """
 
 import queue
@@ -44,9 +46,8 @@ class Completion:
 
     @classmethod
     def done(cls, event: Event | None = None) -> "Completion":
-        """Return an object with which other code can wait for the end of an operation.
-
-        The operation must have been issued to its stream before this call.
+        """Return an object with which other code can wait for the end of an operation that was issued to
+        its stream.
 
         Args:
             event: CUDA event that marks the operation's end. If None, the operation has ended.
@@ -57,7 +58,7 @@ class Completion:
         return completion
 
     def wait_issued(self) -> None:
-        """Block until the operation has been issued to its stream.
+        """Block the calling thread until the operation has been issued to its CUDA stream.
 
         Raises:
             BackgroundError: The operation failed, or was not issued within the deadline.
@@ -78,7 +79,9 @@ class Completion:
             self.event.synchronize()
 
     def wait_on(self, stream: Any | None) -> None:
-        """Make a CUDA stream wait for the operation's end. If ``stream`` is None, block the calling thread."""
+        """Make a CUDA stream wait for the operation's end. If ``stream`` is None, block the calling thread
+        instead.
+        """
         if stream is None:
             self.wait_host()
             return
@@ -130,7 +133,12 @@ class Lane:
             self._thread.start()
 
     def submit(self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion) -> None:
-        """Queue an operation on the lane. It runs after all operations queued earlier and after those in ``waits``."""
+        """Queue an operation on the lane. It runs after all operations queued earlier and after those in
+        ``waits``.
+
+        Args:
+            completion: Object that receives the end of the operation, so that other code can wait for it.
+        """
         if self._thread is None:
             self._execute(body, waits, completion)
             return
@@ -167,7 +175,9 @@ class Lane:
             del work  # with the tensors that it copied: the next one may be long in coming
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End the lane's thread after all queued operations."""
+        """End the lane's thread after all queued operations. Wait at most ``timeout_s`` seconds for this
+        end.
+        """
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout_s)

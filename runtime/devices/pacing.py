@@ -1,4 +1,6 @@
-"""The timing of emulated GPU operations in real time. Concurrent operations share rates as in the simulator."""
+"""The timing of emulated GPU operations in real time. Operations that run at a time share rates as in the
+simulator.
+"""
 
 import threading
 import time

@@ -1,6 +1,6 @@
 """Early updates: optimizer updates that start before the gradient norm is known.
 
-When the norm is known, they are committed, or dropped if gradients must be clipped.
+Once the norm is known, the new state is kept, or dropped if gradients must be clipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class SubgroupJob:
     segments: list[Segment]
 
     def equals(self, other: SubgroupJob) -> bool:
-        """Return whether two updates of a subgroup give identical bits: same kernel, same scalars, same gradient."""
+        """Return whether this update and another one of the same subgroup give identical bits.
+
+        They do if the kernel, the hyperparameters, the gradient and its scale are the same.
+        """
         return _scalars(self) == _scalars(other)
 
 
@@ -46,16 +49,18 @@ class EarlyUpdate:
 
 @dataclass(slots=True)
 class StagedUpdate:
-    """A subgroup in a staging buffer: its state is copied to GPU memory for its update.
+    """A subgroup in a staging buffer: its optimizer state is copied to GPU memory for its update.
 
     Attributes:
         origin: The subgroup's state in host memory. The new state is copied back to it, unless the update
             starts before the gradient norm is known.
         into: The staging buffer's tensors for the state.
-        wire: The staging buffer's tensor for new parameters, if the update starts before the gradient norm is
+        wire: The staging buffer's tensor for new parameters, if the update starts before the gradient norm
+            is
             known.
         came: The end of the copy of the state to the staging buffer.
-        early: The update that starts before the gradient norm is known. None if the update waits for the norm.
+        early: The update that starts before the gradient norm is known. None if the update waits for the
+            norm.
     """
 
     origin: tuple[torch.Tensor, ...]
@@ -111,7 +116,10 @@ class EarlyUpdates:
         return sum(t.nbytes for t in (*spares, *self.wires.values()))
 
     def begin(self, state: SubgroupState, job: SubgroupJob) -> EarlyUpdate:
-        """Create the early update of a subgroup. The caller then submits it to run."""
+        """Create the early update of a subgroup: an update that starts before the gradient norm is known.
+
+        The caller then submits the update to run.
+        """
         early = EarlyUpdate(job, state.state, self._spares[state.index])
         self.begun[state.index] = early
         return early
@@ -124,9 +132,11 @@ class EarlyUpdates:
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
-        """Return the subgroups whose early update cannot be kept, for example because the step clipped.
+        """Return the subgroups whose early update cannot be kept, for example because the step clips
+        gradients.
 
-        Such an early update differs from the update that the step turned out to need.
+        Such an early update differs from the update that the step needs, now that the gradient norm is
+        known.
 
         Args:
             jobs: The update that the step needs, by subgroup.
@@ -134,9 +144,11 @@ class EarlyUpdates:
         return [s for s, early in self.begun.items() if not early.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Commit the step's early updates that were not dropped. Return their subgroups.
+        """Keep the results of the step's early updates that were not dropped. Return the subgroups of these
+        updates.
 
-        The spare buffers become the subgroups' state, and the tensors with the old state become spare buffers.
+        The spare buffers become the subgroups' state, and the tensors with the old state become spare
+        buffers.
         """
         taken = [states[subgroup] for subgroup in sorted(self.begun)]
         for state in taken:
@@ -145,14 +157,16 @@ class EarlyUpdates:
         return taken
 
     def away(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Return the subgroups with state in a spare buffer and not in the training framework's tensors."""
+        """Return the subgroups whose optimizer state is now in a spare buffer of early updates.
+
+        The state in the training framework's own tensors is then outdated (see `bring_back`).
+        """
         return [state for state in states if self._kept.get(state.index, state.state) is not state.state]
 
     def bring_back(self, state: SubgroupState) -> None:
-        """Copy a subgroup's state from its spare buffer to the training framework's tensors, and use these from now
-        on.
+        """Copy a subgroup's optimizer state from its spare buffer to the training framework's own tensors.
 
-        No update of the subgroup may be running.
+        Training uses the framework's tensors from now on. No update of the subgroup may be running.
         """
         origin = self._kept[state.index]
         for to, source in zip(origin, state.state, strict=True):

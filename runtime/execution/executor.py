@@ -39,19 +39,23 @@ Body = Callable[[int], None]  # of a subgroup
 
 
 class UpdateGate(Protocol):
-    """An object that must be asked before an update overwrites a subgroup's state, such as the checkpoint engine."""
+    """An object that an update must ask before it overwrites a subgroup's state, such as the checkpoint
+    engine.
+    """
 
     def before_update(self, subgroup: int) -> None:
-        """Wait until an update may overwrite a subgroup's state. Raise an error if the code that reads the state
-        failed.
+        """Wait until an update may overwrite a subgroup's state.
+
+        Raise an error if the checkpoint that reads the state has failed.
         """
 
 
 @dataclass(slots=True)
 class StepRecord:
-    """The operations of one step with their ends, for the measured timeline.
+    """The operations of one training step with their ends, from which the measured timeline is made.
 
-    ``origin`` is the GPU event of the previous step from which the times of this step's events are measured.
+    ``origin`` is the GPU event of the previous step from which the times of this step's events are
+    measured.
     """
 
     number: int
@@ -186,7 +190,11 @@ class Executor:
 
     @property
     def before_op(self) -> Callable[[Op], None] | None:
-        """Return the function that every operation calls first, with which tests inject faults and delays."""
+        """Return the function that every operation of a plan calls first, so that tests can inject faults
+        and delays.
+
+        None if no function is set.
+        """
         return self.gradients.before_op
 
     @before_op.setter
@@ -204,7 +212,9 @@ class Executor:
         self.issue.backward(None, early=early_updates)
 
     def come_in(self) -> None:
-        """Start to copy the state of further subgroups to the GPU, while staging buffers are free."""
+        """Start to copy the optimizer state of further subgroups to the GPU, as long as staging buffers are
+        free.
+        """
         self.issue.come_in()
 
     def update_early(self, subgroup: int, job: SubgroupJob) -> None:
@@ -243,23 +253,29 @@ class Executor:
         return bool(dropped or waiting)
 
     def skip(self) -> bool:
-        """End an optimizer step without updates. Drop early updates, and return whether there were any."""
+        """End an optimizer step that makes no updates, such as after an overflow.
+
+        Drop the updates that began before the gradient norm was known. Return whether there were any.
+        """
         dropped = self.drop_early_updates()
         self.issue.skip()
         return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
-        """Commit the early updates that gave the result which the step needs, and drop the others.
+        """Keep the early updates that gave the result which the step needs, and drop the others.
 
-        Early updates ran before the gradient norm was known. One is committed if the update that the step needs has
-        the same hyperparameters, gradient scale, gradient and kernel. If the step clips, the scale differs, and the
-        early update is dropped. Call this method before `launch`.
+        Early updates ran before the gradient norm was known. One is kept if the update that the step needs
+        has the
+        same hyperparameters, gradient scale, gradient and kernel. If the step clips, the scale differs, and
+        the early
+        update is dropped. Call this method before `launch`.
 
         Args:
             jobs: For each subgroup, the update that the step needs.
 
         Returns:
-            The subgroups whose state is now in what were spare buffers, because their early updates were committed.
+            The subgroups whose state is now in what were spare buffers, because their early updates were
+            kept.
         """
         self.drop_early_updates(self.early_updates.wrong(jobs))
         return self.early_updates.take(self.states)
@@ -475,7 +491,10 @@ class Executor:
         self.device.training_waits(self._published[s] for s in subgroups)
 
     def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
-        """Return the operations after which the given subgroups' parameters are new. Empty if they are new already."""
+        """Return the operations that must end before the given subgroups have their new parameters.
+
+        The list is empty if the parameters are new already.
+        """
         return [self._published[subgroup] for subgroup in subgroups] if self.busy else []
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
@@ -507,7 +526,8 @@ class Executor:
             self.store.check_restored([subgroup])
 
     def wait_all(self) -> None:
-        """Wait until all operations of the launched steps have ended. Raise the first error.
+        """Wait until all operations of the launched optimizer steps have ended. Raise the first error of an
+        operation.
 
         Operations that have already begun for the next step continue (see `wait_ahead`).
         """
@@ -516,12 +536,17 @@ class Executor:
         self._latest_fetch.wait_host()
 
     def wait_ahead(self) -> None:
-        """Wait until the operations that the latest step started in advance for the next step have ended."""
+        """Wait until the operations that the latest optimizer step started in advance for the next step
+        have ended.
+        """
         for _, completion in self._ahead:
             completion.wait_host()
 
     def wait_memory(self) -> None:
-        """Wait until all operations on subgroups with state in memory have ended. Those on a drive's state continue."""
+        """Wait until all operations on subgroups whose optimizer state is in memory have ended.
+
+        Operations on subgroups whose state is on a drive continue.
+        """
         for op, completion in (*self._own, *self._ahead):
             if op.subgroup not in self._stored:
                 completion.wait_host()
@@ -534,7 +559,7 @@ class Executor:
 
     @property
     def busy(self) -> bool:
-        """Return whether an operation of the latest step is still running or has failed."""
+        """Return whether an operation of the latest optimizer step is still running or has failed."""
         # What has ended stays so: each op is asked until then, not again at every reader.
         while self._ended < len(self._own):
             _, completion = self._own[self._ended]
@@ -544,16 +569,21 @@ class Executor:
         return False
 
     def raise_if_failed(self) -> None:
-        """Raise the error of an operation that has already failed. This does not wait for other operations."""
+        """Raise the error of a background operation that has already failed. Do not wait for other
+        operations.
+        """
         for _, completion in (*self._own, *self._ahead):
             if completion.issued.is_set() and completion.error is not None:
                 completion.wait_issued()
 
     def state_written(self, subgroups: Iterable[int]) -> None:
-        """Use optimizer state that DeepSpeed's functions, such as `safe_set_full_fp32_param`, have written.
+        """Make the plan use the optimizer state that the caller has written for the given subgroups.
 
-        No update of the given subgroups may be running. Older copies of their state in staging buffers on the GPU
-        become invalid. State that belongs on a drive is written there before the method returns.
+        DeepSpeed's functions, such as `safe_set_full_fp32_param`, write state in this way. No update of the
+        subgroups
+        may be running. Older copies of their state in staging buffers on the GPU become invalid. State that
+        belongs on
+        a drive is written there before the method returns.
         """
         subgroups = list(subgroups)
         self.drop_early_updates(subgroups)
@@ -567,8 +597,9 @@ class Executor:
     def state_loaded(self) -> None:
         """Make the plan use the optimizer state that a checkpoint load has written for all subgroups.
 
-        Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a drive is
-        written there, except state that the load has found on the plan's drive.
+        Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a
+        drive is
+        written there, except state that is on the drive already, because the load took it over from there.
         """
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()
@@ -576,10 +607,11 @@ class Executor:
         self._outdate(adopted)
 
     def state_shown(self) -> None:
-        """Mark the optimizer state in staging buffers on the GPU as outdated, because the caller may write to the
-        original state.
+        """Mark the optimizer state in staging buffers on the GPU as outdated, since the caller may change
+        the original.
 
-        The state is then copied to the GPU again. The method first waits until copies to staging buffers in progress
+        The state is then copied to the GPU again. The method first waits until the running copies to
+        staging buffers
         have ended.
         """
         self.drop_early_updates()
@@ -588,9 +620,11 @@ class Executor:
         self._outdate(self._staged)
 
     def bring_back(self) -> list[SubgroupState]:
-        """Copy state from the spare buffers of early updates back to the training framework's own tensors.
+        """Copy optimizer state from the spare buffers of early updates back to the training framework's own
+        tensors.
 
-        Early updates of these subgroups that are in progress are dropped. This returns when the state is there.
+        Early updates of these subgroups that are in progress are dropped. Return when the copies have
+        ended.
 
         Returns:
             The subgroups whose state has moved.
@@ -613,7 +647,8 @@ class Executor:
     def close(self, *, with_device: bool = True) -> None:
         """End the executor's threads after all queued operations.
 
-        Wait for copies that were started for a skipped step, because their buffers are released afterwards.
+        Also wait for copies that were started for a skipped step, because their buffers are released
+        afterwards.
 
         Args:
             with_device: If False, keep the device open for the executor of the next plan.

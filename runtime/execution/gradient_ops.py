@@ -1,4 +1,4 @@
-"""The copies of gradients between GPU and host memory, in the order that the plan's schedule has."""
+"""The copies of gradients between GPU and host memory, in the order of the plan's simulated schedule."""
 
 from __future__ import annotations
 
@@ -50,10 +50,12 @@ class GradientOps:
         self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, buffer, source)
 
     def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy a gradient of the previous optimizer step's micro-batches to host memory.
+        """Save a gradient of the previous optimizer step in host memory, before the next step overwrites
+        it.
 
-        The simulated schedule has no such operation. An update reads this gradient only if the last micro-batch
-        gives the parameter no gradient.
+        An update reads the saved gradient only if the last micro-batch gives the parameter no gradient. The
+        simulated
+        schedule has no such copy.
         """
         op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
         self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, buffer, source)
@@ -115,7 +117,7 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return the copies after which all gradients sent for a subgroup are in host memory."""
+        """Return the copies that must end before all gradients sent for a subgroup are in host memory."""
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 
     def before_reuse(self) -> None:
@@ -131,7 +133,8 @@ class GradientOps:
             completion.wait_host()
 
     def take_parts(self) -> list[tuple[Op, Completion]]:
-        """Return the gradient copies recorded since the last call, each with an object that tells when it has ended.
+        """Return the gradient copies recorded since the last call, as a list of pairs: the copy and its
+        end.
 
         The record is then cleared.
         """

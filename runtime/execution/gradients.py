@@ -1,4 +1,7 @@
-"""The collection of gradients for optimizer updates. Each gradient is copied once, in its own precision."""
+"""The collection of gradients in host or GPU memory for optimizer updates.
+
+Each gradient is copied once, in its own precision.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,9 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The elements ``start`` to ``end`` of a subgroup, with the gradient and the scale for their update."""
+    """The elements ``start`` to ``end`` of a subgroup, with the gradient and the gradient scale for their
+    update.
+    """
 
     start: int
     end: int
@@ -53,10 +58,13 @@ class GradientBuffers(Generic[Piece]):
     """A collection of the reduced gradients of all parameters in their subgroups' gradient buffers.
 
     Only the training thread calls the methods. ``ops`` runs the copies to host memory. A subgroup's update
-    reads the gradient buffer after these copies have ended. It ends before parameters can be gathered for the
-    next backward, so that no gradient is overwritten before its use. If GPU memory for sums exists, the sum of
-    micro-batches stays there until the last micro-batch. A framework that keeps more than gradient sums extends
-    this class.
+    reads the gradient buffer after these copies have ended. The update ends before parameters can be
+    gathered for
+    the next backward, so that no gradient is overwritten before its use. If GPU memory for sums exists, the
+    sum of
+    micro-batches' gradients stays there until the last micro-batch. A framework that keeps more than
+    gradient sums
+    extends this class.
     """
 
     device: Device
@@ -80,12 +88,17 @@ class GradientBuffers(Generic[Piece]):
     # -- arriving ----------------------------------------------------------------------------
 
     def accept(self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool) -> torch.Tensor:
-        """Store a gradient partition or add it to the sum. Return the sum in GPU memory, for the gradient norm.
+        """Store this rank's part of a parameter's gradient, or add the part to the sum of earlier
+        micro-batches.
+
+        Return the sum in GPU memory, for the gradient norm.
 
         Args:
-            gradient: Flat gradient in the accumulation dtype, on the GPU. It may be shorter than the parameter's
+            gradient: Flat gradient in the accumulation dtype, on the GPU. It may be shorter than the
+                parameter's
                 part: the rest is padding and stays zero.
-            first: True for the first micro-batch of an optimizer step, which replaces the sum. Others are added to
+            first: True for the first micro-batch of an optimizer step, which replaces the sum. Others are
+                added to
                 it.
             boundary: True for the last micro-batch of an optimizer step.
         """
@@ -203,14 +216,16 @@ class GradientBuffers(Generic[Piece]):
         return self.ops.arrived(subgroup)
 
     def close_window(self) -> None:
-        """End the accumulation of micro-batches. Call this at each optimizer step, after its last gradient."""
+        """End the accumulation of an optimizer step's micro-batches. Call this at each step, after its last
+        gradient.
+        """
         for piece in self.slices.values():
             piece.touched = False
         self._missing = self._awaited()
         self._open = False
 
     def check_closed(self) -> None:
-        """Check that no gradient has arrived since the accumulation of micro-batches was ended by `close_window`.
+        """Check that no gradient has arrived since `close_window` ended the accumulation of micro-batches.
 
         Raises:
             RuntimeError: A gradient has arrived since then.
@@ -222,9 +237,13 @@ class GradientBuffers(Generic[Piece]):
             )
 
     def stepped(self, scale: float | None) -> None:
-        """Record the factor that unscales and clips an optimizer step's gradients. None if the step is skipped."""
+        """Record the factor with which an optimizer step unscaled and clipped the gradients. None if the
+        step is skipped.
+        """
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Return the ranges of a subgroup's elements, each with the gradient and the scale for its update."""
+        """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its
+        update.
+        """
         state = self.states[subgroup]
         return [Segment(0, state.elements, state.gradient, scale)]

@@ -7,7 +7,7 @@ from ebbtide.simulator.schedules.ebbtide import check_locations
 
 
 def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero_stage: int) -> None:
-    """Check that a plan was made for the engine's subgroups and ZeRO stage.
+    """Check that a plan was made for the training engine's subgroups and ZeRO stage.
 
     Raises:
         PlanError: The plan does not match. The message says what differs and which config key to change.

@@ -24,7 +24,7 @@ KEPT_SPANS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A phase of the training thread, such as forward, with its begin and end on the device."""
+    """A phase of the training thread, such as forward, with its begin and end as moments on the device."""
 
     kind: OpKind
     iteration: int
@@ -80,7 +80,7 @@ class Recorder:
         self.device.watched = WatchedPasses(self.device)
 
     def unwatch(self) -> None:
-        """Stop the detailed record, and drop it."""
+        """Stop the detailed record of forward and backward that `watch` began, and drop the record."""
         self.device.watched = None
 
     def forget_step(self) -> None:
@@ -98,7 +98,8 @@ class Recorder:
             self.device.watched.made(places())
 
     def passes(self) -> list[Pass]:
-        """Return the first forward and backward of each watched step, as far as the GPU has finished them.
+        """Return the recorded first forward and backward of each watched step, as far as the GPU has
+        finished them.
 
         Below ZeRO-3, the exchange of updated parameters at the end of each step is among them.
         """

@@ -37,15 +37,17 @@ DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.fl
 
 
 class TrainingEngine(Protocol):
-    """The interface that running a plan needs of a training framework's optimizer.
+    """The interface that ebbtide needs of a training framework's optimizer to run a plan.
 
-    Every call comes from the training thread. The framework keeps its own references to the optimizer state,
+    Every call comes from the training thread. The framework keeps its own references to the optimizer
+    state,
     for checkpoints and for other code that reads the state. `adopt` gives it the new tensors of a subgroup.
 
     Attributes:
         shares_state: True if the framework's buffers of optimizer state outlive a plan. In this case only
             gradients are released.
-        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not wait
+        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not
+            wait
             for its updates.
     """
 
@@ -53,7 +55,7 @@ class TrainingEngine(Protocol):
     overlaps_forward: bool
 
     def sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each subgroup."""
+        """Return the number of elements of each subgroup on this rank, in the order of subgroups."""
         ...
 
     def wire_dtype(self) -> WireDtype:
@@ -65,32 +67,39 @@ class TrainingEngine(Protocol):
         ...
 
     def gathers(self) -> Gathered | None:
-        """Return how often forward and backward gather each partitioned parameter, with the parameter ids of `slices`.
+        """Return how often forward and backward gather each partitioned parameter, by the parameter ids of
+        `slices`.
 
         None if the gathers are not known yet, or if the framework does not partition parameters.
         """
         ...
 
     def zero_stage(self) -> ZeroStage:
-        """Return the ZeRO stage: how much of the training state is divided among the ranks."""
+        """Return the ZeRO stage, which tells how much of the training state is divided among the ranks."""
         ...
 
     def first_use(self) -> list[int]:
-        """Return, for each subgroup, a number that orders subgroups by the first use of their parameters in forward."""
+        """Return one number per subgroup. They order subgroups by the first use of their parameters in
+        forward.
+        """
         ...
 
     def update_rule(self) -> UpdateRule:
-        """Return the update rule that computes what the framework's optimizer computes, with identical bits."""
+        """Return the update rule that computes what the training framework's optimizer computes, with
+        identical bits.
+        """
         ...
 
     def slices(self) -> Mapping[int, ParameterSlice]:
-        """Return where each parameter lies in its subgroup, by the framework's number of the parameter."""
+        """Return which part of each parameter lies in which subgroup, as a dict from the framework's
+        parameter number.
+        """
         ...
 
     def units(self) -> Mapping[tuple[int, int], str]:
-        """Return the part of the model, such as a block, that each parameter belongs to.
+        """Return the part of the model, such as a block, that each parameter belongs to, as a dict.
 
-        The key is the parameter's subgroup and its first element in the subgroup.
+        A key is the parameter's subgroup and its first element in the subgroup.
         """
         ...
 
@@ -108,7 +117,7 @@ class TrainingEngine(Protocol):
         ...
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
-        """Return the present tensors of a subgroup.
+        """Return the present tensors of a subgroup: its optimizer state, gradient and parameters.
 
         Args:
             now: The subgroup's tensors under the running plan. None if no plan runs yet. In that case the
@@ -121,8 +130,9 @@ class TrainingEngine(Protocol):
         ...
 
     def settle(self) -> None:
-        """Release the training framework's buffers that no subgroup uses any more, after all have moved to a plan's
-        buffers.
+        """Release the training framework's buffers that no subgroup uses any more.
+
+        This is called after all subgroups have moved to a plan's buffers.
         """
         ...
 
@@ -151,7 +161,9 @@ class TrainingEngine(Protocol):
         ...
 
     def publish(self) -> None:
-        """Wait for the latest step's updates, and make the framework's own tensors show their results."""
+        """Wait for the latest step's updates, and make the training framework's own tensors show the new
+        optimizer state.
+        """
         ...
 
     def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
@@ -171,7 +183,10 @@ class TrainingEngine(Protocol):
         ...
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Make all code that reads parameters first call ``wait`` with them. Return a function that undoes this."""
+        """Make all code that reads parameters first call ``wait`` with these parameters.
+
+        Return a function that undoes this.
+        """
         ...
 
     def any_rank(self, flag: bool) -> bool:
@@ -183,14 +198,17 @@ class Session:
     """The execution of a plan on one training engine. Only the training thread uses it.
 
     Attributes:
-        after_step: Functions to call, in order, after each optimizer step, once step counter and learning-rate
+        after_step: Functions to call, in order, after each optimizer step, once step counter and
+            learning-rate
             schedule have advanced. A change of the plan comes first, and checkpoints come last.
         before_switch: Functions to call before subgroups move to other buffers. Each one waits until some
-            reader of the old buffers has finished.
+            reader of the old buffers, such as a checkpoint, has finished.
         stored: The optimizer state on drives, which a checkpoint commits there without a copy.
-        watch: The `ebbtide.runtime.replan.watch.Watch` that compares this session's times with predictions.
-            None if there is none.
-        set_aside: The plan to return to, while a temporary plan runs that leaves more GPU memory free. Steps
+        watch: The `ebbtide.runtime.replan.watch.Watch` that compares measured times of the plan with
+            predicted
+            ones. None if they are not compared.
+        set_aside: The plan to return to, while a temporary plan runs that leaves more GPU memory free.
+            Steps
             under the temporary plan are not measured for planning.
         overlaps: True if a plan's updates may continue during the next forward.
     """
@@ -339,7 +357,7 @@ class Session:
         return self.stored.apart and self.plan.stores
 
     def wait_for_readers(self) -> None:
-        """Wait until running updates have ended, so that optimizer state can be read.
+        """Wait until running updates have ended, so that code outside of the plan can read optimizer state.
 
         While a checkpoint is being saved, state on a drive is not waited for, because it is not read then.
         """
@@ -433,7 +451,8 @@ class Session:
             call()
 
     def timeline(self, *, wait: bool = True) -> Timeline:
-        """Return the measured timeline of the latest steps, in the format of the simulator's timeline.
+        """Return the measured timeline of the latest training steps, in the format of the simulator's
+        timeline.
 
         Args:
             wait: If False, include only steps that have ended completely, without waiting.
@@ -448,10 +467,13 @@ class Session:
     # -- another plan ------------------------------------------------------------------------
 
     def switch(self, plan: Plan) -> None:
-        """Replace the plan that runs by another one, and move every subgroup to the memory that it names.
+        """Replace the plan that runs by another one, and move every subgroup to the memory that the new
+        plan names.
 
-        No bit of the training result changes. Call this from the training thread outside of forward and backward:
-        between two steps, or between two micro-batches of a step. It waits for running updates and for a running
+        No bit of the training result changes. Call this from the training thread outside of forward and
+        backward:
+        between two steps, or between two micro-batches of a step. It waits for running updates and for a
+        running
         checkpoint, which still reads the old buffers.
 
         Raises:
@@ -501,8 +523,9 @@ class Session:
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the execution of a plan and close its store on drives. Afterwards raise any error of a background
-        update.
+        """End the execution of a plan and close its store on drives. Afterwards raise the error of a
+        background update,
+        if one has failed.
         """
         if self.closed:
             return
@@ -537,8 +560,11 @@ class Session:
 
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
-    """Return the plan with its placements, parameter locations and staging buffers reduced to those that fit in
-    memory.
+    """Return the plan as memory allows it, with the placements and parameter locations that the subgroups
+    really have.
+
+    Args:
+        slots: Number of staging buffers that were allocated.
     """
     pairs = zip(plan.ways, states, strict=True)
     ways = [way._replace(placement=s.placement, parameters=s.parameter_location).fitted() for way, s in pairs]
@@ -546,7 +572,9 @@ def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
 
 
 def threads_of(plan: Plan, device: Device) -> int:
-    """Return the number of threads of the CPU update: the plan's, or the number of available cores."""
+    """Return the number of threads of the optimizer update on the CPU: the plan's, or the number of
+    available cores.
+    """
     if plan.threads:
         return plan.threads
     if device.cores:

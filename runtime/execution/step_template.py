@@ -17,11 +17,14 @@ _GRADIENTS = {step.kind for way in ways() for step in way.recipe.gradient_steps}
 
 @dataclass(frozen=True, slots=True)
 class GradientOp:
-    """An operation on a subgroup's gradient, such as its copy to the host, that the micro-batches of a step run.
+    """An operation on a subgroup's gradient, such as its copy to the host, that the micro-batches of a step
+    run.
 
     Attributes:
-        summed: True if the operation runs in each micro-batch after the first, where gradients are added to those of
-            earlier micro-batches. False if the operation runs in the first micro-batch, or only in the last one.
+        summed: True if the operation runs in each micro-batch after the first, where gradients are added to
+            those of
+            earlier micro-batches. False if the operation runs in the first micro-batch, or only in the last
+            one.
         reduced: True if the operation waits until the gradient is reduced among ranks.
         after: Kinds of the operations on this subgroup's gradient that must end first.
     """
@@ -33,12 +36,18 @@ class GradientOp:
 
 
 def amounts(subgroups: Sequence[int], wire_dtype: str = "bf16") -> Bytes:
-    """Return the bytes per parameter that each kind of operation moves, for the measured timeline."""
+    """Return the bytes per parameter that each kind of operation moves, to compute the work of the measured
+    operations.
+    """
     return Bytes.of(_skeleton(tuple(subgroups), wire_dtype))
 
 
 def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[GradientOp]:
-    """Return the operations on gradients in the first micro-batch of a step and in each later micro-batch."""
+    """Return the gradient operations, such as copies, of a step's first micro-batch and of each later
+    micro-batch.
+
+    They are taken from the simulated schedule of the plan.
+    """
     workload = _skeleton(subgroups, wire_dtype, micro_batches=2)
     schedule = build_schedule(workload, plan, iterations=1)
     sent = set[int]()  # subgroups whose gradient of the first micro-batch has been sent

@@ -29,13 +29,17 @@ logger = logging.getLogger("ebbtide")
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of host memory that each local rank may still allocate, less a safety margin."""
+    """Return the bytes of host memory that each rank on this host may still allocate, less a safety
+    margin.
+    """
     mine = usable()
     return max(0, int(mine.free_bytes - UNKNOWN_MARGIN * mine.memory_bytes)) // local_ranks()
 
 
 def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
-    """Return the number of elements of each subgroup that a plan keeps on drives."""
+    """Return the number of elements of each subgroup whose state a plan keeps on drives, as a dict by
+    subgroup.
+    """
     return {
         subgroup: sizes[subgroup]
         for subgroup, placement in enumerate(plan.placements)
@@ -113,7 +117,7 @@ def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int]
     """Enlarge the store of a running training, so that it has room for the state that another plan keeps on
     drives.
 
-    Return the store. No state moves.
+    Return the store, or None if neither plan keeps state on drives. No state moves.
 
     Raises:
         StorageError: There is no room, or a folder that is new to this run belongs to another run or has

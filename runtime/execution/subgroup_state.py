@@ -74,10 +74,10 @@ class Buffers:
 
 @dataclass(slots=True)
 class StagingSlot:
-    """A buffer for the state of one subgroup: in GPU memory for a staged update, or in host memory for state on a
-    drive.
+    """A buffer for the optimizer state of one subgroup at a time, which the subgroups of a plan use in
+    turn.
 
-    Subgroups use the buffer in turn.
+    It is in GPU memory for a staged update, or in host memory for state on a drive.
     """
 
     parts: tuple[torch.Tensor, ...]  # one for each of the state, as long as the largest one's, fp32
@@ -99,11 +99,16 @@ class StateStore(Protocol):
     """
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's initial state to the drive. Return tensors that always show its latest state there."""
+        """Write a subgroup's initial optimizer state to the drive. Return tensors that always show the
+        subgroup's latest
+        state on the drive.
+        """
         ...
 
     def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
-        """Read a subgroup's state from the drive into tensors. Return when it is read."""
+        """Read a subgroup's optimizer state from the drive into the tensors ``into``. Return when all of it
+        is read.
+        """
         ...
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
@@ -111,8 +116,10 @@ class StateStore(Protocol):
         ...
 
     def tick(self) -> int:
-        """Return the number of a new version of the state on drives: the one that the update being started will
+        """Begin a new version of the optimizer state on drives, which the update that is being started will
         write.
+
+        Return the version's number.
         """
         ...
 
@@ -127,8 +134,10 @@ class StateStore(Protocol):
         ...
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups with state that the latest checkpoint load restored directly on the drive, without
-        copying the state.
+        """Return the subgroups whose optimizer state the latest checkpoint load took over directly on the
+        drive.
+
+        Their state was not copied, and need not be written to the drive again.
         """
         ...
 
@@ -258,7 +267,9 @@ def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dt
 
 
 def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
-    """Allocate GPU memory to sum micro-batches' gradients, for one subgroup after the other until none is free.
+    """Allocate GPU memory for the sums of micro-batches' gradients, for one subgroup after the other until
+    none is
+    free.
 
     Return the number of subgroups that received memory.
     """

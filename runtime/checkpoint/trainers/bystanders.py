@@ -98,10 +98,13 @@ def watch() -> None:
 
 
 def wait_for_jobs(folder: Path | None = None) -> None:
-    """Wait until no engine of this process is writing a checkpoint. With ``folder``, wait for checkpoints there
-    only.
+    """Wait until no engine of this process is writing a checkpoint.
 
-    Audit hooks do not make ebbtide's own code wait (`ours`), so it calls this function explicitly.
+    Audit hooks do not make ebbtide's own code wait (`ours`), so ebbtide's code calls this function
+    explicitly.
+
+    Args:
+        folder: If given, wait only for checkpoints in this folder.
     """
     with _lock:
         jobs = list(_jobs)

@@ -1,10 +1,13 @@
 """The protection of checkpoints that a trainer deletes before it saves the next one.
 
-Accelerate with ``total_limit`` and many training loops delete first. In stock DeepSpeed the next checkpoint
-is complete when its save returns. Here it is complete only when it is committed in the background. If the
-process is killed before the commit, the older checkpoint must still exist. Checkpoints that this process
-has saved or resumed from are therefore kept by hard links in a sibling folder until the next commit. After
-a crash `rotation.restore_deleted` restores them.
+Accelerate with ``total_limit`` and many training loops delete an old checkpoint first. In stock DeepSpeed
+the
+next checkpoint is complete when its save returns. With ebbtide it is complete only when it is committed in
+the
+background. If the process is killed before the commit, the older checkpoint must still exist. Checkpoints
+that
+this process has saved or resumed from are therefore kept by hard links in a sibling folder until the next
+commit. After a crash `rotation.restore_deleted` restores them.
 """
 
 import contextlib
@@ -22,7 +25,10 @@ _notes: dict[Path, Note] = {}  # by the folder that the kept ones lie in
 
 
 def remember(save_dir: Path) -> None:
-    """Record that this process has saved or loaded a checkpoint in a folder, so that deleting it keeps the files."""
+    """Record that this process has saved or loaded a checkpoint in a folder.
+
+    If a trainer then deletes such a checkpoint, its files are kept until the next checkpoint is committed.
+    """
     _used.add(Path(os.path.realpath(save_dir)))
 
 
@@ -51,7 +57,7 @@ def settle(*, committed: bool) -> None:
     If the save was committed, the deleted checkpoints are removed for good. Otherwise they are restored.
 
     Args:
-        committed: True if the checkpoint of the save was committed.
+        committed: True if the new checkpoint was committed.
     """
     with _lock:
         while _notes:

@@ -28,9 +28,11 @@ _ending = threading.Lock()  # taken for good by whoever ends the process
 
 
 def finish_at_sigterm(saving: Saving) -> None:
-    """Commit the checkpoint in progress when the process receives SIGTERM, within the grace period.
+    """Arrange that SIGTERM commits the checkpoint in progress, within the grace period, before the process
+    ends.
 
-    SIGTERM comes from preemption or from a launcher after a failure. Afterwards the process dies of SIGTERM as
+    SIGTERM comes from preemption or from a launcher after a failure. Afterwards the process dies of SIGTERM
+    as
     usual. A script's own SIGTERM handler is kept.
     """
     _savers.add(saving)

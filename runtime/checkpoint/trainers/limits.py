@@ -1,4 +1,6 @@
-"""The number of checkpoints that the trainer keeps by its own settings, if a trainer runs the training."""
+"""The settings of the trainer that runs the training, such as transformers' Trainer: how many checkpoints
+it keeps.
+"""
 
 from __future__ import annotations
 

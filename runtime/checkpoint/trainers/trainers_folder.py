@@ -1,9 +1,12 @@
-"""The protection of a transformers Trainer's checkpoint folder from the moment that it is made.
+"""The protection of a transformers Trainer's checkpoint folder from the moment that the folder is made.
 
-The Trainer makes ``checkpoint-500`` and writes the model's config to it before it calls DeepSpeed. It
-writes ``trainer_state.json`` last. If it is killed in between, the folder remains. The Trainer would take
-it for its newest checkpoint but could not resume from it. A note, written when the folder is made, tells
-the next run that the folder never became a checkpoint (see `rotation.settle`).
+The Trainer makes ``checkpoint-500`` and writes the model's config to the folder before it calls DeepSpeed.
+It
+writes ``trainer_state.json`` last. If the process is killed in between, the folder remains. The Trainer
+would
+take the folder for its newest checkpoint but could not resume from it. A note, written when the folder is
+made,
+tells the next run that the folder never became a checkpoint (see `rotation.settle`).
 """
 
 import contextlib
