@@ -7,7 +7,7 @@ STYLE = "[%(asctime)s] [%(levelname)s] %(message)s"  # DeepSpeed's, without line
 
 
 class _Named(logging.Formatter):
-    """A log formatter that begins each message with ebbtide's name if the message does not."""
+    """A log formatter that puts ebbtide's name before each message that does not begin with this name."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         if not record.message.startswith(("ebbtide", "plan=")):
@@ -19,7 +19,8 @@ def show() -> None:
     """Print ebbtide's log messages from level INFO on rank 0, unless the script has configured logging.
 
     A level or a handler that the script has set for the logger ``"ebbtide"`` is kept. If the script has set
-    up handlers for all loggers, the messages go there.
+    up
+    handlers for all loggers, ebbtide's messages go to these handlers.
     """
     logger = logging.getLogger("ebbtide")
     if logger.level != logging.NOTSET or _rank() != 0:

@@ -1,4 +1,4 @@
-"""A warning for processes that wait for another process to compile a DeepSpeed op.
+"""A warning for training processes that wait for another process to compile a DeepSpeed op.
 
 torch guards each build by a file named ``lock``. If a process is killed while it compiles, its lock
 file remains, and later processes wait forever without a message.
@@ -20,9 +20,9 @@ _YOUNG_S = 30.0  # a builder takes its lock before its compiler runs
 
 
 def locks(root: Path) -> list[Path]:
-    """Return the lock files of builds of torch extensions, such as DeepSpeed's ops.
+    """Return the paths of the lock files of builds of torch extensions, such as DeepSpeed's ops.
 
-    They are in torch's extensions folder and in its folders per Python version.
+    The files are in torch's extensions folder and in its folders per Python version.
     """
     return sorted([*root.glob(f"*/{LOCK}"), *root.glob(f"*/*/{LOCK}")])
 
@@ -43,8 +43,9 @@ def _built_in(folder: Path) -> bool:
 
 
 def told(lock: Path) -> str:
-    """Return a message about a lock file that blocks a torch extension's build: the build, the lock's age, the
-    remedy.
+    """Return a message about a lock file that blocks the build of a torch extension.
+
+    The message says which build it is, since when the lock file exists, and whether to delete the file.
     """
     try:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(lock.stat().st_mtime))
@@ -59,7 +60,8 @@ def told(lock: Path) -> str:
 
 @contextlib.contextmanager
 def waits_are_told(every_s: float = 10.0) -> Iterator[None]:
-    """Warn while the calling thread waits, in this block, for another process to build a torch extension.
+    """Warn in the log while the code in this ``with`` block waits for another process to build a torch
+    extension.
 
     Warn again if the building process has died.
     """

@@ -1,4 +1,6 @@
-"""The choice of CPU cores for optimizer updates: near the GPU, and apart from the training thread's core."""
+"""The choice of CPU cores for one rank's optimizer updates: near its GPU, and apart from the training
+thread's core.
+"""
 
 import os
 import platform
@@ -122,7 +124,9 @@ def parse_cpulist(text: str) -> list[int]:
 
 
 def bind(cores: list[int]) -> None:
-    """Bind the calling thread to CPU cores, and the OpenMP threads that it starts later. An empty list does nothing."""
+    """Bind the calling thread, and the OpenMP threads that it starts later, to CPU cores. An empty list
+    does nothing.
+    """
     if cores:
         os.sched_setaffinity(0, cores)
 

@@ -1,4 +1,6 @@
-"""Facts that launchers and DeepSpeed jobs leave on a host: numbers of ranks, ports, and shared memory."""
+"""Facts about a host's training job: number of ranks, free ports, and shared memory that DeepSpeed jobs
+have left.
+"""
 
 import contextlib
 import os
@@ -20,9 +22,11 @@ _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 
 
 def local_ranks() -> int:
-    """Return the number of ranks on this host from the launcher's environment variables, or 1 without them.
+    """Return the number of ranks on this host, from environment variables of the launcher. Return 1 without
+    them.
 
-    Accelerate also sets torchrun's variable in processes that torchrun did not start. That variable therefore
+    Accelerate also sets torchrun's variable in processes that torchrun did not start. That variable
+    therefore
     has priority over other launchers' variables only if torchrun's id of the run is set too.
     """
     first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()
@@ -44,7 +48,8 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int) -> None:
-    """Remove the shared memory that the DeepSpeed job with this master port has left in ``/dev/shm``.
+    """Remove the shared memory that the DeepSpeed job with this port of its master rank has left in
+    ``/dev/shm``.
 
     DeepSpeed's CPU collectives allocate 66 MiB per rank there. No rank removes its memory, whether it ends
     normally or is killed: a few hundred runs fill the machine's memory.
@@ -54,10 +59,10 @@ def remove_shared_buffers(port: int) -> None:
 
 
 def left_shared_buffers(processes: Path = Path("/proc")) -> list[Path]:
-    """Return this user's shared-memory files of DeepSpeed that no process uses any more.
+    """Return the paths of this user's shared-memory files of DeepSpeed that no process uses any more.
 
     A killed rank leaves a file of 66 MiB. The file's name contains the job's port but no process id, so the
-    memory maps of all processes are searched for it.
+    memory maps of all processes are searched for the file.
     """
     found = [path for path in sorted(SHARED.glob("deepspeed_*")) if _is_ours(path)]
     if not found:
@@ -78,7 +83,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def remove_left_buffers() -> int:
-    """Remove DeepSpeed's shared-memory files of ended processes. Return the number of bytes freed."""
+    """Remove the shared-memory files that ended DeepSpeed processes have left. Return the number of bytes
+    freed.
+    """
     freed = 0
     for path in left_shared_buffers():
         with contextlib.suppress(OSError):

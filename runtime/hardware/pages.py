@@ -1,4 +1,4 @@
-"""Functions that allocate, release and page-lock host memory by whole pages."""
+"""Functions that allocate, release and page-lock host memory in units of whole pages."""
 
 import contextlib
 import ctypes
@@ -14,15 +14,19 @@ _MADV_DONTNEED = 4  # Linux; mmap's own constant is there only for its own mappi
 
 
 def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate host memory that shares no page with other memory.
+    """Allocate host memory that shares no page with other memory, as a tensor.
 
     Page-locking then affects no other tensor, and a checkpoint can write the memory with O_DIRECT without a
-    copy. The memory uses huge pages if the system offers them: locking is faster, and a CPU update takes 7 to
+    copy. The memory uses huge pages if the system offers them: locking is faster, and a CPU update takes 7
+    to
     10% less time (measured on two cores).
 
-    A forked process (a dataloader's worker) does not get these pages. With a fork, Linux would copy each page
-    that either process writes to, and the GPU would continue to use the old page. A child process that accesses
-    the optimizer's state gets a SIGSEGV. Start workers that save or read state by ``spawn``, or use threads.
+    A forked process (a dataloader's worker) does not get these pages. With a fork, Linux would copy each
+    page
+    that either process writes to, and the GPU would continue to use the old page. A child process that
+    accesses
+    the optimizer's state gets a SIGSEGV. Start workers that save or read state by ``spawn``, or use
+    threads.
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
@@ -32,10 +36,11 @@ def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def discard(address: int, length_bytes: int) -> None:
-    """Return the whole memory pages of an address range to the system. Their content is lost.
+    """Return the whole memory pages of an address range to the system. The content of the pages is lost.
 
     Use it for parts of a large buffer whose content has been moved, while other parts are still in use. The
-    address range stays mapped. It reads as zeros, or keeps its content if the system ignores the request. The
+    address range stays mapped. It reads as zeros, or keeps its content if the system ignores the request.
+    The
     memory must not be page-locked.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -62,10 +67,11 @@ def back(address: int, size_bytes: int, cores: Sequence[int]) -> None:
 
 
 def lock(address: int, size_bytes: int) -> int:
-    """Page-lock an address range for the current GPU. Return 0, or CUDA's error number.
+    """Page-lock an address range of host memory for the current GPU. Return 0, or CUDA's error number.
 
-    After a failure, the error would remain the thread's last CUDA error, and PyTorch would raise it at its next
-    kernel. A small kernel is therefore launched here to clear it.
+    After a failure, the error would remain the thread's last CUDA error, and PyTorch would raise it at its
+    next
+    kernel. A small kernel is therefore launched here to clear the error.
     """
     error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if error:

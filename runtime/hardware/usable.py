@@ -1,4 +1,5 @@
-"""The memory and CPU cores that this process may use: the machine's, reduced by a container's limits.
+"""The memory and CPU cores that this process may use: those of the machine, reduced by a container's
+limits.
 
 Ordinary queries, such as the number of CPUs, report the whole machine. They ignore a control group's memory
 limit and CPU quota.
@@ -42,7 +43,9 @@ class Usable:
 
 
 def usable(root: Path | None = None) -> Usable:
-    """Return the host memory and CPU cores that this process may use now."""
+    """Return the host memory and CPU cores that this process may use now, as the machine and its container
+    allow.
+    """
     root = root or ROOT
     limit_bytes, used_bytes = memory_limit(root)
     total, free = _of_host_nodes(root)
@@ -85,10 +88,12 @@ def _meminfo(node: Path, name: str) -> int:
 
 
 def memory_limit(root: Path | None = None) -> tuple[int | None, int]:
-    """Return this process's memory limit and the used part of it, both in bytes. (None, 0) without a limit.
+    """Return a pair: the limit on this process's host memory, and the used part of the limit, both in
+    bytes.
 
-    The limit is the tightest one of the process's control group and of its parents, in version 2 or 1.
-    Page cache that the kernel can drop does not count as used.
+    The pair is (None, 0) without a limit. The limit is the tightest one of the process's control group and
+    of its
+    parents, in version 2 or 1. Page cache that the kernel can drop does not count as used.
     """
     limits = []
     for folder, limit, usage, prefix in _memory_folders(root or ROOT):
@@ -122,7 +127,9 @@ def _memory_folders(root: Path) -> list[tuple[Path, str, str, str]]:
 
 
 def cpu_quota(root: Path | None = None) -> float | None:
-    """Return the number of CPUs that this process's control group and its parents allow. None without a quota."""
+    """Return how many CPUs this process's control group and its parents allow at a time. None without a
+    quota.
+    """
     root, quotas = root or ROOT, list[float | None]()
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

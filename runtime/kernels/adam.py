@@ -29,7 +29,9 @@ class AdamStep:
 
     @property
     def variant(self) -> int:
-        """Return the form of weight decay in an Adam step: 0 for none, 1 for L2, 2 for decoupled weight decay."""
+        """Return the form of weight decay in an Adam step, as a number: 0 for none, 1 for L2, 2 for
+        decoupled.
+        """
         if np.float32(self.weight_decay) <= 0:
             return 0
         return 2 if self.adamw else 1
@@ -85,7 +87,10 @@ class BiasCorrection:
         self._step = 0
 
     def advance(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
-        """Return Adam's bias corrections (1 - beta1^step, 1 / sqrt(1 - beta2^step)) in fp32 for a subgroup's step."""
+        """Return Adam's bias corrections for the next subgroup of a step, in fp32.
+
+        The pair is (1 - beta1^step, 1 / sqrt(1 - beta2^step)).
+        """
         betas = (np.float32(beta1), np.float32(beta2))
         if betas != self._betas:
             self._betas = betas

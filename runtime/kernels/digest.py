@@ -34,7 +34,7 @@ class Digest:
         bits: The bitwise or of all the elements' bit patterns.
         not_finite: The number of infinities and NaNs, which count as 0 in the fields below.
         squares: The sum of the elements' squares.
-        largest: The largest absolute value.
+        largest: The largest absolute value of an element.
         sketch: Sums of the elements with random signs. Sketches of parts are added.
     """
 
@@ -47,7 +47,7 @@ class Digest:
     sketch: tuple[float, ...]
 
     def packed(self) -> str:
-        """Return a tensor's digest as text for a file. `unpacked` reads the text."""
+        """Return this digest of a tensor as one text for a file. `unpacked` reads the text."""
         return struct.pack(
             LAYOUT, self.hash, self.narrow, self.bits, self.not_finite, self.squares, self.largest, *self.sketch
         ).hex()
@@ -151,7 +151,7 @@ def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = 
 
 
 def added(one: Digest, other: Digest) -> Digest:
-    """Return the digest of two parts of a tensor together, given the digest of each."""
+    """Return the digest of two parts of a tensor together, from the digests of the two parts."""
     return Digest(
         (one.hash + other.hash) & _MASK,
         (one.narrow + other.narrow) & _MASK,

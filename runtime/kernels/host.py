@@ -60,7 +60,7 @@ def _build() -> Path:
 
 
 def build(source: Path) -> Path:
-    """Compile one of ebbtide's C++ files, once per machine, and return the path of the library.
+    """Compile one of ebbtide's C++ files, once per machine, and return the path of the shared library.
 
     Raises:
         MissingCompilerError: There is no compiler, or it refused the source.
@@ -85,7 +85,8 @@ def build(source: Path) -> Path:
 
 @functools.cache
 def load() -> Any:
-    """Return the library of compiled CPU kernels. Compiling takes about 2 s the first time on a machine.
+    """Return the loaded library of CPU update kernels. Compiling takes about 2 s the first time on a
+    machine.
 
     Raises:
         MissingCompilerError: There is no compiler, or it refused the source.
@@ -213,7 +214,7 @@ def _same_norm(sample: torch.Tensor, lanes: int) -> bool:
 
 
 def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> None:
-    """Compute ``a = b + 2 c`` on fp32 host tensors, to measure DRAM bandwidth.
+    """Compute ``a = b + 2 c`` on fp32 host tensors, so that the caller can measure DRAM bandwidth.
 
     Each element takes 12 bytes of DRAM traffic, or 16 if a store first reads its cache line.
     """

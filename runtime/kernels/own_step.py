@@ -1,4 +1,5 @@
-"""Optimizers that run their own code on the CPU, one subgroup at a time, as in stock DeepSpeed.
+"""The update rule of optimizers that run their own code on the CPU, one subgroup at a time, as in stock
+DeepSpeed.
 
 ebbtide has no kernel for these optimizers: torch's own (`torch_adam`, or one that the script passes),
 others that DeepSpeed accepts with ``zero_allow_untested_optimizer``, and all whose masters DeepSpeed keeps
@@ -150,9 +151,11 @@ class OwnStepRule(UpdateRule):
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
-    """Return the bytes of optimizer state per element of a master parameter, without the master itself.
+    """Return the bytes of optimizer state per element of a master parameter, without the bytes of the
+    master.
 
-    To find them, one of torch's own optimizers is run once with a parameter of two elements. Others are assumed
+    To find them, one of torch's own optimizers is run once with a parameter of two elements. Others are
+    assumed
     to keep as much as Adam.
     """
     rule = rule_class(optimizer)

@@ -62,7 +62,8 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, optimizer: Any) -> "UpdateRule":
-        """Build the update rule for an existing DeepSpeed optimizer. It gives the bits of the loaded CPU op.
+        """Build the update rule that gives the bits of an existing DeepSpeed optimizer with the loaded CPU
+        op.
 
         Raises:
             UnknownRoundingError: The op was built in a way that ebbtide's kernels cannot reproduce.
@@ -81,7 +82,9 @@ class UpdateRule(ABC):
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
-        """Return the settings of a DeepSpeed optimizer that are not in its parameter groups."""
+        """Return the settings of a DeepSpeed optimizer that are not in its parameter groups, as arguments
+        of the rule.
+        """
         del optimizer
         return {}
 
@@ -104,7 +107,7 @@ class UpdateRule(ABC):
         threads: int,
         source: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Update a subgroup's ``state`` on the CPU and write its new parameters to ``out``.
+        """Update a subgroup's ``state`` on the CPU, and write the new parameters to ``out``.
 
         Args:
             parts: Ranges of the subgroup's elements, each with the gradient and scale for its update.
@@ -125,8 +128,9 @@ class UpdateRule(ABC):
             )
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
-        """Return the bytes of host memory for state that the optimizer keeps outside of the memory that a plan
-        assigns.
+        """Return the bytes of host memory for optimizer state that the plan does not place, because the
+        optimizer itself
+        keeps it.
 
         Args:
             sizes: Number of elements of each subgroup.
@@ -145,7 +149,9 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def step(self, group: Group, number: int) -> UpdateStep:
-        """Return the hyperparameters of an optimizer step for a parameter group. Call it in the order of subgroups.
+        """Return the hyperparameters of one subgroup's optimizer step, as its parameter group sets them.
+
+        Call this method in the order of subgroups.
 
         Args:
             number: Number of the step, from 1.
@@ -153,8 +159,9 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the arguments that only this optimizer's DeepSpeed op takes, in ``create_NAME`` and in
-        ``NAME_update``.
+        """Return the arguments that only this optimizer's DeepSpeed op takes, as two tuples.
+
+        The first tuple is for the op's function ``create_NAME``, the second for ``NAME_update``.
         """
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:
@@ -176,8 +183,9 @@ class UpdateRule(ABC):
     def tail(self, elements: int, begin: int, end: int) -> int:
         """Return how many of the last elements of ``begin:end`` DeepSpeed's scalar loop would update.
 
-        Stock DeepSpeed updates ``elements`` elements as one tensor, in a vector loop that is followed by a scalar
-        loop.
+        Stock DeepSpeed updates ``elements`` elements as one tensor, in a vector loop that is followed by a
+        scalar
+        loop. The two loops round differently.
         """
         return max(0, end - max(begin, self.tail_begin(elements)))
 
@@ -214,7 +222,7 @@ def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
 
 
 def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int) -> bool:
-    """Return whether an update rule and DeepSpeed's CPU op give identical bits.
+    """Return whether an update rule and DeepSpeed's CPU op give identical bits in a test on random tensors.
 
     Args:
         width: Vector width of the op that the rule assumes, in elements.

@@ -1,4 +1,4 @@
-"""The optimizers that a plan can run, bit-identical to DeepSpeed's CPU optimizers."""
+"""The update rules of the optimizers that a plan can run, bit-identical to DeepSpeed's CPU optimizers."""
 
 import functools
 from collections.abc import Sequence
@@ -58,9 +58,10 @@ class AdamRule(UpdateRule):
 
 @functools.cache
 def recounts(op: Any) -> bool:
-    """Return whether DeepSpeed's loaded Adam op computes powers of beta by ``pow`` after a step's first subgroup.
+    """Return whether DeepSpeed's loaded Adam op uses ``pow`` for powers of beta after a step's first
+    subgroup.
 
-    See `BiasCorrection`. The test takes milliseconds, once per op.
+    Other builds multiply running products (see `BiasCorrection`). The test takes milliseconds, once per op.
 
     Raises:
         UnknownRoundingError: Neither variant gives the op's bits.
@@ -161,7 +162,10 @@ class AdagradRule(UpdateRule):
         return AdagradStep(float(group["lr"]), group["eps"], group["weight_decay"])
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return the gradient as DeepSpeed's Adagrad leaves it: -lr * g / (sqrt(sum) + eps), with weight decay in g."""
+        """Return the values with which DeepSpeed's Adagrad overwrites the gradient in its scalar loop.
+
+        They are -lr * g / (sqrt(sum) + eps), where g is the gradient with weight decay.
+        """
         assert isinstance(step, AdagradStep)
         master, total = (tensor.clone() for tensor in state)
         decayed, unread = torch.zeros_like(master), torch.zeros_like(master)
@@ -182,7 +186,9 @@ RULES: tuple[type[UpdateRule], ...] = (AdamRule, LionRule, AdagradRule)
 
 
 def rule_class(optimizer: Any) -> type[UpdateRule] | None:
-    """Return the update rule that reproduces an optimizer, or None if there is none."""
+    """Return the class of the update rule that reproduces a DeepSpeed optimizer, or None if there is
+    none.
+    """
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     return next((rule for rule in RULES if rule.stock in names), None)
 

@@ -1,4 +1,4 @@
-"""The interface of the hyperparameters of one optimizer step, as the update kernels take them."""
+"""The interface through which the update kernels get the hyperparameters of one optimizer step."""
 
 from typing import ClassVar, Protocol
 
@@ -19,5 +19,9 @@ class UpdateStep(Protocol):
     def variant(self) -> int: ...
 
     def scalars(self, scale: float) -> np.ndarray:
-        """Return the fp32 scalars of an optimizer step in the order that the update kernels expect."""
+        """Return the fp32 scalars of an optimizer step in the order that the update kernels expect.
+
+        Args:
+            scale: Factor that unscales and clips the gradient.
+        """
         ...

@@ -2,8 +2,12 @@
 
 
 class StorageError(RuntimeError):
-    """Optimizer state on a drive cannot be read, written or used. The message says what to change."""
+    """An error for optimizer state on a drive that cannot be read, written or used. The message says what
+    to change.
+    """
 
 
 class DamagedError(StorageError):
-    """Bytes of optimizer state that were read from a drive differ from the bytes that were written."""
+    """An error for optimizer state on a drive: the bytes that were read differ from the bytes that were
+    written.
+    """

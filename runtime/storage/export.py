@@ -1,4 +1,4 @@
-"""The export of a checkpoint with optimizer state on drives. The files are those that DeepSpeed itself would write."""
+"""The export of a checkpoint with optimizer state on drives to files that DeepSpeed itself would write."""
 
 from __future__ import annotations
 
@@ -21,10 +21,13 @@ Tensors = dict[tuple[Any, ...], torch.Tensor]
 
 
 def export(directory: Path, tag: str, target: Path) -> Path:
-    """Export a checkpoint to ``target``/``tag`` with all optimizer state in its files, and write ``latest``.
+    """Export a checkpoint to ``target``/``tag`` with all optimizer state in its files, and write the file
+    ``latest``.
 
-    Return the new folder. Training may continue meanwhile. If training overwrites the checkpoint's state on the
-    drives before the end, nothing is left in ``target``. Files are copied one at a time through memory that the
+    Return the new folder. Training may continue meanwhile. If training overwrites the checkpoint's state on
+    the
+    drives before the end, nothing is left in ``target``. Files are copied one at a time through memory that
+    the
     system can reclaim.
 
     Raises:

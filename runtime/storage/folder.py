@@ -1,4 +1,6 @@
-"""A rank's directories for optimizer state on drives: their lock, and a check that they belong to this training."""
+"""A rank's directories for optimizer state on drives: their lock, and a check that they belong to this
+training run.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # a rank's files
 
 
 class Folders:
-    """The files of optimizer state of one rank on its drives, locked while this object exists.
+    """The directories and files of one rank's optimizer state on its drives, locked while this object
+    exists.
 
     Raises:
         StorageError: Another process has the lock.
@@ -103,7 +106,11 @@ class Folders:
         return self._page, steps.steps
 
     def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Record on the drives that the files of optimizer state now have room for further subgroups."""
+        """Record on the drives that the files of optimizer state now have room for further subgroups.
+
+        Args:
+            sizes: Bytes of each state tensor, by further subgroup.
+        """
         assert self._page is not None
         more = [(subgroup, list(tensors)) for subgroup, tensors in sizes.items()]
         page = self._page.model_copy(update={"sizes": [*self._page.sizes, *more]})
@@ -141,7 +148,8 @@ class Folders:
                 _refuse(path.parent, "world_size", page.world_size, wanted.world_size)
 
     def commit(self, nonce: str, steps: list[StepRecord]) -> None:
-        """Replace the list of finished steps of a store of optimizer state, durably and by one rename of a file.
+        """Replace the list of committed steps in a store of optimizer state, durably and by one rename of a
+        file.
 
         Raises:
             StorageError: The list could not be written.

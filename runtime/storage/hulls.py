@@ -1,4 +1,7 @@
-"""A check for checkpoints that cannot be loaded, because later steps have overwritten their state on a drive."""
+"""A list of checkpoints that also tells which ones cannot be loaded any more.
+
+Such a checkpoint had its optimizer state on a drive, where later steps have overwritten the state.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from ebbtide.runtime.storage.pages import CheckpointPage, StepsPage
 
 
 def list_checkpoints(directory: str | Path) -> list[Entry]:
-    """Return the checkpoints of a folder, newest first. Their status also tells if their state on a drive is
-    missing.
+    """Return the checkpoints of a folder, newest first.
+
+    The status of a checkpoint also tells if its optimizer state on a drive is missing.
     """
     found = inspect.list_checkpoints(directory)
     return [replace(e, status=missing_state(Path(directory) / e.tag) or e.status) for e in found]
@@ -26,7 +30,7 @@ def list_checkpoints(directory: str | Path) -> list[Entry]:
 def missing_state(checkpoint: Path) -> str:
     """Return the reason why a checkpoint's optimizer state on a drive is missing, or an empty string.
 
-    The string is also empty if the checkpoint's own files hold all state.
+    The string is empty if no state is missing, or if the checkpoint's own files hold all state.
     """
     rank = 0
     while (path := checkpoint / stored_name(rank)).exists():

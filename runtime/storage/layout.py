@@ -1,4 +1,4 @@
-"""The layout of optimizer state on drives: the file and the offset of each byte of a subgroup."""
+"""The layout of optimizer state on drives: the file and the offset of each byte of a subgroup's state."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Layout:
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
     def cuts(self, subgroup: int) -> list[int]:
-        """Return the offsets at which each drive's part of a subgroup's state begins, and the total length of the
-        state.
+        """Return the offsets at which each drive's part of a subgroup's state begins, and the state's
+        length, in bytes.
 
         The offsets count from the start of the subgroup's tensors, which are laid out in one row.
         """
@@ -77,7 +77,9 @@ class Layout:
         return [0, *inner, row]
 
     def shares(self, subgroup: int) -> list[int]:
-        """Return the number of bytes on each drive that one copy of a subgroup's state takes."""
+        """Return the number of bytes that one copy of a subgroup's state takes on each drive, as one number
+        per drive.
+        """
         return [end - begin for begin, end in pairwise(self.cuts(subgroup))]
 
     def start(self, drive: int, subgroup: int, extent: int) -> int:
@@ -97,7 +99,8 @@ class Layout:
 
 
 def needed_bytes(sizes: Mapping[int, Sequence[int]], weights: Sequence[float], keep: int = 1) -> tuple[int, ...]:
-    """Return the number of bytes on each drive that one rank's optimizer state takes.
+    """Return the number of bytes that one rank's optimizer state takes on each drive, as one number per
+    drive.
 
     Args:
         sizes: Bytes of each tensor, by subgroup.

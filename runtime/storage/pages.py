@@ -36,7 +36,7 @@ class ExtentRecord(Page):
 
 
 class StepRecord(Page):
-    """An optimizer step that has all its state in a store on drives.
+    """The record of an optimizer step that has all its state in a store on drives.
 
     Attributes:
         name: Unique name of the step.

@@ -1,4 +1,6 @@
-"""A reader of one committed step of optimizer state on drives, also while another process trains there."""
+"""A reader of one committed step of optimizer state on drives. Another process may train there
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ from ebbtide.runtime.storage.view import View, page_aligned
 
 
 def stored_problems(checkpoint: Path) -> list[str]:
-    """Return the reasons why a checkpoint's optimizer state on drives is not complete. Every byte is read.
+    """Return the reasons why a checkpoint's optimizer state on drives is not complete, as a list of texts.
 
-    The list is empty if it is complete, or if the checkpoint's files hold all state.
+    Every byte of the state is read. The list is empty if the state is complete, or if the checkpoint's
+    files hold
+    all state.
     """
     problems = []
     for path in stored_pages(checkpoint):
@@ -49,8 +53,9 @@ def read_checkpoint_page(path: Path) -> CheckpointPage:
 class StepReader:
     """A reader of a checkpoint's tensors on drives. It is not thread-safe.
 
-    Training may continue meanwhile. It drops the checkpoint's step after it has committed newer ones. Call
-    `check_there` at the end to check that everything that was read still belonged to the step.
+    Training may continue meanwhile, and drops the checkpoint's step after it has committed newer steps.
+    Call
+    `check_there` at the end to check that everything that was read still belonged to the checkpoint's step.
 
     Raises:
         StorageError: The step is not on the drives any more, or the folder belongs to another run.
@@ -135,8 +140,9 @@ class StepReader:
         )
 
     def tensor(self, subgroup: int, index: int) -> torch.Tensor:
-        """Return an fp32 tensor of a checkpoint on a drive, memory-mapped while the reader is open. Do not write to
-        it.
+        """Return an fp32 tensor of a checkpoint on a drive, memory-mapped while the reader is open. Do not
+        write to the
+        tensor.
         """
         if subgroup not in self._views:
             view = self._views[subgroup] = View(self._layout, subgroup, torch.float32)

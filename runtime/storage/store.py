@@ -1,4 +1,7 @@
-"""Subgroups' optimizer state on drives: read, written without overwriting the last step, and committed by step."""
+"""A store of subgroups' optimizer state on drives.
+
+State is read and written per subgroup, without overwriting the last step, and is committed step by step.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ def _new(extents: int) -> _Subgroup:
 class _Announced:
     """A version of optimizer state on drives that is to be committed.
 
-    It consists of each subgroup's newest state up to this version, which must not be older than ``due``.
+    It consists of each subgroup's newest state up to this version. That state must not be older than
+    ``due``.
 
     Attributes:
         subgroups: Subgroups that belong to the version.
@@ -285,9 +289,11 @@ class ExtentStore:
             self.read_bytes += sum(map(padded, self._layout.sizes[subgroup]))
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Compare restored state on the drives with its hashes, if it has not been read since it was restored.
+        """Compare optimizer state that was restored on the drives with its hashes, unless a read has done
+        so already.
 
-        Views show such state without reading it through the store. With ``verify_reads``, state that was written
+        Views show such state without reading it through the store. With ``verify_reads``, state that was
+        written
         but not read is checked too. This returns when all of it is read.
 
         Args:
@@ -309,13 +315,14 @@ class ExtentStore:
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
         """Write a subgroup's new state to a free place on the drives. Return when it is written.
 
-        Reads then return this state.
+        Later reads of the subgroup return the new state.
 
         Args:
             version: Version of the state, from `tick`. None creates a new version of this subgroup alone.
 
         Raises:
-            StorageError: The drive failed, or made no progress for ``deadline_s``. Or no place became free, because
+            StorageError: The drive failed, or made no progress for ``deadline_s``. Or no place became free,
+                because
                 a commit in progress never ended.
         """
         with self._condition:
@@ -415,11 +422,14 @@ class ExtentStore:
     # -- committing
 
     def tick(self) -> int:
-        """Return the number of a new version of the state on drives: the one that the update being started will
+        """Begin a new version of the optimizer state on drives, which the update that is being started will
         write.
 
+        Return the version's number.
+
         Raises:
-            StorageError: The directories hold steps of an earlier run that this run has not restored and would
+            StorageError: The directories hold steps of an earlier run that this run has not restored and
+                would
                 overwrite.
         """
         with self._condition:
@@ -433,7 +443,8 @@ class ExtentStore:
             return self._clock
 
     def announce(self, version: int | None = None, subgroups: Collection[int] = ()) -> int:
-        """Protect the present state on the drives from being overwritten until it is committed or abandoned.
+        """Protect the present optimizer state on the drives from being overwritten until it is committed or
+        abandoned.
 
         Call this before the next update is launched. It never blocks.
 
@@ -482,10 +493,12 @@ class ExtentStore:
             return record
 
     def prepare(self, version: int, step: int, name: str, data: str = "") -> StepRecord:
-        """Make a version of the state on the drives durable, as `commit` does, but keep all earlier steps until
+        """Make a version of the state on the drives durable, as `commit` does, but keep all earlier steps
+        until
         `settle`.
 
         Args:
+            version, step, data: The arguments of `commit`.
             name: Unique name under which the step can be restored.
         """
         with self._committing:
@@ -558,7 +571,10 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return the numbers of an earlier run's steps on the drives. Empty once one of them has been restored."""
+        """Return the numbers of an earlier run's steps on the drives that this run has not taken over.
+
+        Empty once one of these steps has been restored.
+        """
         return tuple(self._unclaimed)
 
     @property
@@ -570,10 +586,14 @@ class ExtentStore:
     def restore(self, step: int | None = None, name: str = "") -> StepRecord:
         """Let training continue from a committed step on the drives. The state of the step is not read now.
 
-        The first read of each subgroup compares the subgroup's state with the hash that was stored for the step.
+        The first read of each subgroup compares the subgroup's state with the hash that was stored for the
+        step.
 
         Args:
             step, name: Number or name of the step. None and an empty name select the newest step.
+
+        Returns:
+            The record of the step.
 
         Raises:
             StorageError: There is no such step.
@@ -629,8 +649,9 @@ class ExtentStore:
             raise StorageError(f"the stored state cannot be used after an error: {self._failure}") from self._failure
 
     def close(self) -> None:
-        """Stop the store's threads and release its directories for other runs. Tensors that show state stay
-        readable.
+        """Stop the store's threads and release its directories for other runs.
+
+        Tensors from `view` stay readable.
         """
         idle = [workers.close() for workers in (*self._readers, *self._writers)]
         if all(idle):  # else what is stuck in the kernel keeps its file
@@ -657,7 +678,9 @@ def retained(
 
 
 def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[str]:
-    """Return one hash for each tensor on the drives, computed from the hashes of its blocks in order."""
+    """Return one hash for each tensor of a subgroup on the drives, in order, from the hashes of the
+    tensor's blocks.
+    """
     parts: dict[int, list[str]] = {}
     for block, hashed in zip(blocks, hashes, strict=True):
         parts.setdefault(block.tensor, []).append(hashed)

@@ -1,4 +1,4 @@
-"""The optimizer state on drives as a part of a training run's checkpoints."""
+"""The connection between a training run's checkpoints and its optimizer state on drives."""
 
 from __future__ import annotations
 
@@ -123,7 +123,10 @@ class StoredSteps:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """The part of a checkpoint in progress that stays on drives. It implements the interface `AnnouncedStep`."""
+    """The part of a checkpoint in progress that stays on drives: a version of optimizer state.
+
+    It implements the interface `AnnouncedStep`.
+    """
 
     store: ExtentStore
     version: int

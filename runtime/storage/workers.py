@@ -1,4 +1,4 @@
-"""Threads that read blocks of optimizer state from a drive or write them to it."""
+"""A pool of threads that read blocks of optimizer state from a drive or write blocks to the drive."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Bounce:
 
 
 class Telling:
-    """A repeated warning in the log while some code waits for a drive.
+    """A warning that is repeated in the log while some code waits for a drive.
 
     Attributes:
-        begin_s: Time at which the wait began.
+        begin_s: Time, in seconds of the monotonic clock, at which the wait began.
     """
 
     def __init__(self, what: str, deadline_s: float) -> None:
@@ -57,7 +57,7 @@ class Telling:
 
 @contextmanager
 def told_late(what: str) -> Iterator[None]:
-    """Log a warning if the block of code, which waits for a drive, takes long.
+    """Log a warning if the code in the ``with`` block, which waits for a drive, takes long.
 
     Args:
         what: The operation that the warning names.

@@ -1,1 +1,3 @@
-"""Records of a training run's state, taken inside the training process. `tune verify` compares them between runs."""
+"""Records of a training run's state that `tune verify` compares between runs. The training process writes
+them.
+"""

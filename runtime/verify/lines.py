@@ -40,7 +40,9 @@ class Job:
 
 
 def current_job() -> Job:
-    """Return the settings of `tune verify` for this process, from its environment."""
+    """Return the settings of `tune verify` for this process, from the environment variable that `tune
+    verify` sets.
+    """
     return Job(**json.loads(os.environ[VARIABLE]))
 
 
@@ -63,7 +65,9 @@ class Piece:
 
 
 class Lines:
-    """The file that one rank writes in a run of `tune verify`. Each line is flushed to the operating system.
+    """The file that one rank writes in a run of `tune verify`: one line of JSON per optimizer step.
+
+    Each line is flushed to the operating system.
 
     Attributes:
         steps: Number of optimizer steps written.
@@ -76,7 +80,13 @@ class Lines:
         self._write({"rank": rank, **about})
 
     def step(self, pieces: Iterable[Piece], **scalars: Any) -> None:
-        """Write the digests of the training state after one more step. The first call writes the initial state."""
+        """Write one line with the digests of the training state after one more step. The first call writes
+        step 0.
+
+        Args:
+            pieces: The parts of the training state's tensors on this rank.
+            scalars: Further numbers of the step, such as the loss.
+        """
         tensors = {piece.name: self._digest(piece) for piece in pieces}
         self.steps += 1
         self._write({"step": self.steps, **scalars, "tensors": tensors})
@@ -94,7 +104,10 @@ class Lines:
 
 
 def number(value: Any) -> float | None:
-    """Return a scalar of any type as a float. For a tensor distributed over ranks this is a collective call."""
+    """Return a number or one-element tensor as a float, and None for any other value.
+
+    For a tensor distributed over ranks this is a collective call.
+    """
     if isinstance(value, torch.Tensor):
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return float(value) if value.numel() == 1 else None
@@ -102,7 +115,9 @@ def number(value: Any) -> float | None:
 
 
 def flip_one_bit(values: torch.Tensor) -> None:
-    """Flip the lowest bit of the largest element of a flat tensor in place."""
+    """Flip the lowest bit of the largest element of a flat tensor in place, to test that `tune verify`
+    finds it.
+    """
     at = int(values.abs().argmax())
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""A recorder of training without DeepSpeed: losses, norms and parameters of torch's own optimizers.
+"""A recorder for `tune verify` of training without DeepSpeed: losses, norms and parameters of torch's
+optimizers.
 
 A parameter is recorded without its name. A sharded parameter (FSDP2) is recorded as its rank's shard. The
 runs that are compared must therefore divide parameters among ranks in the same way.
