@@ -1,4 +1,4 @@
-"""Tests that only ``runtime/zero`` uses DeepSpeed's modules and private members."""
+"""Tests that, of all of ebbtide, only ``runtime/zero`` uses DeepSpeed's modules and private members."""
 
 import ast
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Tests of the warning about a plan that was made for another batch size, precision or recomputation,
-which appears before the first step.
+"""Tests of the runtime's warning about a plan that was made for another batch size, precision or
+recomputation. The warning appears before the first step.
 """
 
 import logging

@@ -16,11 +16,12 @@ from ebbtide.simulator.schedule import Lane
 
 
 def run_together(pacer, jobs):
-    """Run jobs on the pacer of an emulated device from the same moment on. Return the seconds until each job ends.
+    """Run jobs on an emulated device's pacer, which makes work take its time, from the same moment on. Return
+    a list of the seconds until each job ends.
 
     Args:
-        jobs: For each job, the seconds that it takes alone, and its demand: the amount of each capacity, such as memory
-            bandwidth, that it uses per second.
+        jobs: For each job, the seconds that it takes alone, and its demand: the amount of each capacity,
+            such as memory bandwidth, that it uses per second.
     """
     ends, gate = [0.0] * len(jobs), threading.Barrier(len(jobs) + 1)
     begun = []

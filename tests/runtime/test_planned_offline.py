@@ -1,5 +1,5 @@
-"""Tests of plans made from a config before any training: they fit the engine, and training has the
-results of stock DeepSpeed, bit for bit.
+"""Tests of plans made from a model config before any training: the plans fit the engine, and training
+under them has stock DeepSpeed's results, bit for bit.
 """
 
 import json
@@ -88,8 +88,8 @@ SIZES = {"vocab_size": 101, "num_hidden_layers": 3, "num_attention_heads": 4, "h
 @pytest.mark.usefixtures("only_rank")
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "phi3", "opt"])
 def test_subgroups_of_zero3_from_a_config_are_the_engines(family):
-    """Check that the subgroups computed from a model config are those of the ZeRO-3 engine to the element,
-    also if norms and biases lie between the matrices.
+    """Check that the ZeRO-3 subgroups that ebbtide computes from a model config have exactly the sizes of the
+    engine's, also if norms and biases lie between the matrices.
     """
     import deepspeed
     import transformers

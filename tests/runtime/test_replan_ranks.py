@@ -1,4 +1,6 @@
-"""Tests of several ranks that plan during training, which must agree on one workload and one plan."""
+"""Tests of several ranks that search for a new plan during training. The ranks must agree on one workload
+and one plan.
+"""
 
 import subprocess
 import sys

@@ -38,7 +38,9 @@ def host(tmp_path, monkeypatch):
 
 
 def contain(root, limit=32 * GIB, used=2 * GIB, quota="max"):
-    """Write the files by which Docker and Kubernetes limit a process, below the root of a simulated host."""
+    """Write the control-group files by which Docker and Kubernetes limit a process's memory and cores, below
+    the root of a simulated host.
+    """
     write(root / "proc/self/cgroup", "0::/pod/container")
     group = root / "sys/fs/cgroup/pod/container"
     write(group / "memory.max", limit)
@@ -54,8 +56,8 @@ def test_without_a_container_all_is_the_machines(host):
 
 
 def test_everything_that_asks_has_the_containers_memory(host):
-    """Check that all parts that ask for free memory see the limit of the container. A process that page-locks
-    more than the limit is killed by the kernel without a message.
+    """Check that all parts of ebbtide that ask for free host memory get the limit of the container. A process
+    that page-locks more than the limit is killed by the kernel without a message.
     """
     contain(host)
     plan = Plan(subgroup_size=10**9, subgroups=(10**9,) * 6, placement=Plan.runs(["host"] * 6), staging_slots=0)
@@ -85,8 +87,8 @@ MAY_ASK = {
 
 
 def test_nobody_else_asks_the_machine():
-    """Check that only a few listed modules ask the system for memory or cores directly, because the system's
-    answer ignores the limits of a container.
+    """Check that only a few listed modules of ebbtide ask the system for memory or cores directly, because the
+    system's answer ignores the limits of a container.
     """
     found = set()
     for package in ("simulator", "profiler", "tuner", "runtime"):

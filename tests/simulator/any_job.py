@@ -1,4 +1,4 @@
-"""Random jobs, and random plans for them at any subgroup size and with any option."""
+"""Random jobs for the simulator, and random plans for a job at any subgroup size and with any option."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,9 @@ PLENTY = 2**45
 
 
 def random_job(rng):
-    """Return a random job (a workload that can be cut anew) and machine, with latencies, ranks, drives, a network."""
+    """Return a random job (a workload that can be cut into other subgroups) and a random machine, with
+    latencies, ranks, drives and a network.
+    """
     return random_workload(rng), random_machine(rng)
 
 
@@ -66,7 +68,9 @@ def random_workload(rng):
 
 
 def cut_anew(rng, work):
-    """Return a workload with subgroups of another size, whole or parts of DeepSpeed's."""
+    """Return a workload cut into subgroups of another size, which are whole subgroups of DeepSpeed or parts of
+    them.
+    """
     size = int(10 ** rng.uniform(np.log10(work.params) - 1.8, np.log10(work.params) - 0.5)) + 1
     return work.in_pieces(size) if work.zero_stage == 3 and rng.random() < 0.3 else work.recut(size)
 
@@ -107,7 +111,9 @@ def random_machine(rng):
 
 @dataclass(frozen=True)
 class Tried:
-    """A simulated random plan: its subgroups, its codes, its mean seconds per iteration, and its own memory."""
+    """A random plan that was simulated: the workload with its subgroups, the machine, the codes and options of
+    the plan, and the memory limits that the plan just needs.
+    """
 
     work: Workload
     machine: Machine
@@ -116,7 +122,9 @@ class Tried:
     limits: Limits
 
     def seconds(self, iterations=3):
-        """Return the mean seconds of an iteration at the workload's clip rate, of the later ones of so many."""
+        """Return the mean seconds of an iteration at the workload's clip rate. Of the given number of simulated
+        iterations only the later ones count.
+        """
         plain, early = self.codes & ~EARLY, (self.codes & EARLY).any()
         row, before = (self._rows(self.codes, n) for n in (iterations, max(3, iterations // 2)))
         right_s = self._later(row, before, iterations)

@@ -1,7 +1,8 @@
-"""Upper limits of hardware, counted from published facts and independent of the machine presets.
+"""Upper limits of hardware rates and sizes, computed from published facts and independent of the machine
+presets.
 
-Each limit is counted from a bus: lanes x transfers, channels x transfers x width, stacks x pins,
-links, or ports.
+Each limit is counted from a bus: lanes x transfers, channels x transfers x width, stacks x pins, links,
+or ports.
 
 Sources of common facts:
     PCI Express Base Specification 4.0 and 5.0: 16 and 32 GT/s per lane, 128b/130b.
@@ -177,7 +178,9 @@ NODES = {
 
 
 def limits(name: str) -> dict[str, float]:
-    """Return the upper limit of each rate and size of a preset, keyed by its field or rate in `Machine`."""
+    """Return the hardware's upper limit of each rate and size of a machine preset, as a dict keyed by the
+    field or rate of `Machine`.
+    """
     node = NODES[name]
     gpu, link = node.gpu, node.link_bytes_per_s
     socket = node.dram_bytes_per_s / node.dram[0]
@@ -223,7 +226,9 @@ LEAST = {
 
 
 def offences(machine: Any) -> list[str]:
-    """Return an error for each value of a machine preset that its hardware cannot have, with the limits."""
+    """Return a message for each value of a machine preset that exceeds what its hardware can have, given the
+    hardware's limits.
+    """
     told = []
     for name, most in limits(machine.name).items():
         value = getattr(machine, name, None) or machine.other_rates.get(name)
@@ -237,9 +242,10 @@ def offences(machine: Any) -> list[str]:
 
 
 def sheet_offences(sheet: Any, name: str) -> list[str]:
-    """Return an error for each value of a preset's data sheet that is more than 1% off the hardware's limit.
+    """Return a message for each data-sheet value of a machine preset that is more than 1% off the hardware's
+    limit.
 
-    These values limit the results of `tune calibrate`.
+    The data-sheet values limit the rates that `tune calibrate` finds.
     """
     most, node = limits(name), NODES[name]
     pairs = {

@@ -1,6 +1,7 @@
-"""Random plans of the old plan schema 2, and hashes of their schedules as recorded with that schema.
+"""Random plans in plan schema 2, an older format of the plan file, and hashes of their simulated schedules
+as recorded with that schema.
 
-python -m tests.simulator.recorded_schedules   # records them again: say in the commit why
+python -m tests.simulator.recorded_schedules # records them again: say in the commit why
 """
 
 import hashlib
@@ -22,8 +23,8 @@ NAMES_THEN = {
 
 
 def case(number):
-    """Return the workload of a numbered case, and the fields of its plan in schema 2. The number alone decides
-    both.
+    """Return the workload of a numbered random case, and the fields of its plan in plan schema 2. The number
+    alone decides both.
     """
     rng = random.Random(f"schedule {number}")
     stage = rng.choice([3, 3, 3, 2, 1])
@@ -57,7 +58,7 @@ def case(number):
 
 
 def plan_fields(rng, sizes, stage):
-    """Return the fields of a random plan, in the form of its JSON file."""
+    """Return the fields of a random plan, as a dict in the form of the plan's JSON file."""
     count, whole = len(sizes), stage == 3
     placements = rng.choices(PLACEMENTS if whole else PLACEMENTS[:3], k=count)
     locations = rng.choices(rng.choice([["device"], ["host"], ["device", "host"]]), k=count) if whole else []
@@ -85,7 +86,9 @@ def plan_fields(rng, sizes, stage):
 
 
 def digest(number):
-    """Return a hash of a numbered case's schedule: all ops, and the memory that the schedule holds."""
+    """Return a hash of the simulated schedule of a numbered random case: all ops, and the memory that the
+    schedule holds.
+    """
     work, fields = case(number)
     schedule = build_schedule(work, Plan.from_fields(fields))
     held = {memory: dict(kinds) for memory, kinds in schedule.held.items()}

@@ -1,5 +1,5 @@
-"""Tests that no plan for a job beats the lower bound of an iteration's time, at any subgroup size and with any
-option.
+"""Tests that no plan for a job has a shorter iteration than the job's lower bound, at any subgroup size
+and with any option.
 """
 
 import numpy as np
@@ -19,9 +19,9 @@ PLENTY = Limits(2**45, 2**45)
 
 
 def below(tried, floor_s):
-    """Return the iteration time of a plan divided by the lower bound.
+    """Return the simulated iteration time of a plan divided by the lower bound.
 
-    If a plan seems to take less than the bound, its time is that of a long simulation.
+    If the plan seems to take less than the bound, the time is taken from a longer simulation.
     """
     seconds = tried.seconds()
     if seconds < floor_s:
@@ -31,9 +31,10 @@ def below(tried, floor_s):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_random_plan_beats_the_bound_of_its_job(seed):
-    """Check that no random plan for a job beats the job's lower bound.
+    """Check that no random plan for a job has a shorter iteration than the job's lower bound.
 
-    The memory limits are what each plan needs, so that the bound's rules about memory leave nothing to spare.
+    The memory limits are what each plan needs, so that the bound's rules about memory leave nothing to
+    spare.
     """
     rng, near = np.random.default_rng(seed), []
     for _ in range(10):
@@ -96,7 +97,8 @@ def test_with_room_for_all_state_the_bound_is_the_passes_and_the_updates_on_the_
 
 
 def test_without_room_on_the_gpu_the_bound_is_the_updates_on_the_host():
-    """Check the lower bound if GPU memory is too small for updates on the GPU, and the link is slow.
+    """Check the lower bound of an iteration if GPU memory is too small for updates on the GPU, and the link
+    between host and GPU is slow.
 
     All updates then run on the CPU, and the forward of the last layer follows them.
     """
@@ -111,10 +113,11 @@ def test_without_room_on_the_gpu_the_bound_is_the_updates_on_the_host():
 
 
 def test_what_is_in_buffers_need_not_be_copied_after_the_norm():
-    """Check that the lower bound counts no copy after the gradient norm for state that is already in staging buffers.
+    """Check that the lower bound of an iteration has no copy after the gradient norm for state that is already
+    in staging buffers.
 
-    The state of sixty of a hundred subgroups is copied to the GPU during backward, and that of the others after the
-    gradient norm.
+    The state of sixty of a hundred subgroups is copied to the GPU during backward, and that of the others
+    after the gradient norm.
     """
     slow = Layer(params=10**7, forward_s=0.001, backward_s=0.1)
     work = workload(100, layers=(slow,) * 100)

@@ -1,5 +1,5 @@
-"""Tests of the cache folder for compiled kernels and measured machines, also for a user without a writable
-home directory.
+"""Tests of ebbtide's cache folder for compiled kernels and measured machines, also for a user without a
+writable home directory.
 """
 
 import os

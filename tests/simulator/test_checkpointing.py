@@ -1,7 +1,7 @@
-"""Tests of simulated checkpoints.
+"""Tests of checkpoint saves in the simulator.
 
-The costs of small cases are exact, the reference simulator and the compiled one agree, and no update overwrites state
-before the state is saved.
+The costs of small cases are exact, the reference simulator and the compiled one agree, and no update
+overwrites state before the state is saved.
 """
 
 import pytest
@@ -247,7 +247,9 @@ def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
 
 
 def _not_torn(schedule, fast, subgroup, placement):
-    """Assert that a subgroup's old state is on disk or copied before its next update overwrites that state."""
+    """Assert that in a simulated save each subgroup's old state is on disk or copied before its next update
+    overwrites that state.
+    """
     kind = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H, "resident": OpKind.UPDATE_DEVICE}[placement]
     overwrites = next(op for op in schedule.of_kind(kind, LEAD_IN) if op.subgroup == subgroup)
     copies = [op for op in schedule.of_kind(OpKind.SNAPSHOT) if op.subgroup == subgroup]
@@ -260,10 +262,12 @@ def _not_torn(schedule, fast, subgroup, placement):
 
 
 def test_a_save_of_pieces_waits_for_what_is_not_in_deepspeeds_tensors():
-    """Check how long a save waits until all state is in DeepSpeed's own tensors, if a plan cuts DeepSpeed's subgroups.
+    """Check how long a simulated save waits until all state is in DeepSpeed's own tensors, if a plan cuts
+    DeepSpeed's subgroups.
 
-    The save copies all resident state from the GPU to the host. Of the state that is updated before the gradient norm
-    is known, it copies half on average, because every second early update leaves its result in a spare buffer.
+    The save copies all resident state from the GPU to the host. Of the state that is updated before the
+    gradient norm is known, it copies half on average, because every second early update leaves its result
+    in a spare buffer.
     """
     have = machine(d2h_bytes_per_s=4e9)
     made = Plan(subgroup_size=GIGA, ways=(Way("resident"), Way("host", early=True), Way("host")), staging_slots=0)

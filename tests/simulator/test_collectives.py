@@ -1,4 +1,6 @@
-"""Tests of the traffic between nodes: for any number of ranks, the busiest node sets its time."""
+"""Tests of the simulated traffic between nodes: for any number of ranks, its time is that of the busiest
+node.
+"""
 
 from itertools import pairwise
 
@@ -19,7 +21,9 @@ def work(machine=A100, **shape):
 
 
 def network_s(data, machine=A100):
-    """Return the network time of one layer's parameter gather, if the ranks of a node share the network."""
+    """Return the simulated seconds on the network of one layer's parameter gather, if the ranks of a node
+    share the network.
+    """
     made = work(machine, data_parallel=data)
     rate = capacities(machine, made.ranks_per_node)["network"]
     return made.layers[1].network_gather_bytes / rate
@@ -54,7 +58,7 @@ def test_below_zero_3_too(stage):
 
 
 def by_counting(layout):
-    """Count the busiest node's traffic from a list of all ranks. Return the number of data-parallel rings
+    """Count the traffic of the busiest node from a list of all ranks. Return the number of data-parallel rings
     that enter the node, and of tensor-parallel groups that are split between nodes.
     """
     span = layout.data * layout.tensor
@@ -89,8 +93,8 @@ def test_any_layout_is_as_counted_rank_by_rank(layout):
 
 
 def test_tensor_parallelism_between_nodes_takes_the_network():
-    """Check the time of tensor parallelism over eight ranks on two nodes. Each of two all-reduces per layer
-    sends 7/8 of the activations twice over the network, at 8.3 GB/s.
+    """Check the simulated time of tensor parallelism over eight ranks on two nodes. Each of two all-reduces
+    per layer sends 7/8 of the activations twice over the network, at 8.3 GB/s.
     """
     four, eight = (work(tensor_parallel=n, micro_batch=8) for n in (4, 8))
     size = 8 * 2048 * 4096 * 2
@@ -107,7 +111,9 @@ def test_tensor_parallelism_between_nodes_takes_the_network():
 
 
 def test_both_exchanges_cannot_have_the_network_at_once():
-    """Check that ZeRO's parameter gathers wait for the tensor-parallel traffic that enters the same node."""
+    """Check that in the simulator ZeRO's parameter gathers wait for the tensor-parallel traffic that enters
+    the same node.
+    """
     one, two = (work(tensor_parallel=8, data_parallel=n, micro_batch=8) for n in (1, 2))
     assert one.layers[1].network_gather_bytes == 0
     exchanged = 2 * 2 * 7 / 8 * 8 * 2048 * 4096 * 2

@@ -1,4 +1,6 @@
-"""Tests of the critical path: worked out by hand for five ops, and without gaps over whole iterations."""
+"""Tests of the critical path of a simulated timeline: worked out by hand for five ops, and without gaps
+over whole iterations.
+"""
 
 from itertools import pairwise
 

@@ -1,5 +1,5 @@
-"""Tests that no key of a DeepSpeed config is ignored silently: a key changes the result, is reported as
-not simulated, or is refused.
+"""Tests that the simulator ignores no key of a DeepSpeed config silently: a key changes the result, is
+reported as not simulated, or is refused.
 """
 
 import json
@@ -107,8 +107,8 @@ def test_parameters_on_the_host_follow_the_version_too():
 
 
 def test_each_older_way_is_slower_on_the_host():
-    """Check that older versions of DeepSpeed are slower: unpinned copies, parameters in fp32 and torch's own
-    Adam each add time.
+    """Check that the simulator makes stock offload slower for older versions of DeepSpeed. Unpinned copies,
+    parameters in fp32 and torch's own Adam each add time.
     """
     for stage, ways in (
         (3, [("0.19.8", {}), ("0.19.4", {}), ("0.19.4", TORCH_ADAM)]),

@@ -1,5 +1,5 @@
-"""Tests of gradient sums of micro-batches that stay on the GPU: their ops, their memory, and the time they
-save.
+"""Tests of on-device gradient accumulation in the simulator: the ops, the memory, and the time that is
+saved.
 """
 
 import pytest
@@ -44,8 +44,9 @@ def test_guessed_updates_begin_behind_the_one_way_home():
 
 
 def test_over_a_slow_link_an_iteration_is_shorter_by_the_crossings():
-    """Check the time that gradient sums on the GPU save over a slow link. At 2 bytes per second, 80 bytes of
-    gradients take 40 s to copy. Six micro-batches copy them six times, and sums on the GPU are copied once.
+    """Check the simulated time that gradient sums on the GPU save over a slow link. At 2 bytes per second, 80
+    bytes of gradients take 40 s to copy. Six micro-batches copy them six times, and sums on the GPU are
+    copied once.
     """
     work = workload(forward_s=1 / 6, backward_s=1 / 3, gradient_accumulation_steps=6)
     on = machine(h2d_bytes_per_s=2.0, d2h_bytes_per_s=2.0, host_adam_params_per_s=1e9)

@@ -1,4 +1,6 @@
-"""Tests that the fast engine and the plan sweep give the reference engine's results, on random inputs."""
+"""Tests that the simulator's fast engine and the plan sweep have the results of the reference simulator,
+on random inputs.
+"""
 
 import random
 
@@ -52,7 +54,9 @@ def random_order(placements, rng):
 
 
 def with_storage(on, rng):
-    """Return the machine with random drive rates, where reads and writes slow each other down."""
+    """Return the simulated machine with random rates of a drive, on which reads and writes slow each other
+    down.
+    """
     rates = {f"storage_{way}_bytes_per_s": 10 ** rng.uniform(0, 3) for way in ("read", "write")}
     rates["storage_duplex_factor"] = rng.uniform(0.3, 1.0)
     return on.model_copy(update={name: Quantity.exact(rate) for name, rate in rates.items()})
@@ -167,7 +171,9 @@ def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
 
 
 def test_more_kinds_of_ops_than_are_remembered():
-    """Check that the engine's cache of op speeds mixes up no two ops if each of 120 ops demands other resources."""
+    """Check that the fast simulator's cache of op speeds mixes up no two ops if each of 120 ops demands other
+    resources.
+    """
     out = ScheduleBuilder()
     for number in range(40):
         out.add(OpKind.UPDATE_HOST, Lane.HOST, 3.0 + number, "host_adam_params_per_s", dram_bytes=10.0 + 7 * number)

@@ -1,5 +1,5 @@
-"""Tests of max-min fair sharing of bandwidth: cases worked out by hand, and its defining property on random
-ones.
+"""Tests of the simulator's max-min fair sharing of bandwidth between ops: cases worked out by hand, and
+its defining property on random ones.
 """
 
 import pytest

@@ -1,4 +1,6 @@
-"""Tests of goodput under failures: the renewal formula against simulated failures."""
+"""Tests of the predicted goodput of training under failures: the renewal formula against simulated
+failures.
+"""
 
 import math
 
@@ -20,9 +22,11 @@ from studies.goodput import Cluster, availability_interval, simulated_goodput
 
 
 def asked(iteration_s, stall_s, interference_s, steps, mtbf_s, restart_s=0.0, persist_s=0.0):
-    """Return the arguments of `expected_goodput` and `simulated_goodput`, built from plain numbers.
+    """Return the arguments of `expected_goodput` and `simulated_goodput`, built from plain numbers, as a
+    tuple.
 
-    They are the iteration time, the cost of a checkpoint, the failures, and the steps between checkpoints.
+    The numbers are the iteration time, the cost of a checkpoint, the failures, and the steps between
+    checkpoints.
     """
     cost = CheckpointCost(stall_s, interference_s, persist_s)
     return iteration_s, cost, Failures(mtbf_s, restart_s), steps
@@ -119,8 +123,8 @@ def test_storage_limits_many_nodes_and_nodes_limit_few():
 def test_regular_failures_differ_from_exponential_ones():
     """Check the simulated goodput if failures come regularly, every 1,000 s.
 
-    An interval has 100 steps of 1 s and a stall of 2 s. Each 1,000 s after the first hold a restart of 50 s and
-    9 intervals of 102 s. So 900 s of 1,000 s are useful.
+    A checkpoint interval has 100 steps of 1 s and a stall of 2 s. Each 1,000 s after the first hold a
+    restart of 50 s and 9 intervals of 102 s. So 900 s of 1,000 s are useful.
     """
     simulated = simulated_goodput(*asked(1.0, 2.0, 0.0, 100, 1.0, 50.0), intervals=9_000, gap_s=lambda: 1_000.0)
     assert simulated == pytest.approx(0.9, rel=2e-3)

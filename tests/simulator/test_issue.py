@@ -1,5 +1,5 @@
-"""Tests of `Issue`, which decides the order and the waits of a step's updates: all steps are complete and in
-order, also if early updates are rolled back.
+"""Tests of `Issue`, which decides the order and the waits of a step's update ops: all steps are complete
+and in order, also if early updates are rolled back.
 """
 
 import dataclasses
@@ -61,8 +61,8 @@ class Run:
 
 
 def behind(ops):
-    """Return, for each op, the set of ops that have ended when the op begins: the ops that it waits for, the
-    ops before it on its lane, and all that these wait for.
+    """Return, for each op, the set of ops that have ended when it begins: the ops that it waits for, the op
+    before it on its lane, and all that these come after.
     """
     found, lanes = [], {}
     for number, (step, _, waits, _) in enumerate(ops):
@@ -74,8 +74,8 @@ def behind(ops):
 
 
 def a_step(run, some, rng):
-    """Run a random step that is completed or skipped, with early updates that may be dropped. Check that each
-    subgroup is updated at most once after the gradient norm.
+    """Issue the update ops of a random step that is completed or skipped, with early updates that may be
+    dropped. Check that each subgroup is updated at most once after the gradient norm.
     """
     early = rng.random() < 0.8
     run.made.backward(None, early=early)
@@ -156,8 +156,8 @@ def test_what_holds_a_slot_is_updated_first_if_late_visits_need_it():
 
 @pytest.mark.parametrize("forgotten", [Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS, *Slot, "order"])
 def test_a_forgotten_wait_of_the_machine_is_seen(forgotten, monkeypatch):
-    """Check that the recorded schedules show any wait that `Issue` forgets. The schedule builder and the
-    executor share `Issue`, so comparing these two would not show it.
+    """Check that the recorded schedules differ if `Issue` forgets any one of its waits. The schedule builder
+    and the runtime's executor share `Issue`, so comparing these two would not show it.
     """
     issue, take = Issue._issue, Issue._take
 

@@ -1,5 +1,5 @@
-"""Tests of the cache of compiled functions: compiled code is not reused if constants or functions that it
-uses have changed.
+"""Tests of ebbtide's cache of functions compiled by numba: compiled code is not reused if constants or
+functions that it uses have changed.
 """
 
 import importlib.util
@@ -19,8 +19,8 @@ def loaded(path):
 
 
 def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monkeypatch):
-    """Check that a change in an imported file recompiles the functions that use it. numba's own cache checks
-    only the file of the calling function.
+    """Check that a change in an imported file recompiles the cached functions that use this file. numba's own
+    cache checks only the file of the calling function.
     """
     given, caller = tmp_path / "jit_given.py", tmp_path / "jit_caller.py"
     head = "from ebbtide.simulator.engines.jit import compiled\n"

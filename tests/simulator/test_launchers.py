@@ -1,4 +1,6 @@
-"""Tests of the number of threads with which stock DeepSpeed updates state on the host, for each launcher."""
+"""Tests of the number of threads with which the simulator lets stock DeepSpeed update state on the host,
+for each launcher.
+"""
 
 import click
 import pytest
@@ -41,8 +43,8 @@ def test_a_profiled_workload_is_started_otherwise():
 
 
 def test_threads_slow_stock_and_its_peers_and_nothing_else():
-    """Check that fewer threads slow down DeepSpeed's own host updates, but not an ebbtide plan. One thread has
-    a quarter of the rate of all cores, so an update of 1 s takes 4 s.
+    """Check that in the simulator fewer threads slow down DeepSpeed's own host updates, but not an ebbtide
+    plan's. One thread has a quarter of the rate of all cores, so an update of 1 s takes 4 s.
     """
     on = node(
         stock_host_adam_params_per_s=Quantity.exact(1e9),

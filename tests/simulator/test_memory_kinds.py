@@ -1,5 +1,5 @@
-"""Tests of memory by kind (parameters, gradients, state and others): the kinds add up to the simulated
-peak of each memory, to the byte.
+"""Tests of the predicted memory by kind (parameters, gradients, state and others): the kinds add up to the
+simulated peak of GPU memory and of host memory, to the byte.
 """
 
 import random

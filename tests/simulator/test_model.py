@@ -140,7 +140,9 @@ def test_the_byte_gpt_of_the_studies_is_counted_as_torch_counts_it():
 
 
 def unlimited(name, **changes):
-    """Return a machine preset on which only matrix products take time."""
+    """Return a machine preset with GPU memory and issuing of layers so fast that only matrix products take
+    time.
+    """
     far = {"device_memory_bytes_per_s": 1e15, "layer_issue_s": 1e-12}
     fields = {key: Quantity.exact(value) for key, value in {**far, **changes}.items()}
     return preset(name).model_copy(update=fields)
@@ -168,8 +170,8 @@ def test_products_and_attention_take_their_flops():
 
 
 def mfu(machine, **shape):
-    """Return the share of the GPU's possible flops that forward and backward use, with 8 flops per parameter and
-    token.
+    """Return the share of the GPU's possible flops that forward and backward of a workload use, with 8 flops
+    per parameter and token.
     """
     work = workload_from_model(LLAMA, machine, **shape)
     used = 8 * work.params * work.tokens_per_iteration
@@ -178,8 +180,9 @@ def mfu(machine, **shape):
 
 
 def test_eager_kernels_and_their_loss_take_more_of_the_devices_memory():
-    """Check that eager kernels take more time and activation memory, and that a fused loss takes less. With
-    very fast GPU memory all take the same time: only ops between matrix products differ.
+    """Check that a workload estimated with eager kernels takes more time and activation memory, and one with a
+    fused loss takes less. With very fast GPU memory all take the same time: only ops between matrix
+    products differ.
     """
     shape = {"sequence": 2048, "micro_batch": 4, "activation_checkpointing": "none", "zero_stage": 2}
     ways = ({}, {"kernels": "eager"}, {"fused_loss": True})
@@ -202,8 +205,8 @@ def test_scores_that_are_stored_take_time_and_memory():
 
 
 def test_without_hooks_a_layer_is_issued_sooner():
-    """Check that the host issues a layer faster under ZeRO-2 than under ZeRO-3, since forward gathers no
-    parameters. PyTorch's eager kernels take longer to issue than fused ones.
+    """Check that in an estimated workload the host issues a layer faster under ZeRO-2 than under ZeRO-3, since
+    forward gathers no parameters. PyTorch's eager kernels take longer to issue than fused ones.
     """
     machine = preset("h100")
     three, two, eager = (
@@ -233,8 +236,9 @@ def test_a_short_forward_takes_what_the_host_needs_to_issue_it():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_whole_gradients_pass_through_device_memory_six_times_before_they_are_reduced(ranks):
-    """Check that gradients are read or written six times in GPU memory before they are reduced, at any number
-    of ranks. fp32 gradients take twice the time of bf16 ones there and in the reduction.
+    """Check that an estimated workload reads or writes gradients six times in GPU memory before they are
+    reduced, at any number of ranks. fp32 gradients take twice the time of bf16 ones there and in the
+    reduction.
     """
     machine = preset("h100-node")
     narrow, wide = (
@@ -438,8 +442,8 @@ def test_a_number_that_is_none_is_refused_not_passed_over():
 
 
 def test_a_machine_that_does_not_tell_issues_layers_as_others_do():
-    """Check that a machine without a rate for issuing layers gets the presets' usual time. Otherwise a
-    measured machine would seem faster than the preset of the same hardware.
+    """Check that an estimate for a machine without a measured time of issuing layers uses the presets' usual
+    time. Otherwise a measured machine would seem faster than the preset of the same hardware.
     """
     told = preset("h200").model_copy(update={"layer_issue_s": Quantity.exact(1.8e-3)})
     silent = told.model_copy(update={"layer_issue_s": None})

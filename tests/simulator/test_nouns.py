@@ -138,8 +138,8 @@ def test_plans_that_cannot_be(fields, message):
 
 
 def test_a_page_goes_through_a_link_and_into_a_pipe(tmp_path):
-    """Check that saving writes through a symbolic link and into a pipe, and does not replace them by a file.
-    With ``-o /dev/stdout`` the output is such a pipe.
+    """Check that saving a machine, workload or plan writes through a symbolic link and into a pipe, and does
+    not replace the link or pipe by a file. With ``-o /dev/stdout`` the output is such a pipe.
     """
     made, path, link, pipe = machine(), *(tmp_path / name for name in ("real", "link", "pipe"))
     path.write_text("old")
@@ -232,8 +232,8 @@ def test_predicted_and_other_timelines_open_side_by_side(tmp_path):
 
 
 def test_layers_of_the_first_schema_had_the_times_of_all_micro_batches():
-    """Check that a workload file of schema 1 is converted when it is read. Its layers had the times of all
-    micro-batches together.
+    """Check that a workload file of schema 1 (an older format) is converted when it is read. Its layers had
+    the times of all micro-batches together.
     """
     work = workload(gradient_accumulation_steps=4, forward_s=0.5, backward_s=1.5)
     fields = work.model_dump(mode="json")

@@ -1,5 +1,5 @@
-"""Tests of early updates (updates before the gradient norm is known): the rule that pauses them, their
-ops, and their memory.
+"""Tests of early updates (updates before the gradient norm is known) in the simulator: the rule that
+pauses them, their ops, and their memory.
 """
 
 from itertools import pairwise
@@ -62,8 +62,8 @@ def test_early_updates_never_cost_more_than_a_percent(times):
 
 @pytest.mark.parametrize("times", TIMES, ids=str)
 def test_an_adversary_wins_no_more_than_a_percent(times):
-    """Check the worst case of the rule that pauses early updates: exactly the steps with early updates clip. The
-    loss of time stays within 1%.
+    """Check the worst case of the rule that pauses early updates: exactly those steps clip in which early
+    updates run. The time lost is at most 1%.
     """
     rule, early = PauseRule(times), 0
     for _ in range(600):
@@ -119,8 +119,8 @@ def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm
 
 
 def test_updates_move_under_backward():
-    """Check that early updates overlap with backward. Updates take twice as long as forward here, so without early
-    updates the next forward has to wait.
+    """Check that in a simulated iteration early updates overlap with backward. Updates take twice as long as
+    forward here, so without early updates the next forward has to wait.
     """
     work = workload(forward_s=1.0, backward_s=3.0)
     on = machine(host_adam_params_per_s=5.0, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4)
@@ -137,8 +137,8 @@ def test_state_and_parameters_are_there_twice():
 
 
 def test_guessed_visits_come_as_gradients_do_and_go_home_with_their_parameters():
-    """Check the times of early staged updates that share one staging buffer, with copies of 1 s in each
-    direction. The gradient norm is known while the last subgroup's state is copied to the GPU.
+    """Check the simulated times of early staged updates that share one staging buffer, with copies of 1 s in
+    each direction. The gradient norm is known while the last subgroup's state is copied to the GPU.
     """
     work, on = workload(), machine(h2d_bytes_per_s=120, d2h_bytes_per_s=140, device_adam_params_per_s=1e9)
     plan = planned(0, "device", staging_slots=1, prefetch=1, speculate_visits=4)
@@ -148,7 +148,9 @@ def test_guessed_visits_come_as_gradients_do_and_go_home_with_their_parameters()
     norm = next(s for s in spans if s.kind == OpKind.NORM)
 
     def begins(kind):
-        """Return each subgroup's start time of an op kind, in seconds after the start of backward."""
+        """Return a list of each subgroup's start time of the ops of a kind, in seconds after the start of
+        backward.
+        """
         return {s.subgroup: s.start_s - norm.end_s + 8 for s in spans if s.kind == kind}
 
     assert begins(OpKind.STATE_H2D) == pytest.approx({3: 2, 2: 4, 1: 6, 0: 8}, abs=1e-6)

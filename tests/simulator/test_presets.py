@@ -95,8 +95,8 @@ def test_no_update_draws_more_than_one_numa_node_or_a_ranks_share(named):
 
 
 def test_published_updates_are_what_four_ranks_reach():
-    """Check the preset `h100-node` against the published update rate of 1.7e9 parameters/s per rank, for four
-    ranks. That rate includes the copy of new parameters to the GPU.
+    """Check the host updates of the preset `h100-node` against the published rate of 1.7e9 parameters/s per
+    rank, for four ranks. The published rate includes the copy of new parameters to the GPU.
     """
     machine = preset("h100-node")
     drawn = machine.rate("dram_bytes_per_s") * machine.rank_share("dram", 4)
@@ -117,8 +117,8 @@ def test_hosts_with_the_same_memory_update_alike():
 
 
 def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops_none():
-    """Check the share of a NUMA node's bandwidth that one rank's update uses. Published for the A100 node are 85 of
-    164 GB/s. One rank on two sockets may use both.
+    """Check which share of a NUMA node's DRAM bandwidth one rank's host update uses on a server preset and on
+    a desktop preset. Published for the A100 node are 85 of 164 GB/s. One rank on two sockets may use both.
     """
     for name in preset_names():
         machine, sheet = preset(name), SHEETS[name]
@@ -129,8 +129,8 @@ def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops
 
 
 def test_one_thread_on_two_sockets_is_slower_than_on_one():
-    """Check that an update on one thread is slower on two sockets. torchrun binds no rank, so some ranks are far from
-    their memory.
+    """Check that a preset's host update on one thread is slower with two sockets than with one. torchrun binds
+    no rank, so some ranks are far from their memory.
     """
     one, two = preset("rtx4090-x4"), preset("rtx4090-x8")
     assert one.rate("stock_host_adam_params_per_s") < two.rate("stock_host_adam_params_per_s")
@@ -165,15 +165,15 @@ def test_pairs_of_gpus_without_a_switch_have_the_pairs_wires():
 
 
 def test_without_nvlink_collectives_reach_half_of_what_copies_do():
-    """Check the rate of collectives without NVLink, which are rings through host memory or a PCIe switch.
-    Published runs without NVLink reached 5 to 12 GB/s on PCIe 4.
+    """Check the rate of collectives of machine presets without NVLink, whose rings run through host memory or
+    a PCIe switch. Published runs without NVLink reached 5 to 12 GB/s on PCIe 4.
     """
     assert Links.of(preset("rtx4090-x4")).bytes_per_s(4) == 12.5e9
 
 
 def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():
-    """Check that each rank on an HGX A100 has half a PCIe link from two ranks on, because two GPUs share an
-    uplink. GPUs in slots of their own have a whole link each.
+    """Check that on an HGX A100 preset each rank has half a PCIe link from two ranks on, because two GPUs
+    share an uplink. GPUs in slots of their own have a whole link each.
     """
     for name, share in (("a100-80gb", 0.5), ("a100-40gb", 0.5), ("a100-node", 1.0), ("rtx4090-x8", 1.0)):
         machine = preset(name)
@@ -194,8 +194,8 @@ def test_cards_on_one_host_divide_its_lanes_and_its_memory(card):
 
 
 def test_products_run_at_a_share_of_the_sheet_that_is_the_devices_own(named):
-    """Check that each kind of GPU has its own ratio of matrix-product rate to data-sheet flops. One ratio for
-    all GPUs was 24% off on the A100.
+    """Check that in the presets each kind of GPU has its own ratio of matrix-product rate to data-sheet flops.
+    One ratio for all GPUs was 24% off on the A100.
     """
     machine, sheet = named
     assert machine.rate("device_flops_per_s") == pytest.approx(sheet.compute.products * sheet.flops)

@@ -1,4 +1,6 @@
-"""Tests of how the ranks of a node share links, DRAM and storage: by measured shares, or equally."""
+"""Tests of how the simulated ranks of a node share links, DRAM and storage: by measured shares, or
+equally.
+"""
 
 from itertools import pairwise
 
@@ -35,8 +37,9 @@ def test_unmeasured_ranks_divide_memory_and_storage_and_keep_their_links():
 
 
 def test_cores_are_divided_only_where_they_compute_the_model_too():
-    """Check that CPU cores are divided among the ranks only if they also compute the model. A host update is
-    limited by DRAM, and a rank's share of DRAM is counted already.
+    """Check that the simulator divides CPU cores among the ranks only on a machine where forward and backward
+    run on these cores too. A host update is limited by DRAM bandwidth, and a rank's share of this bandwidth
+    is counted already.
     """
     assert capacities(machine(), 4)["cores"] == 16
     assert capacities(machine(device_shares_host_cores=True), 4)["cores"] == 4
@@ -50,8 +53,8 @@ def test_measured_shares_replace_equal_ones_for_that_number_of_ranks():
 
 
 def test_between_known_numbers_of_ranks_their_total_changes_evenly():
-    """Check that shares are interpolated between measured numbers of ranks. Two ranks draw 0.6 of DRAM
-    together and four draw 0.8, so three draw 0.7, and eight draw 0.8 as well.
+    """Check that a rank's share of a resource is interpolated between measured numbers of ranks. Two ranks use
+    0.6 of the DRAM bandwidth together and four use 0.8, so three use 0.7, and eight use 0.8 as well.
     """
     shares = {2: {"dram": Quantity.exact(0.3)}, 4: {"dram": Quantity.exact(0.2)}}
     node = machine(rank_shares=shares)

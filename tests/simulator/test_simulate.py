@@ -112,8 +112,9 @@ def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
 
 
 def test_parameters_on_the_host_come_in_for_each_pass():
-    """Check that parameters in host memory are copied to the GPU before each pass (20 s per layer) while the
-    layer before computes, and not at the update. Layer 0's copy starts as soon as its update has ended.
+    """Check that in the simulator parameters in host memory are copied to the GPU before each pass (20 s per
+    layer) while the layer before computes, and not at the update. Layer 0's copy starts as soon as its
+    update has ended.
     """
     plan = plan_of(["host"] * 2, parameter_home=Plan.location_runs(["host"] * 2))
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
@@ -128,8 +129,9 @@ def test_parameters_on_the_host_come_in_for_each_pass():
 
 
 def test_what_the_device_updates_goes_home_to_the_host_in_two_buffers_in_turn():
-    """Check that new parameters of resident subgroups are copied to host memory through two buffers in turn.
-    An update takes 10 s and a copy 20 s, so the third update waits for the first copy's buffer.
+    """Check that in the simulator new parameters of resident subgroups are copied to host memory through two
+    buffers in turn. An update takes 10 s and a copy 20 s, so the third update waits for the first copy's
+    buffer.
     """
     plan = plan_of(["resident"] * 3, parameter_home=Plan.location_runs(["host"] * 3))
     found = simulate(build_schedule(workload((10, 10, 10)), plan), machine())
@@ -170,8 +172,8 @@ def test_without_overlap_the_step_holds_the_whole_update():
 
 
 def test_visits_take_the_slot_in_turn():
-    """Check that two staged updates use one staging buffer in turn: 120 s of copying to the GPU, 10 s of
-    update, 120 s of copying back, and only then the second one.
+    """Check that two simulated staged updates use one staging buffer in turn: 120 s of copying to the GPU, 10
+    s of update, 120 s of copying back, and only then the second update.
     """
     found = simulate(build_schedule(workload((10, 10)), plan_of(["device"] * 2)), machine())
     assert spans(found, OpKind.STATE_H2D) == [(6, 126), (256, 376)]
@@ -203,8 +205,8 @@ def test_a_second_micro_batch_fetches_the_sum_and_sends_it_home_again():
 
 
 def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
-    """Check that the host needs 3 s to issue a layer once its parameters have arrived, so that the layer starts
-    3 s later. If the GPU is busy meanwhile, these seconds cost nothing.
+    """Check that in the simulator the host needs 3 s to issue a layer once the layer's parameters have
+    arrived, so that the layer starts 3 s later. If the GPU is busy meanwhile, these seconds cost nothing.
     """
     work = workload((10, 10), module_issue_s=3.0)
     found = simulate(build_schedule(work, plan_of(["host"] * 2)), machine())
@@ -219,9 +221,9 @@ def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
 
 
 def test_backward_is_held_up_by_gradients_under_way():
-    """Check that backward waits if more than 256 MiB of gradients are being copied to the host. Three subgroups
-    have 200 MiB each at 1 MiB/s: the second gradient waits for the first one's copy, and the third for the
-    second's.
+    """Check that simulated backward waits if more than 256 MiB of gradients are being copied to the host.
+    Three subgroups have 200 MiB each at 1 MiB/s: the second gradient waits for the first one's copy, and
+    the third for the second's.
     """
     n, mib = 100 * 2**20, 2**20
     on = machine(d2h_bytes_per_s=mib, h2d_bytes_per_s=mib, dram_bytes_per_s=1e12)
@@ -250,8 +252,8 @@ def test_residents_copy_nothing():
 
 
 def test_what_lies_outside_the_phases_is_a_phase_of_its_own():
-    """Check that time outside forward, backward and step is a phase of its own, `loop_s`. A host update
-    continues during that time, so the next forward waits less.
+    """Check that the simulator has a phase of its own, `loop_s`, for time outside forward, backward and step.
+    A host update continues during that time, so the next forward waits less.
     """
 
     def phases(**fields):
@@ -279,13 +281,16 @@ def stock(**options):
 
 
 def rounded(timeline, kind):
-    """Return start and end of each op of a kind, rounded so that the picoseconds of gradient kernels vanish."""
+    """Return the start and end of each simulated op of a kind in seconds, rounded so that the picoseconds of
+    gradient kernels vanish.
+    """
     return [(round(start, 6), round(end, 6)) for start, end in spans(timeline, kind)]
 
 
 def test_stocks_gradients_queue_on_one_stream_beside_backward():
-    """Check that stock DeepSpeed copies gradients on one stream while backward continues. The kernels of each
-    gradient wait for the running matrix product, together 1 s: a third of a layer's backward.
+    """Check that simulated stock DeepSpeed copies gradients on one stream while backward continues. The
+    kernels of each gradient wait for the running matrix product, together 1 s: a third of a layer's
+    backward.
     """
     found = stock(gradients="asynchronous")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (5, 8)]
@@ -311,8 +316,8 @@ def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
 
 
 def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
-    """Check that older DeepSpeed builds copy gradients unpinned and widen them to fp32 on the host. Three
-    copies of 20 s and 40 s of widening end before layer 0's backward may begin.
+    """Check that in the simulator older DeepSpeed builds copy gradients unpinned and widen them to fp32 on the
+    host. Three copies of 20 s and 40 s of widening end before layer 0's backward may begin.
     """
     found = stock(gradients="unpinned_widened_on_host")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
@@ -320,18 +325,18 @@ def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
 
 
 def test_torchs_own_adam_takes_six_times_as_long_as_deepspeeds():
-    """Check that torch's own Adam slows stock's update down. Stock's update moves 44 bytes per parameter, 28 of
-    them in Adam itself, and these take six times as long with torch.
+    """Check that torch's own Adam slows down the simulated update of stock offload. Stock's update moves 44
+    bytes per parameter, 28 of them in Adam itself, and these take six times as long with torch.
     """
     own, torchs = (stock(torch_adam=on).busy_s(Lane.HOST) for on in (False, True))
     assert torchs / own == pytest.approx((16 + 6 * 28) / 44)
 
 
 def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_norm():
-    """Check the GPU memory of the gradient norm for training without offload.
+    """Check the simulated GPU memory of the gradient norm for training without offload.
 
-    One gradient at a time is copied to float64. The largest gradient has 60 elements, so 60 * 8 bytes are allocated and
-    freed again.
+    One gradient at a time is copied to float64. The largest gradient has 60 elements, so 60 * 8 bytes are
+    allocated and freed again.
     """
     from ebbtide.simulator.schedules.peers import DeviceLoop
 
@@ -343,8 +348,8 @@ def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_n
 
 
 def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
-    """Check that a parameter gather does not wait for gradient reductions on the network. A gather takes 10 s
-    and a reduction 30 s, and layer 0's gather runs during layer 1's backward.
+    """Check that a simulated parameter gather does not wait for gradient reductions on the network. A gather
+    takes 10 s and a reduction 30 s, and layer 0's gather runs during layer 1's backward.
     """
     layers = tuple(
         Layer(params=10, forward_s=1.0, backward_s=20.0, network_gather_bytes=10, network_reduce_bytes=30)
@@ -358,8 +363,8 @@ def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
 
 
 def test_backward_goes_on_beside_the_share_of_a_reduction_that_it_does_not_wait_for():
-    """Check that backward overlaps with a given share of a gradient reduction, here a third. A reduction takes
-    30 s, so layer 0's backward begins 20 s after layer 1's reduction.
+    """Check that simulated backward overlaps with a given share of a gradient reduction, here a third. A
+    reduction takes 30 s, so layer 0's backward begins 20 s after layer 1's reduction has begun.
     """
     layers = tuple(Layer(params=10, forward_s=1.0, backward_s=20.0, network_reduce_bytes=30) for _ in range(2))
     work = workload((10, 10)).model_copy(update={"layers": layers, "reduced_beside": 1 / 3})
@@ -438,8 +443,8 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
 
 
 def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free():
-    """Check that state on a drive is read for the next step as soon as the only host buffer is free. Backward
-    ends at 6 s, and each read or write of a subgroup takes 1 s.
+    """Check that in the simulator state on a drive is read for the next step as soon as the only host buffer
+    is free. Backward ends at 6 s, and each read or write of a subgroup takes 1 s.
     """
     rates = {"d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "storage_write_bytes_per_s": 12.0}
     plan = plan_of(["stored"] * 2, slots=0, host_slots=1)

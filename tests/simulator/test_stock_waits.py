@@ -1,4 +1,6 @@
-"""Waits of stock DeepSpeed that several ranks cause: for each other's gradient copies, and for blocking gathers."""
+"""Tests of simulated waits of stock DeepSpeed that occur only with several ranks: for each other's
+gradient copies, and for blocking gathers.
+"""
 
 import pytest
 from ebbtide.simulator import Layer, Workload, build_schedule, build_strategy, preset, simulate, workload_from_model
@@ -47,21 +49,28 @@ def one_layer(own, others, beside=0.0, micro=1):
 
 
 def test_a_rank_waits_while_others_copy_their_slices_of_a_layer(machine_by_hand):
-    """Check by hand: other ranks copy a billion elements of each of two layers, which takes 4 s each at 1 GB/s."""
+    """Check by hand that a simulated rank of stock offload waits while other ranks copy their gradients of a
+    layer: a billion elements of each of two layers, which take 4 s each at 1 GB/s.
+    """
     alone = seconds("zero_offload", one_layer(1000, 0), machine_by_hand)
     waiting = seconds("zero_offload", one_layer(1000, 10**9), machine_by_hand)
     assert waiting - alone == pytest.approx(2 * 4.0, rel=1e-6)
 
 
 def test_with_accumulation_others_copy_sixteen_bits_out_and_in_as_well(machine_by_hand):
-    """Check by hand the bytes per element: 2 out in the first micro-batch, and 2 in, 2 out and 4 out in the second."""
+    """Check by hand how long a simulated rank of stock offload waits for other ranks' gradient copies with two
+    micro-batches. The bytes per element are 2 out in the first micro-batch, and 2 in, 2 out and 4 out in
+    the second.
+    """
     alone = seconds("zero_offload", one_layer(1000, 0, micro=2), machine_by_hand)
     waiting = seconds("zero_offload", one_layer(1000, 10**9, micro=2), machine_by_hand)
     assert waiting - alone == pytest.approx(2 * (2.0 + 2.0 + 2.0 + 4.0), rel=1e-6)
 
 
 def test_with_overlap_comm_others_copy_beside_backward(machine_by_hand):
-    """Check by hand that copies of other ranks run beside backward, one after the other, with `overlap_comm`."""
+    """Check by hand that with `overlap_comm` the simulated gradient copies of other ranks run beside backward,
+    one after the other.
+    """
     waiting = seconds("zero_offload", one_layer(1000, 10**9, beside=1.0), machine_by_hand)
     # Its own thousand elements of the last layer are behind the others' of this layer, and backward waits for them.
     assert waiting == pytest.approx(1.0 + 4.0 + 1.0 + 4.0, abs=0.1)
@@ -95,7 +104,9 @@ def test_round_robin_and_overlap_never_wait_longer():
 
 
 def test_a_plan_does_not_wait_for_others_copies():
-    """Check that a plan's schedule ignores other ranks' copies. Its copies run on a stream of their own."""
+    """Check that the simulated schedule of a plan does not wait for other ranks' gradient copies, because a
+    plan's copies run on a stream of their own.
+    """
     work = flat(4)
     plan = Plan(subgroup_size=work.subgroup_size, ways=Way.each(["host"] * len(work.subgroups)), overlap_forward=False)
     bare = work.model_copy(update={"layers": tuple(x.model_copy(update={"params_of_others": 0}) for x in work.layers)})
@@ -118,9 +129,11 @@ def held(ranks, machine, **fields):
 
 
 def test_parameters_on_the_host_of_several_ranks_do_not_overlap_backward():
-    """Check that gathers and reductions are added to stock's backward if several ranks keep parameters in host memory.
+    """Check that the simulator adds gathers and reductions to stock DeepSpeed's backward if several ranks keep
+    parameters in host memory.
 
-    A single rank's copies do not block. A workload's own times are those of parameters on the GPU, which a plan has.
+    A single rank's copies do not block. A workload's own times are those of parameters on the GPU, which a
+    plan has.
     """
     machine, options = preset("rtx4090-x4"), {"optimizer": "cpu"}
     for ranks in (1, 4):
@@ -137,7 +150,9 @@ def test_parameters_on_the_host_of_several_ranks_do_not_overlap_backward():
 
 
 def test_without_wires_between_them_ranks_lose_most():
-    """Check that ranks without NVLink lose more time by blocking gathers than ranks with it."""
+    """Check that in the simulator ranks without NVLink lose more time by stock DeepSpeed's blocking gathers
+    than ranks with NVLink.
+    """
     lost = {}
     for name in ("a100-80gb", "rtx4090-x4"):
         machine = preset(name)

@@ -1,5 +1,5 @@
-"""Tests of schedule templates: a template with new times written into it equals, bit for bit, the
-schedule that is built for these times.
+"""Tests of the simulator's schedule templates: a template with new times written into it equals, bit for
+bit, the schedule that is built for these times.
 """
 
 from dataclasses import replace
@@ -109,10 +109,11 @@ def test_other_times_need_no_further_build(name):
 
 
 def test_times_where_no_template_looks_are_always_built():
-    """Check that no schedule is made from a template if a strategy uses a time where templates do not replace it.
+    """Check that the simulator makes no schedule from a template if a strategy uses a time where templates do
+    not replace it.
 
-    A template is a compiled schedule with replaceable times. The strategy in this test adds a layer's forward time to
-    the duration of host updates, where no template replaces it.
+    A template is a compiled schedule with replaceable times. The strategy in this test adds a layer's
+    forward time to the duration of host updates, where no template replaces it.
     """
     built = []
 
@@ -197,8 +198,8 @@ def test_the_oldest_go_and_a_large_one_is_not_kept():
 
 
 def test_plans_that_are_shown_alike_have_schedules_of_their_own():
-    """Check that two plans with the same repr do not share a schedule. A plan's repr counts its subgroups and does not
-    tell which subgroups are updated early.
+    """Check that two plans with the same repr do not share a simulated schedule. A plan's repr counts its
+    subgroups and does not tell which subgroups are updated early.
     """
     templates, early = Templates(build_strategy), PLAN.with_bits(early=True)
     assert repr(early) == repr(PLAN)

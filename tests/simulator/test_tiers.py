@@ -1,7 +1,7 @@
-"""Tests that one module counts the bytes of each memory.
+"""Tests that one module of the simulator counts the bytes of each memory.
 
-A new placement of optimizer state then needs a new row in the simulator's tables of placements, and no change of the
-engines that simulate schedules.
+A new placement of optimizer state then needs a new row in the simulator's tables of placements, and no
+change of the engines that simulate schedules.
 """
 
 import random
@@ -25,8 +25,8 @@ FURTHER = "spilled"
 
 @pytest.fixture
 def further(monkeypatch):
-    """Add a new placement to the tables and return its name. Its state is read from storage, updated on the
-    host, and written back.
+    """Add a new placement of optimizer state to the simulator's tables and return its name. Under it the state
+    is read from storage, updated on the host, and written back.
     """
     update, location = RECIPES["host"].steps
     steps = (

@@ -101,8 +101,8 @@ def test_the_recipes_reach_every_byte_of_adam():
 
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_less_state_moves_less(name):
-    """Check that an optimizer with less state copies fewer bytes in the same schedule. With one moment, a
-    staged update copies 8 bytes per parameter in each direction.
+    """Check that an optimizer with less state copies fewer bytes in the same simulated schedule. With one
+    moment, a staged update copies 8 bytes per parameter in each direction.
     """
     plan = Plan(subgroup_size=10, placement=Plan.runs(["device", "host", "resident"]))
     made = workload((10, 10, 10), optimizer=name)
@@ -124,8 +124,8 @@ def test_an_unknown_optimizer_is_refused():
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 @pytest.mark.parametrize("placement", ["host", "device", "resident"])
 def test_an_update_lasts_as_long_as_its_traffic(placement, name):
-    """Check that an update's time is proportional to its memory traffic, on the CPU and on the GPU. Lion and
-    Adagrad move 20 bytes per parameter, Adam moves 28.
+    """Check that the simulated time of an update is proportional to its memory traffic, on the CPU and on the
+    GPU. Lion and Adagrad move 20 bytes per parameter, Adam moves 28.
     """
     made = workload((10, 10), forward_s=0.0, backward_s=0.0, optimizer=name)
     plan = Plan(subgroup_size=10, placement=Plan.runs([placement] * 2), staging_slots=2)
@@ -137,8 +137,8 @@ def test_an_update_lasts_as_long_as_its_traffic(placement, name):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_of_lions_beats_the_bound(seed):
-    """Check the lower bound for the Lion optimizer. Its updates are faster than the machine's measured rate,
-    which is Adam's.
+    """Check that no plan beats the lower bound of an iteration with the Lion optimizer. Lion's updates are
+    faster than the machine's measured rate, which is Adam's.
     """
     rng = random.Random(seed)
     on = machine(host_adam_params_per_s=rng.uniform(1, 4), device_adam_params_per_s=rng.uniform(2, 9))

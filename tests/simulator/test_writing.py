@@ -1,5 +1,5 @@
-"""Tests of the order in which a checkpoint's bytes are written: cases worked out by hand, and rules that
-hold for any order.
+"""Tests of the order in which the simulator writes a checkpoint's bytes: cases worked out by hand, and
+rules that hold for any order.
 """
 
 import pytest

@@ -1,5 +1,5 @@
-"""Tests of ZeRO-1 and ZeRO-2: whole parameters on each rank, flat slices of optimizer state, and steps that
-wait for all updates before they gather parameters.
+"""Tests of ZeRO-1 and ZeRO-2 in the simulator: whole parameters on each rank, flat slices of optimizer
+state, and steps that wait for all updates before they gather parameters.
 """
 
 import json
@@ -46,8 +46,8 @@ def estimated(stage, model=LLAMA, on="h100-node", **fields):
 
 
 def test_a_step_waits_for_its_updates_and_then_gathers():
-    """Check that a ZeRO-2 step gathers parameters after its last parameter copy. Gathers within the node take
-    3 s and over the network 5 s, both at once, so the step ends 5 s after that copy.
+    """Check that a simulated ZeRO-2 step gathers parameters after its last parameter copy. Gathers within the
+    node take 3 s and over the network 5 s, both at once, so the step ends 5 s after that copy.
     """
     work = workload((10, 10), zero_stage=2, step_gather_s=3.0, network_step_gather_bytes=5)
     timeline = simulate(build_schedule(work, host_plan(work)), machine())
@@ -126,8 +126,8 @@ def test_what_a_stage_does_not_have_is_refused(fields, said):
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_slices_are_as_deepspeed_cuts_them(stage, ranks):
-    """Check each rank's slice of the flat parameter buffer against DeepSpeed's own alignment: equal parts per
-    rank, which ebbtide then cuts into subgroups.
+    """Check that the simulator's slice of the flat parameter buffer for each rank has DeepSpeed's own
+    alignment: equal parts per rank, which ebbtide then cuts into subgroups.
     """
     import torch
     from deepspeed.runtime.utils import align_dense_tensors
@@ -151,8 +151,8 @@ def test_the_first_rank_has_the_first_layers():
 
 
 def test_memory_by_stage():
-    """Check the GPU memory of each ZeRO stage. Below ZeRO-3 each rank holds all parameters, and under ZeRO-1 it
-    also holds all gradients.
+    """Check the simulated GPU memory of each ZeRO stage. Below ZeRO-3 each rank holds all parameters, and
+    under ZeRO-1 it also holds all gradients.
     """
     stages = {s: estimated(s, data_parallel=4) for s in (1, 2, 3)}
     one, two, three = (stages[s].device_base_bytes for s in (1, 2, 3))
@@ -182,8 +182,9 @@ def test_what_crosses_between_ranks_by_stage():
 
 
 def test_how_much_of_a_reduction_backward_goes_on_beside():
-    """Check the share of a gradient reduction that overlaps with backward. Under ZeRO-3 it is the prefetch
-    bucket over the reduce bucket, 0.9 with Hugging Face's "auto". Below ZeRO-3 it depends on `overlap_comm`.
+    """Check which share of a gradient reduction overlaps with backward in an estimated workload. Under ZeRO-3
+    it is the prefetch bucket over the reduce bucket, 0.9 with Hugging Face's "auto". Below ZeRO-3 it
+    depends on `overlap_comm`.
     """
 
     def beside(stage, **keys):
@@ -210,8 +211,8 @@ def test_zero_1_reduces_once_per_step_whatever_it_accumulates():
 
 
 def test_stock_updates_its_slice_in_one_piece():
-    """Check the time of stock ZeRO-2 offload with 40 parameters: forward 4 s, backward 8 s, fp32 gradients
-    160 s, update 40 s, parameters 80 s and gather 5 s, one after the other.
+    """Check the simulated time of stock ZeRO-2 offload with 40 parameters: forward 4 s, backward 8 s, fp32
+    gradients 160 s, update 40 s, parameters 80 s and gather 5 s, one after the other.
     """
     work = workload(zero_stage=2, step_gather_s=5.0)
     timeline = simulate(build_strategy("zero_offload", work), machine())
@@ -228,8 +229,8 @@ def test_stock_updates_its_slice_in_one_piece():
     ],
 )
 def test_older_and_unpinned_ways_of_the_flat_offload(options, seconds):
-    """Check the times of older variants of DeepSpeed's ZeRO-2 offload. Parameters in fp32 are twice the bytes,
-    and unpinned copies run at half the rate here.
+    """Check the simulated times of older variants of DeepSpeed's ZeRO-2 offload. Parameters in fp32 are twice
+    the bytes, and unpinned copies run at half the rate here.
     """
     work = workload(zero_stage=2, step_gather_s=5.0)
     half = {f"pageable_{way}_bytes_per_s": Quantity.exact(0.5) for way in ("h2d", "d2h")}
@@ -243,8 +244,8 @@ def test_a_way_that_no_version_has_is_refused():
 
 
 def test_round_robin_deals_whole_parameters_out_to_the_ranks():
-    """Check `round_robin_gradients`: the first rank has a share of more than half of the layers. Without it,
-    that rank has only the first layers.
+    """Check estimated workloads with `round_robin_gradients`: the first rank has a share of more than half of
+    the layers. Without the key, this rank has only the first layers.
     """
 
     def layers(**zero):

@@ -1,4 +1,4 @@
-"""A process that only saves checkpoints, to be killed in the test of the demo's crash."""
+"""A process that saves checkpoints and does nothing else, to be killed in the test of the demo's crash."""
 
 import time
 from pathlib import Path

@@ -1,7 +1,8 @@
-"""Training of every published DeepSpeed config, with stock DeepSpeed and under a plan: ``python -m tests.runtime.zoo``.
+"""Training with every published DeepSpeed config, by stock DeepSpeed and under a plan: ``python -m
+tests.runtime.zoo``.
 
-A run takes minutes. The command prints differences, configs that only one side refuses, wrong predictions of
-`tune doctor`, and the counts.
+A run takes minutes. The command prints differences in the results, configs that only stock DeepSpeed or
+only ebbtide refuses, wrong predictions of `tune doctor`, and the counts.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def _on_ranks(ranks: int) -> int:
 
 
 def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the published configs to try.
+    """Yield the name and content of each published DeepSpeed config to try.
 
     On several ranks or on emulated streams, only configs with offload are tried, cut into several
     subgroups. All others are left to stock DeepSpeed anyway.

@@ -61,7 +61,7 @@ def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[s
     """Return a published config as the Trainer passes it to DeepSpeed, for a batch size of two and few steps.
 
     Args:
-        subgroup: Elements of a subgroup, instead of the config's own value.
+        subgroup: Number of elements of a subgroup, instead of the config's own value.
     """
     made: dict[str, Any] = copy.deepcopy({k: v for k, v in config.items() if k not in _LEFT_OUT})
     made["train_micro_batch_size_per_gpu"] = 2

@@ -1,5 +1,6 @@
-"""Tests of ``checkpoint.use_node_local_storage`` (the Trainer's save_on_each_node). Training under a plan
-works with it, and it is refused only with checkpoints of ebbtide on several nodes.
+"""Tests of ``checkpoint.use_node_local_storage`` in a DeepSpeed config (the Trainer's save_on_each_node).
+Training under a plan works with this key, which is refused only with checkpoints of ebbtide on several
+nodes.
 """
 
 import ebbtide.runtime

@@ -91,8 +91,8 @@ def test_every_tensor_has_stocks_bits(name):
 
 
 def test_moments_that_follow_an_fp32_master_are_fp32_whatever_the_key_says():
-    """Check that the moments of an fp32 master are fp32 even with ``fp32_optimizer_states: false``, which
-    only means the master's own precision.
+    """Check that the moments of an fp32 master are fp32 under a plan even with ``fp32_optimizer_states:
+    false`` in the config, which only sets the precision of the master itself.
     """
     narrow = config({"type": "AdamW", "params": {**PARAMS, "fp32_optimizer_states": False}}, 3)
     ours = trained(narrow, {"plan": "auto", "device": "emulated"}, mixed=True)
@@ -140,8 +140,8 @@ def test_a_plan_that_cuts_a_partition_is_refused():
 
 
 def test_a_step_has_the_settings_of_its_launch():
-    """Check that an update uses the learning rate of the moment when its step was launched, although the
-    script's schedule changes the rate before the update runs.
+    """Check that an update by an optimizer's own step uses the learning rate of the moment when the training
+    step was launched, although the script's schedule changes the rate before the update runs.
     """
     ours, stock = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
     optimizer = torch.optim.SGD([ours], lr=torch.tensor(0.5), momentum=0.9)
@@ -169,8 +169,8 @@ def test_a_step_has_the_settings_of_its_launch():
 @pytest.mark.parametrize("location", ["device", "host"])
 @pytest.mark.parametrize("extra", [TORCH_ADAM, {"bf16": STATES_16}, SGD], ids=["torch_adam", "states_16", "sgd"])
 def test_all_of_its_memory_is_told(extra, location):
-    """Check that the host memory reported for an optimizer with its own step is exact: before anything is
-    allocated, afterwards, and once the first step has made the moments.
+    """Check that the host memory that a plan reports for an optimizer with its own step is exact: before
+    anything is allocated, afterwards, and once the first step has made the moments.
     """
     away = {"offload_param": {"device": "cpu"}} if location == "host" else {}
     engine = attached(start(extra=extra, **away), ["host"], "emulated", None)
@@ -199,7 +199,7 @@ def test_a_running_plan_is_not_switched_to_other_placements():
 
 
 class Counting(torch.optim.Optimizer):
-    """An optimizer that keeps a count of its own in its parameter group, as FusedAdam does."""
+    """An optimizer that counts its steps in its parameter group, as FusedAdam does."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1.0, "calls": 0})
@@ -215,7 +215,7 @@ class Counting(torch.optim.Optimizer):
 
 def after_three_steps(kind):
     """Update four zeros three times with gradients of one, as a plan does for an optimizer with its own step.
-    Return the optimizer and the resulting values.
+    Return the optimizer and the four resulting values.
     """
     ours = torch.nn.Parameter(torch.zeros(4))
     optimizer = kind([ours])
@@ -234,7 +234,7 @@ def test_what_an_optimizer_writes_to_its_group_stays():
 
 
 class CountingInState(torch.optim.Optimizer):
-    """An optimizer that keeps in its state a number that belongs to no parameter."""
+    """An optimizer whose state has a number that belongs to no parameter."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {"lr": 1.0})

@@ -1,5 +1,5 @@
-"""Tests of ``offload_param.device: nvme``: the plan places the optimizer state, and the parameters stay
-with DeepSpeed's swapper.
+"""Tests of ``offload_param.device: nvme`` in a DeepSpeed config: the plan places the optimizer state, and
+the parameters stay with DeepSpeed's swapper.
 
 DeepSpeed's op for drives takes minutes to build, so these tests are skipped where it has not been
 built. ``python -m tests.runtime.zoo`` builds it.
@@ -34,10 +34,11 @@ def front_door(only_rank):
 
 
 def config(folder, in_host_memory, subgroup, **zero):
-    """Return a config that keeps at most ``in_host_memory`` elements of the parameters in host memory, and the
-    others on a drive.
+    """Return a DeepSpeed config that keeps at most ``in_host_memory`` elements of the parameters in host
+    memory, and the other parameters on a drive.
 
-    The config turns prefetching off, because DeepSpeed's own prefetch from a drive fails in its second step.
+    The config turns prefetching off, because DeepSpeed's own prefetch from a drive fails in its second
+    step.
     """
     held = {"device": "nvme", "max_in_cpu": in_host_memory, "buffer_count": 8, "buffer_size": 1_100_000}
     zero = {
@@ -76,8 +77,9 @@ def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup)
 
 
 def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
-    """Check that masters on a drive are refused if parameters are on the drive too: DeepSpeed's swapper makes
-    parameters from masters in memory. A run with all parameters in host memory is not refused.
+    """Check that ebbtide refuses a config that keeps the fp32 masters on a drive if parameters are on the
+    drive too, because DeepSpeed's swapper makes parameters from masters in memory. A run with all
+    parameters in host memory is not refused.
     """
     monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: 0)  # no room for masters
     made = config(tmp_path, 15_000, 5_000)
@@ -89,8 +91,8 @@ def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
 
 
 def test_what_the_swapper_has_is_nobody_elses(tmp_path):
-    """Check that parameters which DeepSpeed's swapper manages take no host memory of the plan, and that no
-    plan moves them to the device.
+    """Check that a plan counts no host memory for parameters that DeepSpeed's swapper manages, and never moves
+    them to the GPU.
     """
     import deepspeed
     from ebbtide.runtime.zero.attach import host_bytes, switch_plan

@@ -1,5 +1,5 @@
-"""Tests of published configs under ``"plan": "auto"``: training has stock DeepSpeed's results, bit for
-bit, or one true sentence says why not.
+"""Tests of published DeepSpeed configs under ``"plan": "auto"``: training has stock DeepSpeed's results,
+bit for bit, or one true sentence says why the config cannot be trained under a plan.
 
 The tests run one config with an offloaded optimizer for each difference that matters to a plan.
 ``python -m tests.runtime.zoo`` runs all configs.
@@ -18,7 +18,9 @@ AUTO = {"plan": "auto"}
 
 
 def kind(config):
-    """Return the fields of a config that matter to a plan. Two configs with equal fields are of one kind."""
+    """Return the values of a DeepSpeed config that matter to a plan, as a tuple. Two configs with equal values
+    are of one kind.
+    """
     zero, optimizer = zero_of(config), config.get("optimizer") or {}
     precision = [k for k in ("bf16", "fp16") if (config.get(k) or {}).get("enabled")]
     odd = sorted({"round_robin_gradients", "cpu_offload"} & {k for k, v in zero.items() if v})
@@ -29,7 +31,7 @@ def kind(config):
 
 
 def sample():
-    """Return the first published config of each kind that offloads the optimizer, with its name."""
+    """Return the first published config of each kind that offloads the optimizer, as a list of (name, config)."""
     found = {}
     for row in published():
         config = as_trained(row.config)
@@ -63,8 +65,8 @@ def test_the_table_is_as_large_as_it_should_be():
 
 
 def test_the_doctor_says_what_becomes_of_each():
-    """Check what `tune doctor` says about each published config. A config that cannot be trained under a plan
-    must be refused with the name of a key.
+    """Check what `tune doctor` says about each published DeepSpeed config. If the config cannot be trained
+    under a plan, `tune doctor` must refuse it with the name of a key.
     """
     firsts = [under_a_plan(row.config)[0] for row in published()]
     refused = [first.detail for first in firsts if first.state != "ok"]

@@ -1,4 +1,4 @@
-"""Training of a tiny model under a published config, with stock DeepSpeed and with ebbtide."""
+"""Training of a tiny model under a published DeepSpeed config, with stock DeepSpeed and with ebbtide."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Outcome:
 
 
 def plannable(config: Mapping[str, Any]) -> bool:
-    """Return whether the installed DeepSpeed version supports plans for the config's ZeRO stage."""
+    """Return whether plans support the ZeRO stage of a config with the installed DeepSpeed version."""
     import deepspeed
     from packaging.version import Version
 
@@ -87,7 +87,9 @@ def trained(
 
 @cache
 def stock(config: str) -> Outcome:
-    """Return the result of stock DeepSpeed for a config in JSON. Results are cached, because many files are equal."""
+    """Return the result of training with stock DeepSpeed under a config, given as JSON text. Results are
+    cached, because many files are equal.
+    """
     return trained(json.loads(config))
 
 
@@ -103,7 +105,8 @@ def _train(engine: Any, steps: int, mixed: bool) -> list[torch.Tensor]:
 
 
 def _mix(engine: Any) -> None:
-    """Switch to a plan that has all placements in turn, beginning with another placement on each rank.
+    """Change an engine's plan to one that has all placements in turn, beginning with another placement on each
+    rank.
 
     If the engine may keep parameters in host memory, every second subgroup has its parameters there.
     """
@@ -119,7 +122,7 @@ def _mix(engine: Any) -> None:
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
-    """Return the engine's parameters, and the optimizer state of each master, in DeepSpeed's order."""
+    """Return a list of the engine's parameters and the optimizer state of each master, in DeepSpeed's order."""
     from deepspeed.runtime.zero import GatheredParameters
 
     if hasattr(engine.optimizer, "wait"):
