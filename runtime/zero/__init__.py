@@ -1,1 +1,3 @@
-"""DeepSpeed's ZeRO optimizers under a plan. The plan takes over the buffers and steps of the engine's optimizer."""
+"""DeepSpeed's ZeRO optimizers under a plan, which takes over the buffers and steps of the engine's
+optimizer.
+"""

@@ -63,22 +63,26 @@ def initialize(
     checkpoint: CheckpointPlan | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any, Any, Any]:
-    """Call ``deepspeed.initialize`` and put the engine under a plan. Arguments and results are DeepSpeed's.
+    """Call ``deepspeed.initialize`` and put the engine under a plan.
 
-    ``zero_optimization.sub_group_size`` is taken from the plan. If the plan divides DeepSpeed's subgroups into
-    smaller ones, the config must have the size that the plan names.
+    Arguments and results are DeepSpeed's. ``zero_optimization.sub_group_size`` is taken from the plan. If
+    the plan
+    divides DeepSpeed's subgroups into smaller ones, the config must have the size that the plan names.
 
     Args:
         plan: A `Plan`, its JSON file, or a dict of its fields. ``"auto"`` measures the machine (once, the
-            result is cached) and the first steps, then makes a plan and switches to it. If the config offloads
+            result is cached) and the first steps, then makes a plan and switches to it. If the config
+            offloads
             nothing, ``"auto"`` leaves the engine to DeepSpeed.
         config: DeepSpeed's config, a dict or a JSON file. It may also be given as ``config_params``.
-        device: ``auto`` selects the device that training uses. ``emulated`` makes real copies to an emulated
+        device: ``auto`` selects the device that training uses. ``emulated`` makes real copies to an
+            emulated
             GPU.
         checkpoint: Checkpoint settings that replace the plan's.
 
     Raises:
-        ConfigError, PlanError: The config or the plan cannot be used. Raised before the model is touched. The
+        ConfigError, PlanError: The config or the plan cannot be used. Raised before the model is touched.
+            The
             message says what to change.
     """
     import deepspeed
@@ -169,19 +173,24 @@ def attach(
 ) -> Any:
     """Run the optimizer of an existing DeepSpeed ZeRO engine under a plan, and return the engine.
 
-    From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`, whose
-    steps wait for their updates. DeepSpeed's use of host memory falls to 14 bytes per parameter (12 of state, 2
-    of gradient) plus buffers, which are logged. During the change it is at most 16, since state moves one
-    subgroup at a time.
+    From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`,
+    whose
+    steps wait for their updates. The optimizer's use of host memory falls to 14 bytes per parameter (12 of
+    state,
+    2 of gradient) plus buffers, which are logged. During the change the use is at most 16 bytes per
+    parameter,
+    since state moves one subgroup at a time.
 
     Args:
-        replan: If True, adapt the machine's rates to measured steps, and switch to a better plan between steps,
+        replan: If True, adapt the machine's rates to measured steps, and switch to a better plan between
+            steps,
             on all ranks together. Requires ``machine`` and ``workload``.
         machine: The machine that the plan was made for. If it is given with ``workload``, predicted and
             measured times go to DeepSpeed's monitor.
         workload: The workload that the plan was made for.
         checkpoint: Checkpoint settings that replace the plan's.
-        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code that
+        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code
+            that
             reads ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
 
     Raises:
@@ -296,7 +305,8 @@ def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
 
 
 def piece_elements(elements: int) -> int:
-    """Return the minimum number of elements of a subgroup when ``"plan": "auto"`` cuts a rank's optimizer state.
+    """Return the minimum number of elements of a subgroup when ``"plan": "auto"`` divides a rank's
+    optimizer state.
 
     Args:
         elements: Number of elements of the rank's optimizer state.
@@ -326,12 +336,14 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
 
 
 def session_of(engine: Any) -> Session:
-    """Return the session, which runs the plan of a DeepSpeed engine to which a plan was attached."""
+    """Return the session of a DeepSpeed engine to which a plan was attached: the object that runs the
+    plan.
+    """
     return engine.optimizer._ebbtide
 
 
 def switch_plan(engine: Any, plan: Plan) -> None:
-    """Switch a DeepSpeed engine, to which a plan was attached, to another plan (see `Session.switch`)."""
+    """Switch a DeepSpeed engine that runs under a plan to another plan (see `Session.switch`)."""
     session_of(engine).switch(plan)
 
 
@@ -395,7 +407,10 @@ def _report(session: Session) -> None:
 
 
 def host_bytes(optimizer: Any) -> int:
-    """Return the bytes of host memory that a DeepSpeed optimizer under a plan uses for state, gradients and buffers."""
+    """Return the bytes of host memory that a DeepSpeed optimizer under a plan takes for optimizer state,
+    gradients and
+    buffers.
+    """
     return int(optimizer._ebbtide.host_bytes())
 
 
@@ -423,10 +438,12 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
 
 
 def call_after_step(engine: Any, session: Session) -> None:
-    """Wrap ``engine.step`` of a DeepSpeed engine, so that functions such as checkpoints run after the whole step.
+    """Wrap ``engine.step`` of a DeepSpeed engine, so that functions such as checkpoints run after the whole
+    step.
 
-    Step counter and learning-rate schedule match the optimizer state only after the engine's step. After the
-    optimizer's step they do not yet.
+    The step counter and the learning-rate schedule match the optimizer state only after the engine's step.
+    They do
+    not match yet when the optimizer's own step returns.
     """
     stock, held = engine.step, weakref.proxy(engine)
 

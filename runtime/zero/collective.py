@@ -1,4 +1,4 @@
-"""Parameter gathers with several ranks. All ranks must launch the same gathers in the same order."""
+"""The gathers of ZeRO-3 parameters with several ranks, which all ranks must launch in the same order."""
 
 import threading
 from collections.abc import Callable
@@ -14,21 +14,26 @@ Gather = Callable[[list[Any]], private.Handle]
 
 
 class CollectiveGathers:
-    """The launch of ZeRO-3's parameter gathers in an order that is the same on all ranks.
+    """A launcher of ZeRO-3's parameter gathers in an order that is the same on all ranks.
 
-    Without it, the order would depend on the progress of each rank's updates. Two ranks could then launch two
-    gathers in different orders and hang.
+    If each rank launched gathers as its own updates end, two ranks could launch two gathers in different
+    orders
+    and hang.
 
     DeepSpeed requests parameters of later modules in advance. Such a gather is launched immediately if all
-    ranks know that no update delays it. They know this because each rank waits for a subgroup's update before
-    it takes part in the first gather from that subgroup. Every other gather is launched when its module begins.
-    On a GPU the host thread runs a module ahead, so the gather runs during the previous module, and the host
+    ranks know that no update delays it. They know this because each rank waits for a subgroup's update
+    before
+    it takes part in the first gather from that subgroup. Every other gather is launched when its module
+    begins.
+    On a GPU the host thread runs a module ahead, so the gather runs during the previous module, and the
+    host
     does not wait.
 
     The training thread calls the methods, and autograd's thread during backward.
 
     Attributes:
-        awaited: Subgroups without any gather since their latest update was launched. All ranks have the same
+        awaited: Subgroups without any gather since their latest update was launched. All ranks have the
+            same
             set.
         own_precision: True if stock DeepSpeed would have gathered the small parameters after a step or a
             checkpoint, in their own precision. False if it would gather them in their module's forward.
@@ -57,24 +62,35 @@ class CollectiveGathers:
         self._begun.clear()
 
     def updates_launched(self) -> None:
-        """Record that an update of every subgroup has been launched. Later gathers then wait for these updates."""
+        """Record that an update of every subgroup has been launched. Later parameter gathers then wait for
+        the updates.
+        """
         self.awaited = set(self._partitions.subgroup_of.values())
 
     def gathered(self, params: list[Any]) -> None:
-        """Record that all ranks have waited for the updates of the given parameters. Later gathers then do not wait."""
+        """Record that all ranks have waited for the updates of the given parameters.
+
+        Later gathers of these parameters' subgroups then do not wait.
+        """
         self.awaited -= set(self._partitions.subgroups(params))
 
     def module_begins(self, params: list[Any]) -> None:
-        """Launch the delayed gathers of the given parameters, because their module begins."""
+        """Launch the delayed gathers of a module's parameters, because the module's forward or backward
+        begins.
+        """
         self._begun |= self._due
         self._due = frozenset(param.ds_id for param in params)
         self._launch(lambda param: param.ds_id in self._due)
 
     def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
-        """Launch the gathers of parameters that DeepSpeed requests, or delay them. Return handles to wait for.
+        """Launch the gathers of parameters that DeepSpeed requests, or delay them. Return handles through
+        which DeepSpeed
+        waits for the parameters.
 
-        A parameter's gather is delayed until the parameter's module begins, if the ranks have not yet waited for the
-        parameter's latest update. Otherwise the ranks could launch gathers in different orders and hang. A device
+        A parameter's gather is delayed until the parameter's module begins, if the ranks have not yet
+        waited for the
+        parameter's latest update. Otherwise the ranks could launch gathers in different orders and hang. A
+        device
         without streams delays all gathers until then, because the calling thread would wait for the copies.
 
         Args:
@@ -128,7 +144,7 @@ class CollectiveGathers:
 
 
 class _Ask:
-    """The parameters that DeepSpeed requested in one call, and their gathers.
+    """The parameters that DeepSpeed requested to gather in one call, and their gathers.
 
     Attributes:
         waiting: Parameters that are not being gathered yet, in the order of their ids.

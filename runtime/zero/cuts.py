@@ -10,7 +10,9 @@ Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:
-    """Divide each parameter group's partition into subgroups of about ``subgroup_size`` elements.
+    """Divide each parameter group's ZeRO partition into subgroups of about ``subgroup_size`` elements.
+
+    Return a list of (group, offset in the group, number of elements), with one entry per subgroup.
 
     Args:
         partitions: Number of elements of each parameter group's partition.
@@ -27,7 +29,10 @@ def _in_a_row(groups: Iterable[list[int]]) -> list[Cut]:
 
 
 def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> list[Cut]:
-    """Divide each group of parameters into subgroups of at least ``subgroup_size`` elements, between parameters.
+    """Divide each group of parameters into subgroups of at least ``subgroup_size`` elements, between
+    parameters.
+
+    Return a list of (group, offset in the group, number of elements), with one entry per subgroup.
 
     Args:
         groups: Number of elements of each group's parameters, in order.
@@ -36,9 +41,11 @@ def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> l
 
 
 def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
-    """Return the division of a DeepSpeed ZeRO optimizer's partitions into subgroups.
+    """Return how a DeepSpeed ZeRO optimizer's partitions are divided into subgroups, as one cut per
+    subgroup.
 
-    ZeRO-3 has already divided them by its ``sub_group_size``. They are divided further if ``subgroup_size`` is
+    ZeRO-3 has already divided them by its ``sub_group_size``. They are divided further if ``subgroup_size``
+    is
     less.
     """
     numels = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)

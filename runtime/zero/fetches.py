@@ -44,11 +44,13 @@ class Partitions:
         return executor.states[subgroup].parameter_location == "host"
 
     def bring(self, params: Iterable[Any], executor: Executor) -> dict[Any, tuple[torch.Tensor, list[Completion]]]:
-        """Start to copy parameters' partitions to the GPU. Return each copy with the operations to wait for before
-        its use.
+        """Start to copy parameters' partitions from host memory to the GPU, without waiting.
 
-        This call does not wait. Each copy starts as soon as the update of its subgroup has ended, in the order of
-        calls.
+        Each copy starts as soon as the update of its subgroup has ended, in the order of calls.
+
+        Returns:
+            A dict from parameter to its tensor on the GPU and the operations to wait for before the tensor
+            is used.
         """
         held = {param: param.ds_tensor.data for param in params}
         there = {p: self._on_device(p, source, executor) for p, source in held.items()}
@@ -70,8 +72,9 @@ class Partitions:
     def fetch(self, params: list[Any], executor: Executor) -> "Fetches | None":
         """Start to copy parameters to the GPU, if this rank holds them whole. Return handles to wait for.
 
-        DeepSpeed can thus request parameters of later modules while their updates still run. Only the module itself
-        waits. Return None if DeepSpeed has to gather the parameters.
+        DeepSpeed can thus request parameters of later modules while the updates of these parameters still
+        run. Only
+        the module that uses them waits. Return None if DeepSpeed has to gather the parameters.
         """
         if not all(map(private.is_whole, params)):
             return None
@@ -83,7 +86,9 @@ class Partitions:
 
 
 class Fetch:
-    """The handle of a parameter that is being copied to the GPU. DeepSpeed waits for it when the module begins."""
+    """The handle of a parameter that is being copied to the GPU. DeepSpeed waits for the copy when the
+    module begins.
+    """
 
     def __init__(self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device) -> None:
         """Create the handle of a parameter that is being copied to the GPU.
@@ -107,7 +112,8 @@ class Fetch:
 
 
 class Fetches:
-    """The copies to the GPU of parameters that DeepSpeed requested in one call.
+    """The handle of all parameters that DeepSpeed requested in one call and that are being copied to the
+    GPU.
 
     DeepSpeed can wait for all of them (`wait`), or for the copy of one parameter (`of`).
     """

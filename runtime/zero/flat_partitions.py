@@ -1,4 +1,6 @@
-"""DeepSpeed's flat buffers of optimizer state, divided into smaller subgroups than DeepSpeed's own."""
+"""DeepSpeed's flat buffers of optimizer state, divided into subgroups that are smaller than DeepSpeed's
+own.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
@@ -14,9 +16,10 @@ State = tuple[torch.Tensor, ...]  # master and moments
 
 
 class FlatState:
-    """The master parameters and moments in DeepSpeed's flat buffers, in memory that the GPU can copy from.
+    """The master parameters and moments in DeepSpeed's flat buffers, in memory from which the GPU can copy.
 
-    DeepSpeed's checkpoints and other code read these buffers, so they exist under every plan. Only the training
+    DeepSpeed's checkpoints and other code read these buffers, so they exist under every plan. Only the
+    training
     thread uses this object.
 
     Attributes:
@@ -39,11 +42,15 @@ class FlatState:
         return tuple(flat.narrow(0, offset, elements) for flat in self._flats[group])
 
     def moments(self, group: int) -> dict[str, torch.Tensor]:
-        """Return a parameter group's moments in DeepSpeed's flat buffers, by DeepSpeed's names of the moments."""
+        """Return a parameter group's moments in DeepSpeed's flat buffers, as a dict by DeepSpeed's names of
+        the moments.
+        """
         return dict(zip(self._optimizer._rule.moments, self._flats[group][1:], strict=True))
 
     def adopt(self, state: SubgroupState) -> None:
-        """Record whether training uses DeepSpeed's flat buffers for a subgroup's state, or other tensors."""
+        """Record whether a subgroup's optimizer state is now in DeepSpeed's flat buffers or in other
+        tensors.
+        """
         flat = self.state(state.index)
         if state.p.data_ptr() == flat[0].data_ptr():
             self.shadows.pop(state.index, None)
@@ -52,8 +59,9 @@ class FlatState:
             self.published = False
 
     def publish(self, session: Session) -> None:
-        """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code that reads the flat
-        buffers.
+        """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code such as
+        DeepSpeed's
+        checkpoints that reads the flat buffers.
 
         State in the spare buffers of early updates moves to the flat buffers for good.
         """
@@ -69,7 +77,9 @@ class FlatState:
         self.published = True
 
     def take_back(self, session: Session) -> None:
-        """Take over optimizer state that a load has written to DeepSpeed's flat buffers (see `publish`)."""
+        """Make the plan use the optimizer state that a checkpoint load has written to DeepSpeed's flat
+        buffers.
+        """
         self._copy_back(session)
         session.executor.state_loaded()
 
@@ -78,11 +88,12 @@ class FlatState:
             _copy(session.executor.states[subgroup].state, shadow)
 
     def before_update(self, session: Session) -> None:
-        """Copy optimizer state that other code may have changed in DeepSpeed's flat buffers back to the plan's
-        tensors, before a step's updates.
+        """Copy optimizer state that other code may have changed in DeepSpeed's flat buffers back to the
+        plan's tensors.
 
-        This is necessary only if `publish` has copied the plan's tensors to the flat buffers since the last step.
-        Otherwise nothing is copied.
+        Call this method before a step's updates. Nothing is copied unless `publish` has copied the plan's
+        tensors to
+        the flat buffers since the last step.
         """
         if self.published and self.shadows:
             self._copy_back(session)
@@ -108,8 +119,8 @@ class FlatPartitions(FlatState):
     """The flat partitions of ZeRO-1 and 2, divided into subgroups without regard to parameter boundaries.
 
     Attributes:
-        slices: By parameter id: the parts of the parameter on this rank, in order. Together they are the part
-            that DeepSpeed's `grad_position` gives.
+        slices: By parameter id: the parts of the parameter on this rank, in order. Together they are what
+            DeepSpeed's `grad_position` gives as the parameter's part on this rank.
     """
 
     def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device) -> None:
@@ -121,14 +132,19 @@ class FlatPartitions(FlatState):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Look up DeepSpeed's present buffers of this rank's partition of each parameter group."""
+        """Look up the buffers in which DeepSpeed now holds this rank's 16-bit partition of each parameter
+        group.
+        """
         groups = self._optimizer.real_dp_process_group
         ranks = [torch.distributed.get_rank(group=group) for group in groups]
         partitions = self._optimizer.parallel_partitioned_bit16_groups
         self._wires = [p[rank].data for p, rank in zip(partitions, ranks, strict=True)]
 
     def buffers(self, subgroup: int, gradient: torch.Tensor | None) -> Buffers:
-        """Return the tensors of a subgroup under ZeRO-1 or 2. If ``gradient`` is None, allocate one."""
+        """Return the tensors of a subgroup under ZeRO-1 or 2: optimizer state, gradient and parameters.
+
+        If ``gradient`` is None, a gradient tensor of zeros is allocated in host memory.
+        """
         group, offset, elements = self.cuts[subgroup]
         if gradient is None:
             dtype = _gradient_dtype(self._optimizer, group)
@@ -138,7 +154,9 @@ class FlatPartitions(FlatState):
 
 
 class HostSums(MutableMapping[int, torch.Tensor | None]):
-    """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``: sums of micro-batches' gradients by parameter id.
+    """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``, a dict from parameter id to the sum of
+    micro-batches'
+    gradients.
 
     It holds the sums that DeepSpeed computes. For a sum that ebbtide computes it stores None, and code that
     reads the entry gets a copy of the sum.

@@ -1,6 +1,4 @@
-"""Hooks through which code that reads ZeRO-3 parameters waits for the updates of these parameters, and for no other
-updates.
-"""
+"""Hooks through which code that reads ZeRO-3 parameters waits for the updates of only these parameters."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,13 +11,15 @@ from ebbtide.runtime.zero.fetches import Fetches, Partitions
 
 
 class Gathers:
-    """The waits for updates before DeepSpeed's parameter gathers, and the copies that replace gathers on one rank.
+    """Hooks on DeepSpeed's parameter gathers: each gather first waits for updates, or a copy to the GPU
+    replaces it.
 
-    Only the training thread uses it.
+    Copies replace gathers on a single rank. Only the training thread uses this object.
 
     Attributes:
         partitions: The memory of each parameter's partition.
-        shows: True if a ``state_dict()`` shows the values of small parameters. False while DeepSpeed saves or
+        shows: True if a ``state_dict()`` shows the values of small parameters. False while DeepSpeed saves
+            or
             loads a checkpoint, when small parameters must be partitioned like all others.
         moved: True if partitions have moved to other memory since parameters were gathered.
     """
@@ -45,15 +45,17 @@ class Gathers:
         return first
 
     def gate(self, wait: Callable[[Iterable[Any]], None], fetch: private.Fetch) -> Callable[[], None]:
-        """Arrange that ``wait`` is called with the parameters before every ZeRO-3 gather. Return a function that
-        undoes this.
+        """Arrange that ``wait`` is called with the parameters before every ZeRO-3 gather.
 
-        A ``state_dict()`` or a copy of the model gathers nothing and shows the present values. With stock DeepSpeed
-        these are the small parameters, which stay gathered after a step. The hooks therefore make them available
-        first.
+        Return a function that undoes this. A ``state_dict()`` or a copy of the model gathers nothing and
+        shows the
+        present values. With stock DeepSpeed the small parameters have values there, because they stay
+        gathered after a
+        step. The hooks therefore gather the small parameters first.
 
         Args:
-            fetch: Function that may copy parameters to the GPU in place of a gather (see `private.gate_gathers`).
+            fetch: Function that may copy parameters to the GPU in place of a gather (see
+                `private.gate_gathers`).
         """
         self._undo.append(private.gate_gathers(self._module.parameters(), wait, fetch))
         self._undo.append(private.wait_one_by_one(self._module))
@@ -89,12 +91,15 @@ class Gathers:
             self.show_persistent()
 
     def stand_in(self) -> None:
-        """Give NaN tensors of the right shape to the small parameters, which stock DeepSpeed keeps gathered after a
+        """Give NaN tensors of the right shape to the small parameters, which stock DeepSpeed keeps gathered
+        after a
         step.
 
-        They get their values when some code gathers them. A Trainer counts ``p.numel()`` after each step, which
-        needs the shape. Code that reads ``.data`` without a gather must not mistake an old value for a new one, so
-        the values are NaN.
+        The parameters get their values when some code gathers them. A Trainer counts ``p.numel()`` after
+        each step,
+        which needs the shape. Code that reads ``.data`` without a gather must not mistake an old value for
+        a new one,
+        so the values are NaN.
         """
         self._at_rest = False
         for parameter, stand_in in self._stand_ins:
@@ -102,9 +107,9 @@ class Gathers:
                 parameter.data = stand_in
 
     def show_anew(self) -> None:
-        """Make gathered parameters use the new memory of their partitions, after partitions have moved.
+        """Make gathered parameters use the new memory of their partitions, after the partitions have moved.
 
-        With several ranks gathered parameters are copies, which stay unchanged.
+        With several ranks, gathered parameters are copies, which stay unchanged.
         """
         self.moved = False
         if self._optimizer.partition_count > 1:
@@ -149,21 +154,24 @@ class Gathers:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether DeepSpeed alone would have gathered the small parameters by now, until the next forward.
+        """Set whether stock DeepSpeed would have gathered the small parameters by now, until the next
+        forward.
 
         If so, a later gather of these parameters uses their own precision, as DeepSpeed's gather would.
         """
         self._together.stay_gathered(stay)
 
     def before(self, params: Iterable[Any], executor: Executor) -> None:
-        """Wait for the updates of parameters that are about to be gathered."""
+        """Wait for the updates of the given parameters, which are about to be gathered."""
         params = [param for param in params if hasattr(param, "ds_id")]
         executor.wait_parameters(self.partitions.subgroups(params))
         # Who asks for one that is gathered already may be the only rank that does.
         self._together.gathered([p for p in params if private.is_partitioned(p)])
 
     def updates_launched(self) -> None:
-        """Record that updates of all parameters have been launched. Later gathers then wait for these updates."""
+        """Record that updates of all parameters have been launched. Later parameter gathers then wait for
+        the updates.
+        """
         self._together.updates_launched()
 
     def fetch(

@@ -1,4 +1,4 @@
-"""A check that enough host memory is free for a plan, before any of it is allocated."""
+"""A check that enough host memory is free for a plan, made before any buffer of the plan is allocated."""
 
 import logging
 import os
@@ -32,9 +32,11 @@ def needed_bytes(
     stage: int = 3,
     micro_batches: int = 1,
 ) -> int:
-    """Return the bytes of host memory that a plan takes on one rank, by `ebbtide.simulator.update.footprint`.
+    """Return the bytes of host memory that a plan takes on one rank, by
+    `ebbtide.simulator.update.footprint`.
 
-    Return 0 for a plan that does not list its ``subgroups``, because their sizes are unknown.
+    Return 0 for a plan that does not list its ``subgroups``, because the sizes of the subgroups are
+    unknown.
     """
     if not plan.subgroups:
         return 0
@@ -96,14 +98,16 @@ def check_host_memory(
 
 
 def on_the_host(plan: Plan) -> Plan:
-    """Return the plan changed so that the CPU updates every subgroup, with all state in host memory."""
+    """Return a changed copy of the plan: the CPU updates every subgroup, with all optimizer state in host
+    memory.
+    """
     hosted: list[Placement] = ["host"] * plan.subgroup_count
     return plan.placed(hosted, staging_slots=0, prefetch=0).with_bits(early=False, sum_on_device=False)
 
 
 def own_step_of(config: dict[str, Any], client: Any) -> tuple[int, int] | None:
-    """Return the bytes per parameter of the master and of other state, for an optimizer that ebbtide has no kernel
-    for.
+    """Return the bytes per parameter of an optimizer that ebbtide has no kernel for: of the master, and of
+    other state.
 
     None if ebbtide has a kernel for the optimizer.
 

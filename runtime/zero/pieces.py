@@ -1,4 +1,6 @@
-"""The parts of an engine's parameters and master parameters on each rank, as named views made without a gather."""
+"""The parts of an engine's parameters and master parameters on each rank, as named views that need no
+gather.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +9,8 @@ from ebbtide.runtime.verify.lines import Piece
 
 
 def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
-    """Yield this rank's parts of the parameters and of their fp32 masters, once all updates have ended.
+    """Yield this rank's parts of the model's parameters and of their fp32 masters, once all updates have
+    ended.
 
     This is a collective call under a plan.
 
@@ -23,10 +26,9 @@ def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
 
 
 def settle(engine: Any) -> None:
-    """Wait until all updates under a plan have ended, and gather the small parameters under ZeRO-3. Leave all values
-    unchanged.
+    """Wait until all updates under a plan have ended. Under ZeRO-3 also gather the small parameters.
 
-    After a step under a plan, small parameters may hold NaN until they are gathered.
+    No value changes. After a step under a plan, small parameters may hold NaN until they are gathered.
     """
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer.wait()

@@ -1,4 +1,4 @@
-"""The code that DeepSpeed's ZeRO optimizers under a plan share, for every ZeRO stage."""
+"""The base of DeepSpeed's ZeRO optimizers under a plan: the code that all ZeRO stages share."""
 
 from __future__ import annotations
 
@@ -177,7 +177,9 @@ class PlannedZero:
         ]
 
     def resume_rule(self) -> None:
-        """Set the optimizer's update rule to its state after all previous steps, as if this process had run them."""
+        """Set the optimizer's update rule to its state after all previous steps, as if this process had run
+        these steps.
+        """
         if self._rule.own_step:
             return
         steps = {int(self.optimizer.state[master]["step"]) for master in self._masters()}
@@ -211,7 +213,9 @@ class PlannedZero:
     # -- readers -----------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Wait for running updates, so that DeepSpeed's own tensors show the latest step's result."""
+        """Wait for running updates, so that DeepSpeed's own tensors show the latest step's optimizer
+        state.
+        """
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,7 +223,9 @@ class PlannedZero:
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def timeline(self) -> Timeline:
-        """Return the measured timeline of the latest steps, in the format of the simulator's timeline."""
+        """Return the measured timeline of the latest training steps, in the format of the simulator's
+        timeline.
+        """
         return self._ebbtide.timeline()
 
     def offload_states(self, include: Container[Any] | None = None, **_: Any) -> None:
@@ -252,11 +258,15 @@ class PlannedZero:
         super().destroy()  # type: ignore[misc]
 
     def _let_go(self) -> None:
-        """Remove ebbtide's wrappers from DeepSpeed's objects. ZeRO-1, 2 and 3 override this method."""
+        """Remove ebbtide's wrappers from DeepSpeed's objects. The class of each ZeRO stage overrides this
+        method.
+        """
 
 
 def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
-    """Build a property for an attribute of DeepSpeed's optimizer, such that reading it waits for running updates.
+    """Build a property for an attribute of DeepSpeed's optimizer, such that reading the attribute first
+    waits for
+    running updates.
 
     Ebbtide's own code reads the attribute through ``__dict__``, which does not wait.
 
@@ -306,9 +316,11 @@ def float64_norm(part: torch.Tensor) -> torch.Tensor:
 
 
 def take_loaded_moments(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy moments that a checkpoint loader has put into new tensors to the tensors that training uses.
+    """Copy moments that a checkpoint load has put into new tensors to the tensors that training uses.
 
-    A checkpoint that stock DeepSpeed wrote before the first update has no moments. They are set to zero then.
+    A checkpoint that stock DeepSpeed wrote before the first update has no moments. The moments are then set
+    to
+    zero.
     """
     if rule.own_step:
         return

@@ -27,8 +27,8 @@ DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
 class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
-    """DeepSpeed's ZeRO-1 or ZeRO-2 optimizer under a plan, which changes gradient copies, updates and access to
-    state.
+    """DeepSpeed's ZeRO-1 or ZeRO-2 optimizer under a plan, with changed gradient copies, updates and access
+    to state.
 
     DeepSpeed uses this class for both stages.
     """
@@ -48,10 +48,13 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     @torch.no_grad()
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Add a reduced gradient to its sum in the memory where the parameter's update will run.
+        """Add a parameter's reduced gradient to its sum, in the memory where the parameter's update will
+        run.
 
-        The method distinguishes the same cases as stock DeepSpeed's method of this name, in the same order: a compact
-        buffer for the gradients or none, the first, a later or the last micro-batch, and a parameter that this rank
+        The method distinguishes the same cases as stock DeepSpeed's method of this name, in the same order:
+        a compact
+        buffer for the gradients or none, the first, a later or the last micro-batch, and a parameter that
+        this rank
         shares with another.
         """
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
@@ -127,7 +130,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return torch.cat([sums.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
-        """End the accumulation of micro-batches at step(), if the script and not DeepSpeed decides when it ends."""
+        """End the accumulation of micro-batches at ``step()``, if the script and not DeepSpeed decides when
+        it ends.
+        """
         for group, params in enumerate(self.params_in_partition):
             for param in params:
                 key = self.get_param_id(param)
@@ -152,23 +157,26 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- step --------------------------------------------------------------------------------
 
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
-        """Check a whole gradient for an overflow, also if the gradient is shared with another rank. Record the
-        result.
+        """Check a whole gradient for an overflow and record the result. The gradient may be shared with
+        another rank.
 
-        Stock DeepSpeed reads each result from the GPU immediately. Here `has_overflow` reads all results together.
+        Stock DeepSpeed reads each result from the GPU immediately. Here `has_overflow` reads all results
+        together.
         """
         if grad is not None:
             self._overflows.append(self._has_inf_or_nan(grad.data))
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether any gradient has an infinity or NaN. The gradient's norm in float64 is then not finite."""
+        """Return whether any gradient has an infinity or NaN. The norm of such a gradient in float64 is not
+        finite.
+        """
         shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
         if shared or not all(self._finite_norms().values()):
             self.local_overflow = True
         return super().has_overflow(partition_gradients)
 
     def step(self, closure: Any = None) -> None:
-        """Run the optimizer's updates as the plan says. Return when the parameters are new on all ranks.
+        """Run the optimizer's updates as the plan says. Return when all ranks have the new parameters.
 
         Raises:
             BackgroundError: An update failed in the background.
@@ -270,7 +278,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return lambda: None
 
     def _link_all_hp_params(self) -> None:
-        """Renew DeepSpeed's links from parameters to their optimizer state. Access through them waits for running
+        """Make DeepSpeed's links from parameters to their optimizer state anew. Access through the links
+        waits for running
         updates.
         """
         super()._link_all_hp_params()
@@ -320,7 +329,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return gated
 
     def _get_offload_gradient_dict(self) -> None:
-        """Do nothing where DeepSpeed would make views of all fp32 gradients.
+        """Do nothing where DeepSpeed would make views of the fp32 gradients of all parameters.
 
         `_with_gradient` makes the gradient of one parameter when it is accessed.
         """
@@ -348,8 +357,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def offload_states(self, include: Container[Any] | None = None, **how: Any) -> None:
         """Move parameters, gradients and optimizer state out of GPU memory until `reload_states`.
 
-        DeepSpeed's own code moves the parameters, and the gradients that it sums in GPU memory. On a GPU no step
-        can run until these are back.
+        DeepSpeed's own code moves the parameters, and the gradients that it sums in GPU memory. On a GPU no
+        step
+        can run until `reload_states` has moved them back.
         """
         own = [kind for kind in DEEPSPEEDS_OWN if include is None or kind in include]
         self.publish()

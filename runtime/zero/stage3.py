@@ -24,7 +24,9 @@ from ebbtide.simulator.workload import ZeroStage
 
 
 class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
-    """DeepSpeed's ZeRO-3 optimizer under a plan, which changes gradient copies, updates and access to state."""
+    """DeepSpeed's ZeRO-3 optimizer under a plan, with changed gradient copies, updates and access to
+    state.
+    """
 
     _gathers: Gathers
     _pieces: stage3_buffers.Pieces
@@ -43,7 +45,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     @torch.no_grad()
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send each reduced gradient once to the memory where its update will run. Compute its norm on the GPU."""
+        """Send each reduced gradient once to the memory where its update will run, and compute its norm on
+        the GPU.
+        """
         own = self._ebbtide
         boundary = private.at_boundary(self)
         if boundary:
@@ -100,7 +104,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return super()._get_norm_groups()
 
     def step(self, closure: Any = None) -> None:
-        """Start the optimizer's updates and return. Code that reads a parameter later waits for its update.
+        """Start the optimizer's updates and return. Code that later reads a parameter waits for that
+        parameter's update.
 
         Raises:
             BackgroundError: An earlier update or checkpoint failed in the background.
@@ -144,9 +149,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
-        """Finish the step, but do not gather small parameters as DeepSpeed does. The first code that reads them does.
+        """Finish the step, but do not gather the small parameters as stock DeepSpeed does here.
 
-        They belong to many subgroups, so that gathering them here would wait for every update.
+        They belong to many subgroups, so that gathering them here would wait for every update. The first
+        code that
+        reads them gathers them. If the plan does not overlap updates with forward, they are gathered here.
         """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
@@ -227,8 +234,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return self._windows.keep(self._piece(param)), number
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Return the fp32 gradients of this rank's partition, by DeepSpeed's subgroup index and then by parameter
-        index.
+        """Return the fp32 gradients of this rank's partitions, as a dict by DeepSpeed's subgroup index and
+        then by
+        parameter index.
         """
         return {
             index: {number: self._get_fp32_grad_state_partition(param, True)[0] for number, param in enumerate(group)}
@@ -321,7 +329,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self._gathers.moved |= moved
 
     def settle(self) -> None:
-        """Make parameters that have moved use their new memory, and release DeepSpeed's empty flat buffers."""
+        """Make parameters whose partitions have moved use the new memory, and release DeepSpeed's empty
+        flat buffers.
+        """
         if self._flat is not None:
             self._flat.published = not self._flat.shadows
         if self._gathers.moved:

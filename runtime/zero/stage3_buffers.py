@@ -52,8 +52,9 @@ class Pieces:
             yield param, *self.places[self._optimizer.get_param_id(param)][1:]
 
     def wire(self, subgroup: int) -> torch.Tensor | None:
-        """Return the flat tensor of a subgroup's parameters on this rank. None if DeepSpeed's NVMe swapper holds
-        them.
+        """Return the flat tensor of a subgroup's parameters on this rank. None if DeepSpeed's NVMe swapper
+        holds the
+        parameters.
         """
         if self.apart:
             return self.apart[subgroup]
@@ -97,7 +98,10 @@ class Pieces:
         return self._flat()
 
     def take_back(self) -> None:
-        """Copy parameters that DeepSpeed has loaded into its flat tensors to the tensors of the plan's subgroups."""
+        """Copy parameters that a checkpoint load has put into DeepSpeed's flat tensors to the tensors of
+        the plan's
+        subgroups.
+        """
         for subgroup, wire in enumerate(self.apart):
             group, offset, elements = self.cuts[subgroup]
             if self._flat()[group].numel():
@@ -142,13 +146,17 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
 
 
 def swapped(optimizer: Any) -> list[int]:
-    """Return the subgroups with parameters that are only on a drive, where DeepSpeed's NVMe swapper keeps them."""
+    """Return the subgroups whose parameters are only on a drive, where DeepSpeed's NVMe swapper keeps
+    them.
+    """
     wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())  # below ZeRO-3 none
     return [index for index, wire in enumerate(wires) if wire is None]
 
 
 def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) -> bool:
-    """Make DeepSpeed's references point to a subgroup's present tensors. Return whether its parameters have moved.
+    """Make DeepSpeed's references point to a subgroup's present tensors. Return whether the subgroup's
+    parameters have
+    moved.
 
     The references are the master, the moments, and the views of gradients and parameters.
     """
@@ -180,10 +188,11 @@ def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
 
 
 def split_gradients(optimizer: Any, device: Device) -> None:
-    """Give each subgroup its own gradient tensor, if the GPU cannot copy from DeepSpeed's flat gradient buffer.
+    """Give each subgroup its own gradient tensor, if the GPU cannot copy from DeepSpeed's flat gradient
+    buffer.
 
     This happens before any state is copied. The flat buffer's memory (2 bytes per parameter) is released
-    subgroup by subgroup, so that it never exists twice.
+    subgroup by subgroup, so that gradients never take memory twice.
     """
     flat = optimizer.grad_partitions_flat_buffer
     moved = False
@@ -211,10 +220,11 @@ def _give_pages_back(part: torch.Tensor) -> None:
 
 
 def hand_back(optimizer: Any) -> None:
-    """Restore DeepSpeed's own buffers after a plan could not be attached, so that the optimizer trains without
-    one.
+    """Restore DeepSpeed's own ZeRO-3 buffers after a plan could not be attached, so that the optimizer
+    trains without
+    a plan.
 
-    They are contiguous, in host memory, and include fp32 gradients.
+    The buffers are contiguous and include fp32 gradients. State and gradients are in host memory.
     """
     masters = optimizer.fp32_partitioned_groups_flat
     for master in masters:
@@ -255,7 +265,7 @@ def drop_flat_parameters(optimizer: Any) -> None:
 
 
 def slices(optimizer: Any) -> dict[int, ZeroSlice]:
-    """Return which part of each parameter lies in a subgroup of this rank, by parameter id."""
+    """Return which part of each parameter lies in a subgroup of this rank, as a dict by parameter id."""
     found = {}
     for group in optimizer.fp16_groups:
         for param in group:

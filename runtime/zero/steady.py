@@ -1,4 +1,6 @@
-"""A switch for DeepSpeed's throughput timer, which would make the host wait for the whole GPU in every step."""
+"""A switch that stops DeepSpeed's throughput timer from making the host wait for the whole GPU in every
+step.
+"""
 
 from typing import Any
 
@@ -8,7 +10,7 @@ def keep_flowing(engine: Any) -> None:
 
     The timer synchronizes twice per step, which prevents all overlap of updates with forward. Without
     synchronization, its samples per second come from the host's clock, and are right after the first steps.
-    ZeRO's own waits remain: for the end of backward and for the gradient norm, which the update needs anyway.
+    ZeRO's own waits remain: for the end of backward and for the gradient norm, which updates need anyway.
     """
     timer = getattr(engine, "tput_timer", None)
     if timer is None or not getattr(timer.config, "synchronized", False):

@@ -1,4 +1,5 @@
-"""The choice of subgroups to keep on a drive, if the DeepSpeed config offloads optimizer state to a drive.
+"""The choice of subgroups whose optimizer state is kept on a drive, if the DeepSpeed config offloads to a
+drive.
 
 As few subgroups as host memory allows are chosen.
 """
@@ -52,7 +53,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
 
 
 def stored_before(folder: Path) -> frozenset[int]:
-    """Return the subgroups that the newest step in this rank's folder on a drive contains."""
+    """Return the subgroups whose state the newest step in this rank's folder on a drive contains."""
     rank = int(os.environ.get("RANK") or 0)
     steps = read_page(file_of(folder, rank, STEPS), StepsPage, Files())
     if steps is None or not steps.steps:
@@ -61,7 +62,9 @@ def stored_before(folder: Path) -> frozenset[int]:
 
 
 def host_room_bytes(optimizer: Any) -> int:
-    """Return the free bytes of host memory, plus the bytes of DeepSpeed's buffers that the plan will replace."""
+    """Return the free bytes of host memory for a plan, including DeepSpeed's buffers that the plan will
+    replace.
+    """
     masters = optimizer.fp32_partitioned_groups_flat
     held = sum(m.nbytes + (0 if m.grad is None else m.grad.nbytes) for m in masters)
     gradients = optimizer.grad_partitions_flat_buffer
@@ -101,7 +104,9 @@ def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
 
 
 def spaced(count: int, stored: int) -> frozenset[int]:
-    """Return which subgroups are on a drive if ``stored`` of ``count`` are: as evenly spaced as possible."""
+    """Return which of ``count`` subgroups are on a drive if ``stored`` of them are: as evenly spaced as
+    possible.
+    """
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 
 

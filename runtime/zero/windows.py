@@ -1,4 +1,6 @@
-"""Gradients that DeepSpeed keeps from one optimizer step's micro-batches to those of the next step."""
+"""The gradients that DeepSpeed keeps from the micro-batches of one optimizer step to those of the next
+step.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ class Windows(GradientBuffers[ZeroSlice]):
         return spare
 
     def make_spares(self) -> None:
-        """Allocate spare gradient buffers for all subgroups except those that sum micro-batches in GPU memory."""
+        """Allocate spare gradient buffers for all subgroups except those whose micro-batches are summed in
+        GPU memory.
+        """
         for state in self.states:
             if state.sum is None:
                 self._spare(state.index)
@@ -193,7 +197,9 @@ class Windows(GradientBuffers[ZeroSlice]):
     # -- stepping ----------------------------------------------------------------------------
 
     def finish(self, piece: ZeroSlice) -> torch.Tensor:
-        """Make a parameter's gradient sum the gradient that the next update applies. Return it once it has arrived.
+        """Make a parameter's gradient sum the gradient that the next update applies.
+
+        Return the sum once it has arrived in the buffer that the update reads.
 
         This is used if accumulation ends at ``step()``, after the last backward.
         """
@@ -210,9 +216,11 @@ class Windows(GradientBuffers[ZeroSlice]):
         return self._host_buffer(piece)
 
     def close_window(self) -> None:
-        """End the accumulation of micro-batches, and keep the gradients that DeepSpeed would apply again.
+        """End the accumulation of a step's micro-batches, and keep the gradients that DeepSpeed would apply
+        again.
 
-        DeepSpeed leaves the fp32 gradient of an unused parameter in place, scaled by the previous step, and applies
+        DeepSpeed leaves the fp32 gradient of an unused parameter in place, scaled by the previous step, and
+        applies
         it again.
         """
         for piece in self.slices.values():
@@ -256,8 +264,9 @@ class Windows(GradientBuffers[ZeroSlice]):
         return (buffer if previous is None else previous).to(buffer.device, dtype, copy=True)
 
     def keep(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return a parameter's fp32 gradient as DeepSpeed shows it. The next update applies changes that the caller
-        makes to the tensor.
+        """Return a parameter's fp32 gradient as DeepSpeed shows it. If the caller changes the tensor, the
+        next update
+        applies the changes.
 
         Between a step and the next gradient, the tensor is the unscaled and clipped gradient of the step.
         """
@@ -292,7 +301,8 @@ class Windows(GradientBuffers[ZeroSlice]):
                 piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Return the ranges of a subgroup's elements, each with the gradient and the scale for its update.
+        """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its
+        update.
 
         There is one range unless gradients of earlier steps are kept.
         """

@@ -1,1 +1,4 @@
-"""Checks before a plan takes over a DeepSpeed engine: versions, private members, settings and the plan."""
+"""Checks before a plan takes over a DeepSpeed engine: of DeepSpeed's version and private members, the
+config and
+the plan.
+"""

@@ -24,9 +24,9 @@ _NAMES = {
 
 
 def warn_of_mismatch(session: Session, gradient_bytes: int, machine: Machine | None) -> None:
-    """Log a warning if the plan was made for another workload or machine than the present one.
+    """Log a warning if the plan was made for another workload or machine than this training run's.
 
-    Such a plan still gives bit-identical results, but its predictions do not apply.
+    Such a plan still gives bit-identical results, but its predicted step times do not apply.
 
     Args:
         gradient_bytes: Bytes per parameter of an accumulated gradient.

@@ -32,7 +32,7 @@ class ConfigError(ValueError):
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Check that a plan can be applied under a DeepSpeed config, before an engine is built from it.
+    """Check that a plan can be applied to an engine with this DeepSpeed config, before the engine is built.
 
     Raises:
         ConfigError: The config is not supported. The message names the rule, the value and the key.
@@ -61,7 +61,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 def stored_at(config: Mapping[str, Any]) -> Path | None:
     """Return the folder on a drive to which a DeepSpeed config offloads optimizer state.
 
-    None if it offloads none to a drive, or if DeepSpeed refuses the config.
+    None if the config offloads no optimizer state to a drive, or if DeepSpeed refuses the config.
     """
     read = as_deepspeed_reads(config)
     asked = at(read, f"{ZERO}.{OPTIMIZER}") or {}
@@ -71,7 +71,10 @@ def stored_at(config: Mapping[str, Any]) -> Path | None:
 
 
 def leave_to_stock(config: Mapping[str, Any]) -> bool:
-    """Return whether an engine with this config must be left to DeepSpeed without a plan, and log the reason."""
+    """Return whether an engine with this DeepSpeed config cannot have a plan and must be left to DeepSpeed.
+
+    The reason is logged as a warning.
+    """
     why = left_to_stock(as_deepspeed_reads(config))
     if why:
         logger.warning("%s: this engine is left to DeepSpeed, without a plan", why)
@@ -79,7 +82,8 @@ def leave_to_stock(config: Mapping[str, Any]) -> bool:
 
 
 def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a DeepSpeed config for an engine under a plan, without the keys that the plan replaces.
+    """Return a copy of a DeepSpeed config for an engine under a plan, without the keys that the plan
+    replaces.
 
     Deprecated keys get their present names. Each removed key is logged.
     """
@@ -98,7 +102,8 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(model: Any, config: Mapping[str, Any]) -> None:
-    """Check a model before DeepSpeed builds an engine from it, which takes minutes for a large model.
+    """Check that a model is supported before DeepSpeed builds an engine from it, which takes minutes for a
+    large model.
 
     Raises:
         ConfigError: The model has DeepSpeed's mixture-of-experts layers under ZeRO-1 or 2.
@@ -109,7 +114,9 @@ def check_model(model: Any, config: Mapping[str, Any]) -> None:
 
 
 def check_engine(engine: Any) -> UpdateRule:
-    """Check that a plan can be applied to an existing DeepSpeed engine. Return the update rule of its optimizer.
+    """Check that a plan can be applied to an existing DeepSpeed engine. Return the update rule of the
+    engine's
+    optimizer.
 
     Raises:
         ConfigError: The engine is not ZeRO-1, 2 or 3 with an optimizer offloaded to the CPU.

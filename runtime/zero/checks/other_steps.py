@@ -11,13 +11,18 @@ logger = logging.getLogger("ebbtide")
 
 
 def recomputes(module: torch.nn.Module) -> bool | None:
-    """Return whether a transformers model recomputes activations in backward. None if unknown."""
+    """Return whether a transformers model recomputes activations in backward. None if the model does not
+    tell.
+    """
     switches = [m.gradient_checkpointing for m in module.modules() if hasattr(m, "gradient_checkpointing")]
     return any(bool(on) for on in switches) if switches else None
 
 
 def warn_of_other_steps(plan: Plan, precision: WireDtype, engine: Any) -> None:
-    """Log a warning if the engine's training settings, on which memory and time depend, differ from the plan's."""
+    """Log a warning if the engine's training settings differ from those that the plan was made for.
+
+    The settings are those that memory and time depend on, such as the micro-batch size.
+    """
     if plan.trained_as is None:
         return
     here = TrainedAs(

@@ -1,7 +1,7 @@
 """The private members of DeepSpeed that ebbtide uses, each with the DeepSpeed versions that have it.
 
 `check_version` and `check_members` are called before an engine is taken over. They refuse a DeepSpeed
-outside the tested range, and a DeepSpeed that lacks a member its version should have. DeepSpeed's
+outside the tested range, and a DeepSpeed that lacks a member that its version should have. DeepSpeed's
 own subclasses (SuperOffload, ZenFlow) use the name-mangled members too.
 """
 
@@ -156,7 +156,7 @@ def _installed() -> Any:
 def mended_since(optimizer: str) -> str:
     """Return a sentence for an error about a DeepSpeed optimizer: the first DeepSpeed version with a fix.
 
-    Empty if no version fixes the error, or if the fix is installed.
+    The sentence is empty if no version fixes the error, or if the installed version has the fix.
     """
     from packaging.version import Version
 
@@ -252,10 +252,12 @@ def partition_rank(optimizer: Any, param: Any) -> int:
 
 
 def checked_norm(optimizer: Any) -> torch.Tensor | None:
-    """Return the global gradient norm times the loss scale. None if the step is skipped because of an overflow.
+    """Return the global gradient norm times the loss scale. None if the step is skipped because of an
+    overflow.
 
-    Set the optimizer's ``overflow`` and loss scale as the installed DeepSpeed's own step does. Since DeepSpeed
-    0.19.8 an invalid norm counts as an overflow too.
+    Set ``overflow`` and the loss scale of DeepSpeed's optimizer as the installed DeepSpeed's own step does.
+    Since
+    DeepSpeed 0.19.8 an invalid norm counts as an overflow too.
     """
     if not hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
         if optimizer._overflow_check_and_loss_scale_update():
@@ -276,7 +278,9 @@ def checked_norm(optimizer: Any) -> torch.Tensor | None:
 
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Return the part of DeepSpeed's flat gradient buffer that belongs to each parameter, by ``ds_id``."""
+    """Return each parameter's part of DeepSpeed's flat gradient buffer, as a dict by the parameter's
+    ``ds_id``.
+    """
     return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
 
@@ -359,10 +363,11 @@ _COORDINATOR = "_PartitionedParameterCoordinator__"
 
 
 def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
-    """Return the modules that forward and backward ran, in order. Each is a list of its parameters.
+    """Return the modules that forward and backward ran, in order, as DeepSpeed has recorded them.
 
-    A parameter is given as its `get_param_id` and its total number of elements. None if DeepSpeed has not
-    recorded the modules yet.
+    Each module is a list of its parameters. A parameter is given as its `get_param_id` and its total number
+    of
+    elements. None if DeepSpeed has not recorded the modules yet.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
@@ -380,7 +385,9 @@ def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
 
 
 def gather_rules(optimizer: Any) -> GatherRules:
-    """Return DeepSpeed's limits on how many parameters may stay gathered after their use."""
+    """Return DeepSpeed's limits on how many parameters may stay gathered after forward or backward has used
+    them.
+    """
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     small = [p.ds_numel for p in optimizer.persistent_parameters]
     return GatherRules(
@@ -404,7 +411,7 @@ def gathers(optimizer: Any) -> Gathered | None:
 
 
 def is_swapped(param: Any) -> bool:
-    """Return whether a parameter's partition is on a drive (NVMe) between its uses."""
+    """Return whether a ZeRO-3 parameter's partition is on a drive (NVMe) between its uses in training."""
     return bool(param.ds_tensor.final_location == "nvme")
 
 
@@ -422,7 +429,12 @@ def is_whole(param: Any) -> bool:
 
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-    """Make parameter gathers inside the block read partitions from the given tensors, not from DeepSpeed's."""
+    """Make parameter gathers inside the ``with`` block read partitions from the given tensors, not from
+    DeepSpeed's.
+
+    Args:
+        tensors: The tensor to read, by parameter.
+    """
     partitions = {param: param.ds_tensor for param in tensors}
     for param, tensor in tensors.items():
         vars(tensor).update(vars(param.ds_tensor))
@@ -436,10 +448,11 @@ def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
-    """Make DeepSpeed gather parameters in the precision of their partitions inside the block.
+    """Make DeepSpeed gather parameters in the precision of their partitions inside the ``with`` block.
 
-    With ``torch_autocast`` and several ranks, it would otherwise gather them in the precision in which forward
-    computes.
+    With ``torch_autocast`` and several ranks, DeepSpeed would otherwise gather them in the precision in
+    which
+    forward computes.
     """
     named = {p: p.comm_dtype for p in params if hasattr(p, "comm_dtype")}
     for param in named:
@@ -486,7 +499,7 @@ def mark_in_flight(params: Iterable[Any]) -> None:
 
 
 def mark_partitioned(params: Iterable[Any]) -> None:
-    """Mark parameters as partitioned. This undoes `mark_in_flight`."""
+    """Mark parameters as partitioned in DeepSpeed's records. This undoes `mark_in_flight`."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     for param in params:
