@@ -186,7 +186,9 @@ class Limits:
         return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
 
     def shortfall(self, peaks: Peaks) -> str:
-        """Return a text such as "needs 2.0 GiB more host memory", or an empty one if the memory peaks fit."""
+        """Return a text such as "needs 2.0 GiB more host memory" if memory peaks exceed a rank's limits,
+        otherwise an empty one.
+        """
         return lacks(self._lacking(peaks))
 
 

@@ -1,4 +1,6 @@
-"""The machine: rates and capacities of one node of a cluster, and how the node's ranks share them."""
+"""The data type of a machine: rates and capacities of one node of a cluster, and how the node's ranks
+share them.
+"""
 
 import hashlib
 import json
@@ -244,10 +246,15 @@ class Machine(Shown, Page):
         return (most * known[most] + pace * (ranks - most)) / ranks
 
     def _known_shares(self, capacity: ShareName) -> dict[int, float]:
-        """Return the measured fractions of a capacity that each rank gets, by number of concurrent ranks.
+        """Return the measured fractions of a capacity (such as DRAM bandwidth) that each of several concurrent
+        ranks gets.
 
-        Measurement noise is removed: if a fraction grows with the number of ranks, or the ranks together exceed the
+        Measurement noise is removed: if a fraction grows with the number of ranks, or the ranks together
+        exceed the
         node's capacity, the lower value is used.
+
+        Returns:
+            A dict from the number of ranks to the fraction, with 1 for a single rank.
         """
         known, least = {1: 1.0}, 1.0
         for ranks in sorted(self.rank_shares):
@@ -277,7 +284,11 @@ class Machine(Shown, Page):
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a table row for each main rate of a machine, in billions (of bytes, parameters ...) per second."""
+        """Return a list of table rows, one for each main rate of a machine.
+
+        A row has the rate's median and quartiles, in billions (of bytes or parameters) per second, its unit
+        and its source.
+        """
         known = ((name, rate, getattr(self, name)) for name, rate in RATES.items() if rate.label)
         return [
             {
@@ -296,10 +307,13 @@ class Machine(Shown, Page):
         return ("median",)
 
     def rate(self, name: RateName) -> float:
-        """Return a machine's rate for an op that runs alone, in the op's unit per second.
+        """Return the rate of a machine by its name, in the unit per second that the name says, for an op that
+        runs alone.
 
-        A rate that was not measured is derived from a related one. Copies from or to unpinned memory take a quarter
-        of the rate of pinned copies, because the driver copies them through a pinned buffer of its own. Copies inside
+        A rate that was not measured is derived from a related one. Copies from or to unpinned memory take a
+        quarter
+        of the rate of pinned copies, because the driver copies them through a pinned buffer of its own.
+        Copies inside
         host memory take a third of the triad loop's rate: they read, write and allocate.
 
         Raises:
@@ -330,7 +344,9 @@ class Machine(Shown, Page):
         return known.instead is not None and getattr(self, known.instead[0]) is not None
 
     def op_rate(self, name: RateName, cores: float) -> float:
-        """Return a machine's rate for an op on a number of CPU cores. Only CPU updates depend on that number.
+        """Return the rate of a machine by its name, for an op on a given number of CPU cores.
+
+        Only the rates of CPU updates depend on that number.
 
         Raises:
             ValueError: The machine has neither this rate nor one from which it can be derived.
@@ -344,15 +360,19 @@ class Machine(Shown, Page):
 
     @property
     def out_of_place(self) -> float:
-        """Return the speed of ebbtide's CPU update if it writes to other buffers, divided by its speed in place."""
+        """Return the speed of ebbtide's CPU update with results in other buffers, divided by its speed in
+        place.
+        """
         measured = self.host_adam_out_of_place
         return OUT_OF_PLACE if measured is None else measured.median
 
     def stock_host_adam_rate(self, threads: float) -> float:
-        """Return the parameters per second that DeepSpeed's CPU update processes on a number of threads.
+        """Return the parameters per second that DeepSpeed's CPU update processes on a given number of threads.
 
-        The rate grows linearly with the number of threads, up to the rate of all cores. If the rate of one thread is
-        unknown, fewer threads slow DeepSpeed's update down as much as they slow down ebbtide's fused kernel.
+        The rate grows linearly with the number of threads, up to the rate of all cores. If the rate of one
+        thread is
+        unknown, fewer threads slow DeepSpeed's update down as much as they slow down ebbtide's fused
+        kernel.
         """
         full = self.stock_host_adam_params_per_s.median
         if (one := self.stock_host_adam_thread_params_per_s) is not None:
@@ -360,10 +380,12 @@ class Machine(Shown, Page):
         return full * self.host_adam_rate(threads) / self.host_adam_params_per_s.median
 
     def host_adam_rate(self, threads: float) -> float:
-        """Return the parameters per second that ebbtide's fused CPU update processes on a number of threads.
+        """Return the parameters per second that ebbtide's fused CPU update processes on a given number of
+        threads.
 
-        The rate is interpolated between measured numbers of threads. Without such measurements the rate of all cores
-        is returned, because a few threads are enough to be limited by DRAM.
+        The rate is interpolated between measured numbers of threads. Without such measurements the rate of
+        all cores
+        is returned, because a few threads are enough to use all DRAM bandwidth.
         """
         full = self.host_adam_params_per_s.median
         counts = sorted(self.host_adam_by_threads)
@@ -393,7 +415,10 @@ class Machine(Shown, Page):
         return Machine.model_validate({**self.model_dump(), **changes})
 
     def storage_of(self, directory: str) -> StorageRates:
-        """Return the storage rates that were measured in a folder, otherwise the machine's general storage rates."""
+        """Return the rates of reading and writing that were measured in a folder.
+
+        For any other folder, the machine's storage rates for checkpoints are returned.
+        """
         if directory in self.drives:
             return self.drives[directory]
         write, both = self.storage_write_bytes_per_s, self.storage_duplex_factor
@@ -404,7 +429,7 @@ class Machine(Shown, Page):
         )
 
     def storing_in(self, directories: Sequence[str]) -> "Machine":
-        """Return a copy of the machine with the joint storage rates of several folders.
+        """Return a copy of the machine with the storage rates of several folders that are used together.
 
         Each folder holds a part of every subgroup's optimizer state.
         """
@@ -439,7 +464,9 @@ class Machine(Shown, Page):
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of a machine's hardware. Two profiles of the same machine have the same hash."""
+        """Return a hash of a machine's hardware. All profiles of the same hardware have the same hash,
+        whatever their rates.
+        """
         return self.fingerprint_of(self)
 
     @staticmethod

@@ -40,7 +40,7 @@ BLOCK_BYTES = 4 * 2**20  # of checkpoint files: what is copied, hashed and writt
 
 
 class PlanError(RuleError):
-    """An error for a plan that cannot be read or does not fit the training. Its message says what to change."""
+    """An error: a plan cannot be read or does not fit the training. The message says what to change."""
 
 
 class WayRun(Page):
@@ -73,7 +73,9 @@ class WayRun(Page):
 
     @property
     def way(self) -> Way:
-        """Return the way of updating the subgroups of a plan file's row: placement, parameter location and flags."""
+        """Return the `Way` of updating the subgroups of a plan file's row: placement, parameter location and
+        flags.
+        """
         return Way(self.placement, self.parameters, self.early, self.sum_on_device)
 
     @model_validator(mode="after")
@@ -90,10 +92,12 @@ class WayRun(Page):
 
 
 class _Ways:
-    """The pydantic type of a plan's field ``ways``: one `Way` for each subgroup in Python, fewer rows in the file.
+    """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the
+    plan file.
 
-    A `Way` is a subgroup's placement, parameter location and flags. A row of the file stands for several
-    neighboring subgroups with the same values.
+    In Python there is a `Way` (placement, parameter location and flags) for each subgroup. A row of the
+    file stands for
+    several neighboring subgroups with the same values.
     """
 
     @classmethod
@@ -171,7 +175,9 @@ class CheckpointPlan(Page):
 
     @property
     def writer_threads(self) -> int:
-        """Return the number of threads that prepare or write a checkpoint: ``writers``, and one that prepares."""
+        """Return the number of threads that write a checkpoint's files (``writers``), plus one that prepares
+        the bytes.
+        """
         return self.writers + READY_BLOCKS
 
     @model_validator(mode="before")
@@ -245,14 +251,17 @@ class Prediction(Page):
 
     @property
     def missing(self) -> dict[str, int]:
-        """Return the bytes that a predicted plan needs beyond the limit of each memory. Empty without known limits."""
+        """Return the bytes of each memory that a predicted plan needs beyond its limit. Empty if it fits or
+        has no limits.
+        """
         return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Return a plan's predicted times of steps that clip and of steps that do not.
+        """Return the predicted iteration times of a plan with early updates, in steps that clip and in steps
+        that do not.
 
-        The result is None if no update of the plan starts before the gradient norm is known.
+        An early update starts before the gradient norm is known. The result is None if the plan has none.
         """
         if self.clip_rate is None or not self.waiting_s:
             return None
@@ -260,9 +269,11 @@ class Prediction(Page):
 
     @property
     def fits(self) -> bool:
-        """Return True if a plan's predicted memory peaks stay within the memory limits.
+        """Return True if the memory peaks of a plan's or strategy's prediction stay within the limits of the
+        memories.
 
-        A plan file of an older version has no limits. Its peaks count as fitting if ``note`` is empty.
+        A prediction in a plan file of an older version has no limits. It counts as fitting if ``note`` is
+        empty.
         """
         return not self.missing if self.limits else not self.note
 
@@ -425,7 +436,11 @@ class Plan(Shown, Page):
         return f"{self.subgroup_count} subgroups ({placed}){seconds}"
 
     def records(self) -> list[dict[str, Any]]:
-        """Return table rows: one for a plan's prediction, one for each alternative. Times in seconds, memory in GiB."""
+        """Return a list of table rows for a plan: one for its prediction, and one for each predicted
+        alternative.
+
+        Times are in seconds, memory in GiB.
+        """
         rows = [] if self.prediction is None else [self.prediction, *self.alternatives]
         return [
             {
@@ -455,17 +470,23 @@ class Plan(Shown, Page):
 
     @property
     def parameter_locations(self) -> tuple[ParameterLocation, ...]:
-        """Return the memory that holds each subgroup's parameters between their uses, in the order of the layers."""
+        """Return the memory ("device" or "host") that holds each subgroup's 16-bit parameters, in the order of
+        the layers.
+        """
         return tuple(way.parameters for way in self.ways)
 
     @property
     def updated_early(self) -> tuple[bool, ...]:
-        """Return, for each subgroup of a plan, whether its update starts before the gradient norm is known."""
+        """Return one boolean for each subgroup of a plan: True if its update starts before the gradient norm
+        is known.
+        """
         return tuple(way.early for way in self.ways)
 
     @property
     def summed_on_device(self) -> tuple[bool, ...]:
-        """Return, for each subgroup of a plan, whether its gradients are accumulated on the GPU."""
+        """Return one boolean for each subgroup of a plan: True if the GPU accumulates its gradients of several
+        micro-batches.
+        """
         return tuple(way.sum_on_device for way in self.ways)
 
     @property
@@ -491,7 +512,8 @@ class Plan(Shown, Page):
         return self.with_ways([way._replace(placement=placement).fitted() for way, placement in pairs], **changes)
 
     def with_ways(self, ways: Sequence[Way], **changes: Any) -> "Plan":
-        """Return a copy of the plan whose subgroups have other placements, parameter locations and flags (`Way`).
+        """Return a copy of the plan with another `Way` (placement, parameter location and flags) for each
+        subgroup.
 
         The order of the updates stays.
 
@@ -525,7 +547,11 @@ class Plan(Shown, Page):
 
     @property
     def drives(self) -> dict[str, float]:
-        """Return a plan's folders for stored optimizer state, each with its part of the state. Empty if none."""
+        """Return a dict from each folder for a plan's stored optimizer state to the share of the state in this
+        folder.
+
+        The result is empty if the plan has no such folder.
+        """
         return self.storage_shares or ({self.storage_dir: 1.0} if self.storage_dir else {})
 
     @property
@@ -538,23 +564,28 @@ class Plan(Shown, Page):
 
     @staticmethod
     def runs(placements: Sequence[Placement]) -> list[dict[str, Any]]:
-        """Return placements of subgroups in the form of plan files of schema 2.
+        """Return the placements of subgroups as plan files of schema 2 store them: as a list of dicts.
 
-        Each dict stands for consecutive subgroups with the same ``placement``, and ``count`` is their number.
+        Each dict stands for consecutive subgroups with the same ``placement``, and ``count`` is their
+        number.
         """
         return [{"placement": key, "count": sum(1 for _ in group)} for key, group in groupby(placements)]
 
     @staticmethod
     def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
-        """Return parameter locations of subgroups in the form of plan files of schema 2.
+        """Return the parameter locations of subgroups as plan files of schema 2 store them: as a list of
+        dicts.
 
-        Each dict stands for consecutive subgroups with parameters in the same memory, and ``count`` is their number.
+        Each dict stands for consecutive subgroups with parameters in the same memory, and ``count`` is
+        their number.
         """
         return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
 
     @property
     def digest(self) -> str:
-        """Return a hash of a plan's settings, which checkpoints record. The plan's prediction has no influence."""
+        """Return a hash of a plan's settings, which checkpoints record. The plan's prediction has no influence
+        on the hash.
+        """
         body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions", "about"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -31,15 +31,20 @@ class _HomeRun(Page):
 
 
 class _Counts(Page):
-    """The numbers of subgroups in a plan file of schema 2. Schema 3 has a setting for each subgroup instead.
+    """The fields of a plan file of schema 2 that are numbers of subgroups. Schema 3 has a setting for each
+    subgroup instead.
 
     Attributes:
-        speculate: Number of subgroups that the CPU updates before the gradient norm is known. They are the last
-            ones with placement ``host``. If ``speculate_among`` is larger, they are evenly spread among that
+        speculate: Number of subgroups that the CPU updates before the gradient norm is known. They are
+            the last
+            ones with placement ``host``. If ``speculate_among`` is larger, they are evenly spread among
+            that
             number of last subgroups for which an early update is possible.
-        speculate_visits: Number of subgroups with placement ``device`` that are updated before the gradient
+        speculate_visits: Number of subgroups with placement ``device`` that are updated before the
+            gradient
             norm is known. They are the last ones.
-        device_sums: Number of subgroups whose gradients are accumulated on the GPU: the first ones that can.
+        device_sums: Number of subgroups whose gradients are accumulated on the GPU: the first ones that
+            can.
     """
 
     placement: tuple[_PlacementRun, ...] = Field(min_length=1)

@@ -1,4 +1,4 @@
-"""A measured or assumed number, with the spread of its measurements and its source."""
+"""The data type of a measured or assumed number, with the spread of its measurements and its source."""
 
 import math
 import statistics
@@ -75,18 +75,28 @@ class Quantity(BaseModel):
         return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
 
     def scaled(self, factor: float, detail: str = "") -> "Quantity":
-        """Return a measured or assumed quantity with its median and its quartiles multiplied by ``factor``."""
+        """Return a copy of a quantity (a measured or assumed number) with median and quartiles multiplied by
+        ``factor``.
+
+        Args:
+            factor: Positive number.
+            detail: Text on the origin of the new value.
+        """
         values = {name: getattr(self, name) * factor for name in ("median", "q1", "q3")}
         return self.model_copy(update={**values, "detail": detail or self.detail})
 
     @property
     def sigma(self) -> float:
-        """Return the standard deviation of the normal distribution with the same quartiles as a measured quantity."""
+        """Return the standard deviation of a measured quantity, as a normal distribution with its quartiles
+        would have it.
+        """
         return (self.q3 - self.q1) / (2 * QUARTILE)
 
     @property
     def log_sigma(self) -> float:
-        """Return the standard deviation of the logarithm of a measured quantity, computed from its quartiles."""
+        """Return the standard deviation of the logarithm of a measured quantity, from its quartiles as if it
+        were log-normal.
+        """
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property
@@ -96,5 +106,7 @@ class Quantity(BaseModel):
 
     @property
     def stable(self) -> bool:
-        """Return True if the repeated measurements of a quantity agreed. A single measurement is never stable."""
+        """Return True if the repeated measurements of a quantity differ little. A single measurement is never
+        stable.
+        """
         return self.n > 1 and self.relative_iqr <= UNSTABLE_IQR

@@ -1,6 +1,8 @@
-"""Errors for values that break a rule, and the lookup of names whatever their spelling.
+"""Errors for values that break a rule, such as in a plan file or an option, and the search for a name
+despite its
+spelling.
 
-An error's message names the field as the user gave it, and what must hold.
+An error's message names the field as the user gave it, and says what must hold.
 """
 
 import re
@@ -14,7 +16,7 @@ SHOWN = 120  # characters of a value
 
 
 class RuleError(ValueError):
-    """An error for a value, such as a field of a plan file or an option, that breaks a rule.
+    """An error: a value, such as a field of a plan file or an option, breaks a rule.
 
     Attributes:
         key: Name of the wrong field, with dots for nested fields. Empty if no single field is wrong.
@@ -26,7 +28,9 @@ class RuleError(ValueError):
 
 
 class Failed(Protocol):
-    """The interface of a validation error that lists its single errors, such as `pydantic.ValidationError`."""
+    """The interface of a validation error that lists several errors in it, such as
+    `pydantic.ValidationError`.
+    """
 
     def errors(self) -> Any: ...
 
@@ -43,7 +47,9 @@ class Broken(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Return a sentence that names a field, the rule that it breaks, and its value."""
+        """Return a sentence for the user that names a field, the rule that the field breaks, and the field's
+        value.
+        """
         if not self.rule.startswith("must ") or not self.key:
             return self.rule
         return f"{self.key} {self.rule}" + ("" if self.value is None else f", but got {self.value}")
@@ -51,7 +57,10 @@ class Broken(NamedTuple):
 
 @contextmanager
 def under(name: str) -> Iterator[None]:
-    """Add a prefix to the field name in each `RuleError` that is raised within this context manager."""
+    """Put a prefix and a dot before the field name in each `RuleError` that is raised within this context.
+
+    So the error names a field of an inner object by its full path.
+    """
     try:
         yield
     except RuleError as error:
@@ -60,7 +69,9 @@ def under(name: str) -> Iterator[None]:
 
 
 def cut(text: str, most: int = 1000) -> str:
-    """Return an error message, with its middle left out if it is longer than ``most`` characters."""
+    """Return a text for an error message, with its middle left out if it is longer than ``most``
+    characters.
+    """
     return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
 
 
@@ -71,7 +82,8 @@ def shortened(value: object) -> str:
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """Return a phrase for an error message that suggests the known name nearest to a name. Empty if none is near.
+    """Return a phrase for an error message that suggests a known name for a misspelled one. Empty if none
+    is similar.
 
     >>> suggestion("sequnce", ["sequence", "machine"])
     " (did you mean 'sequence'?)"
@@ -82,14 +94,17 @@ def suggestion(given: str, known: Iterable[str]) -> str:
 
 
 def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
-    """Return the broken rules in a validation error of pydantic, with messages in this project's words.
+    """Return a list of the rules that pydantic's validation error reports as broken, in this project's
+    words.
 
     If a field allows several types, only the rule of the type nearest to the given value is returned.
 
     Args:
         error: Error of pydantic, or of a web framework that wraps pydantic's errors.
-        given: Value that was checked. If given, field names do not contain the names of alternative types.
-        model: Pydantic model that checked the value. If given, names similar to an unknown field are suggested.
+        given: Value that was checked. If given, field names do not contain the names of alternative
+            types.
+        model: Pydantic model that checked the value. If given, names similar to an unknown field are
+            suggested.
     """
     items = error.errors()
     rows: dict[str, Broken] = {}
@@ -120,7 +135,9 @@ def _models_in(kind: Any) -> list[Any]:
 
 
 def explain(error: Failed, given: Any = None, model: Any = None) -> str:
-    """Return the broken rules in a validation error as one line: for each the field, what must hold, and the value."""
+    """Return one line of text for a validation error: each wrong field, what must hold for it, and its
+    value.
+    """
     rows = broken(error, given, model)
     lines = [f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})") for key, rule, value in rows]
     more = len(lines) - SHOWN_ERRORS
@@ -201,11 +218,14 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
     """Return the known name that a user means: "RTX 4090", "4090" and "rtx-4090" all mean "rtx4090".
 
     Args:
+        given: Name in the user's spelling.
+        known: All valid names, such as those of the machine presets.
         what: Kind of the name, such as "machine preset", for the error message.
         key: Name of the field that the error reports.
 
     Raises:
-        RuleError: The given name matches no known name, or several. The error suggests the nearest ones.
+        RuleError: The given name matches no known name, or several. The error suggests the nearest
+            ones.
     """
     names = {_plain(name): name for name in known}
     wanted = _plain(given)

@@ -1,4 +1,5 @@
-"""The schedule: a graph of ops (copies, updates, passes) that the simulator replays and the runtime executes.
+"""The schedule: a graph of ops (copies, updates, forward, backward) that the simulator times and the
+runtime executes.
 
 Each op runs on a lane, which is a queue of ops that run one after the other.
 """
@@ -91,12 +92,14 @@ Held = Mapping[str, Mapping[Kind, int]]  # by memory (of `TIERS`) and kind, byte
 
 
 def taken_for(kind: OpKind) -> Kind:
-    """Return the kind of memory (gradients or activations) that an op allocates at its start, by the op's kind."""
+    """Return the kind of memory (gradients or activations) that an op of the given kind allocates at its
+    start.
+    """
     return "gradients" if kind in (OpKind.BACKWARD, OpKind.UPDATE_DEVICE) else "activations"
 
 
 def freed_of(kind: OpKind) -> Kind:
-    """Return the kind of memory (gradients or activations) that an op frees at its end, by the op's kind."""
+    """Return the kind of memory (gradients or activations) that an op of the given kind frees at its end."""
     return "gradients" if kind == OpKind.UPDATE_DEVICE else "activations"
 
 
@@ -186,7 +189,9 @@ class Schedule:
         return sum(self.held.get("storage", {}).values())
 
     def of_kind(self, kind: OpKind, iteration: int | None = None) -> list[Op]:
-        """Return the ops of one kind in a schedule, in order. If an iteration is given, only its ops are returned."""
+        """Return the ops of a schedule that have a given kind, in order. If an iteration is given, only ops of
+        this iteration.
+        """
         return [op for op in self.ops if op.kind == kind and (iteration is None or op.iteration == iteration)]
 
 
@@ -206,7 +211,10 @@ class ScheduleBuilder:
         after: Sequence[int] = (),
         **fields: float,
     ) -> int:
-        """Append an op to a schedule. It waits for the ops ``after``. See `Op` for the other fields."""
+        """Append an op to a schedule, to start after the ops with the ids ``after``, and return the op's id.
+
+        See `Op` for the other fields.
+        """
         position = len(self.ops)
         waits = tuple(after) if len(after) < 2 else tuple(sorted(set(after)))
         self.ops.append(

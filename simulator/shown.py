@@ -1,4 +1,6 @@
-"""The display of plans, machines, workloads and timelines: as a line of text, a table or a chart."""
+"""The display of plans, machines, workloads and timelines for people: as a line of text, a table or a
+chart.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,26 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Shown:
-    """A base class of objects that are shown in notebooks, with a short ``repr``, a table and a chart."""
+    """A base class of plans, machines and other objects, for their display: a short ``repr``, a table and
+    a chart.
+    """
 
     def in_short(self) -> str:
-        """Return a one-line summary of an object, such as a plan or a machine, for its ``repr``."""
+        """Return one line of text about an object, such as a plan or a machine, for the object's ``repr``."""
         raise NotImplementedError
 
     def records(self) -> list[dict[str, Any]]:
-        """Return the rows of the table that notebooks show for an object. The first column contains the rows' names."""
+        """Return the rows of the table that notebooks show for a plan, machine or similar object.
+
+        The first column contains the rows' names.
+        """
         raise NotImplementedError
 
     def drawn(self) -> tuple[str, ...]:
-        """Return the names of the table columns from which a chart is drawn. All have the same unit.
+        """Return the names of the table columns that a chart of a plan, machine or similar object shows. All
+        have the same unit.
 
-        `plot` draws one bar for each row, in which the columns' values are stacked.
+        `plot` draws one bar for each row of the table, with the columns' values stacked.
         """
         raise NotImplementedError
 
@@ -42,18 +50,25 @@ class Shown:
         return f"<p><b>{type(self).__name__}</b>: {escape(self.in_short())}</p>{table(self.records())}"
 
     def to_frame(self) -> pd.DataFrame:
-        """Return an object's table as a pandas DataFrame. pandas is installed by ``pip install './ebbtide[tune]'``."""
+        """Return the table of a plan, machine or similar object as a pandas DataFrame.
+
+        pandas is installed by ``pip install './ebbtide[tune]'``.
+        """
         import pandas as pd
 
         return pd.DataFrame(self.records())
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw a bar for each row of an object's table with matplotlib, and return the axes."""
+        """Draw a bar for each row of the table of a plan, machine or similar object, and return the matplotlib
+        axes.
+        """
         return bars(self.records(), self.drawn(), self.in_short(), ax)
 
 
 def table(records: Records) -> str:
-    """Return a table as HTML. It has at most `MOST_ROWS` rows, and a note about the number of the others."""
+    """Return table rows as HTML for a notebook: at most `MOST_ROWS` rows, and a note on how many are left
+    out.
+    """
     if not records:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in records[0])

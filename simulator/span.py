@@ -1,6 +1,6 @@
-"""The span of an op: its start and its end on its lane. A timeline consists of spans.
+"""The data type of an op's start and end. A timeline consists of such spans.
 
-A lane is a queue of ops that run one after the other, such as a copy direction.
+Each span belongs to a lane, a queue of ops that run one after the other, such as a copy direction.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""Storage rates of the folders that may hold optimizer state, for each folder and for several together."""
+"""The rates of reading and writing in the folders that may hold optimizer state, for one folder or
+several together.
+"""
 
 from collections.abc import Mapping
 from typing import Self
@@ -24,13 +26,16 @@ class StorageRates(Page):
 
     @property
     def busy_s_per_byte(self) -> float:
-        """Return the seconds that a drive takes per byte that is both read and written once, with both overlapping."""
+        """Return the seconds that a drive takes for each byte that is both read and written once, if both
+        overlap.
+        """
         alone = (1 / self.read_bytes_per_s.median, 1 / self.write_bytes_per_s.median)
         return max(*alone, sum(alone) / max(1.0, 2 * self.duplex_factor.median))
 
     @classmethod
     def together(cls, drives: "Mapping[str, StorageRates]") -> Self:
-        """Return the joint storage rates of several drives that each hold a part of every subgroup's state.
+        """Return the storage rates of several drives that are used together, each for a part of every
+        subgroup's state.
 
         The parts are those of the function `shares`. A read or write ends when its last part has ended.
         """
@@ -53,7 +58,9 @@ _SHARED = "a share of each subgroup on each directory"
 
 
 def shares(drives: Mapping[str, StorageRates]) -> dict[str, float]:
-    """Return the fraction of every subgroup's state to keep on each drive, so that all drives finish together."""
+    """Return a dict from each drive to the fraction of every subgroup's state to keep there, so that all
+    drives finish together.
+    """
     speeds = {name: 1 / drive.busy_s_per_byte for name, drive in drives.items()}
     total = sum(speeds.values())
     return {name: speed / total for name, speed in speeds.items()}

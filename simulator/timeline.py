@@ -67,7 +67,7 @@ class Timeline(Shown):
         return f"{self.strategy}, {self.source}, {self.iteration_s:.3g} s per iteration, {len(self.spans)} ops"
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a table row for each op of a timeline, ordered by start."""
+        """Return a list of table rows, one for each op of a timeline, ordered by start."""
         return [
             {
                 "op": span.label,
@@ -91,9 +91,11 @@ class Timeline(Shown):
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of one iteration in the steady state: the time between the ends of two backwards.
+        """Return the seconds of one iteration of a timeline in the steady state: the time between the ends of
+        two backwards.
 
-        For a single iteration, return the seconds from the first start to the last end of its ops.
+        If the timeline has a single iteration, return the seconds from the first start to the last end of
+        its ops.
         """
         ends = self._backward_ends()
         if len(ends) < 2:
@@ -109,12 +111,20 @@ class Timeline(Shown):
         return [ends[i] for i in sorted(ends)]
 
     def phases(self, iteration: int | None = None) -> dict[str, float]:
-        """Return the seconds of an iteration's phases: forward, backward, step, update, and the rest of the loop.
+        """Return the seconds of the phases of one iteration of a timeline: forward, backward, step, update,
+        rest of the loop.
 
-        The iteration is the last one with a complete step, unless it is given. ``forward_s`` includes waiting for
-        parameters whose update is still running. ``loop_s`` is the time outside forward, backward and step: the
-        training script's work between iterations, and waits for other pipeline stages. Only a predicted timeline has
-        ops for it. In a measured one this time counts as forward.
+        Args:
+            iteration: Number of the iteration. None: the last one with a complete step.
+
+        Returns:
+            A dict with these keys: ``forward_s`` (including waits for parameters whose update is still
+                running),
+            ``backward_s``, ``step_s``, ``update_s``, and ``loop_s``, the time outside forward, backward and
+            step. That is the
+            training script's work between iterations, and waits for other pipeline stages. Only a predicted
+            timeline has
+            ops for ``loop_s``. In a measured one this time counts as forward.
         """
         if iteration is None:
             iteration = self._last_complete()
@@ -146,7 +156,9 @@ class Timeline(Shown):
         return max(previous) if previous else min(starts, default=0.0)
 
     def _loop_spans(self, iteration: int) -> list[Span]:
-        """Return the ops of an iteration that the training loop itself waits for, one after the other."""
+        """Return the spans of one iteration that follow one another on the training loop's path, such as
+        forward and backward.
+        """
         return [
             s
             for s in self.spans
@@ -168,7 +180,9 @@ class Timeline(Shown):
         return sum(s.end_s - s.start_s for s in self.spans if s.lane == lane)
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
-        """Write one or more timelines to a trace file that ui.perfetto.dev can open. Each becomes one process there."""
+        """Write one or more timelines to a trace file that the web page ui.perfetto.dev can open, each as a
+        process of the trace.
+        """
         write_whole(path, json.dumps(self.perfetto(*others)))
 
     def perfetto(self, *others: Timeline) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The installed versions of packages, which are stored with measurements and plans."""
+"""The installed versions of Python packages, which ebbtide stores with measurements and plans."""
 
 from functools import cache
 from importlib import metadata
@@ -6,7 +6,9 @@ from importlib import metadata
 
 @cache
 def versions(*packages: str) -> dict[str, str]:
-    """Return the installed versions of the given packages, without those that are not installed."""
+    """Return a dict from each of the given packages to its installed version. Packages that are not
+    installed are left out.
+    """
     result: dict[str, str] = {}
     for package in packages:
         try:

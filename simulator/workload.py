@@ -1,4 +1,6 @@
-"""The workload: layers, subgroups of optimizer state, and settings of one rank's training iteration."""
+"""The data type of a workload: layers, subgroups of optimizer state, and settings of one rank's
+training iteration.
+"""
 
 import hashlib
 import json
@@ -67,7 +69,9 @@ class Layer(Page):
 
 
 class MemoryPoint(Page):
-    """A sample of the memory in use at one moment of a profiled iteration, and the layer that was running then."""
+    """The GPU and host memory in use at one moment of a profiled iteration, and the layer that was running
+    then.
+    """
 
     t_s: float = Field(ge=0)
     phase: Literal["forward", "backward", "step", "other"]
@@ -106,21 +110,27 @@ class TrainedAs(Page):
 
 
 class Cut(Protocol):
-    """The interface of plans for code that divides a workload's parameters into the plan's subgroups."""
+    """The interface of objects that say how a workload's parameters are divided into subgroups, such as
+    plans.
+    """
 
     @property
     def subgroups(self) -> Sequence[int]:
-        """Return the number of elements of each subgroup of a plan. Empty if unknown."""
+        """Return the number of elements of each subgroup of optimizer state under a plan. Empty if unknown."""
         ...
 
     @property
     def subgroup_size(self) -> int:
-        """Return the number of elements at which a subgroup of a plan is complete, and the next one begins."""
+        """Return the number of elements of a plan's subgroups. A subgroup is complete as soon as it has this
+        many.
+        """
         ...
 
     @property
     def deepspeed_subgroup_size(self) -> int:
-        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's, otherwise 0."""
+        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's subgroups,
+        otherwise 0.
+        """
         ...
 
 
@@ -292,7 +302,8 @@ class Workload(Shown, Page):
         return sum(self.subgroups)
 
     def recut(self, subgroup_size: int) -> "Workload":
-        """Return the workload with the subgroups that DeepSpeed forms for another ``sub_group_size``.
+        """Return a copy of the workload with the subgroups that DeepSpeed forms for another
+        ``sub_group_size``.
 
         Raises:
             ValueError: The workload has no list of its parameters, or the size is not positive.
@@ -314,7 +325,7 @@ class Workload(Shown, Page):
         return Workload.model_validate({**self.model_dump(), **fields, **stays})
 
     def in_pieces(self, subgroup_size: int) -> "Workload":
-        """Return the workload with each of DeepSpeed's subgroups divided into smaller ones.
+        """Return a copy of the workload with each of DeepSpeed's subgroups divided into smaller ones.
 
         DeepSpeed itself keeps its ``sub_group_size``.
 
@@ -322,7 +333,8 @@ class Workload(Shown, Page):
             subgroup_size: Smallest number of elements of a smaller subgroup.
 
         Raises:
-            ValueError: The workload has no list of its parameters, DeepSpeed's size is unknown, or the ZeRO stage is
+            ValueError: The workload has no list of its parameters, DeepSpeed's size is unknown, or the ZeRO
+                stage is
                 not 3.
         """
         whole = self.deepspeed_subgroup_size or self.subgroup_size
@@ -343,14 +355,18 @@ class Workload(Shown, Page):
         return Workload.model_validate({**own.model_dump(), **fields, **stays})
 
     def cut_as(self, plan: "Cut") -> "Workload":
-        """Return the workload with the subgroups of a plan. Unchanged if its parameters do not give these subgroups."""
+        """Return a copy of the workload with the subgroups of a plan.
+
+        The workload is returned unchanged if its parameters, cut to the plan's sizes, do not give these
+        subgroups.
+        """
         if tuple(plan.subgroups) in ((), self.subgroups) or not self.parameters:
             return self
         cut = self.cut_by(plan)
         return cut if cut.subgroups == tuple(plan.subgroups) else self
 
     def cut_by(self, plan: "Cut") -> "Workload":
-        """Return the workload with the subgroups that training under a plan has, by the plan's sizes.
+        """Return a copy of the workload with the subgroups that follow from a plan's subgroup size.
 
         Raises:
             ValueError: `recut` or `in_pieces` refuses the sizes.
@@ -361,7 +377,9 @@ class Workload(Shown, Page):
 
     @property
     def expected_clip_rate(self) -> float:
-        """Return the fraction of steps expected to clip: the given rate, or 10% if gradients are clipped."""
+        """Return the fraction of steps expected to clip: the workload's ``clip_rate``, or 10% if unknown and
+        gradients are clipped.
+        """
         if self.clip_rate is not None:
             return self.clip_rate
         return ASSUMED_CLIP_RATE if self.clip else 0.0
@@ -408,7 +426,9 @@ class Workload(Shown, Page):
 
     @property
     def large_subgroups(self) -> list[int]:
-        """Return the indices of subgroups that are more than twice as large as the median, such as an embedding's."""
+        """Return the numbers of subgroups that are more than twice as large as the median subgroup, such as an
+        embedding's.
+        """
         typical = sorted(self.subgroups)[len(self.subgroups) // 2]
         return [i for i, n in enumerate(self.subgroups) if n > OUTLIER * typical]
 
@@ -423,21 +443,27 @@ class Workload(Shown, Page):
 
     @property
     def forward_s(self) -> float:
-        """Return the seconds of forward in a training step, summed over a workload's layers and micro-batches."""
+        """Return the seconds of forward in a training step of one rank: the sum over all layers and
+        micro-batches.
+        """
         return self.gradient_accumulation_steps * sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Return the seconds of backward in a training step, summed over a workload's layers and micro-batches."""
+        """Return the seconds of backward in a training step of one rank: the sum over all layers and
+        micro-batches.
+        """
         return self.gradient_accumulation_steps * sum(layer.backward_s for layer in self.layers)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Return the number of bytes that one rank writes per checkpoint."""
+        """Return the bytes that one rank writes per checkpoint: optimizer state and parameters."""
         return self.params * self.optimizer_state.state_bytes + self.model_checkpoint_bytes
 
     def layers_of_subgroups(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each subgroup, the indices of the layers that have parameters in it, in ascending order."""
+        """Return, for each subgroup of optimizer state, the numbers of the layers that have parameters in it,
+        ascending.
+        """
         layer_ends = list(accumulate(layer.params for layer in self.layers))
         subgroup_ends = list(accumulate(self.subgroups))
         result: list[tuple[int, ...]] = []
@@ -453,7 +479,9 @@ class Workload(Shown, Page):
         return tuple(result)
 
     def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return, for each layer, pairs of a subgroup and the number of the layer's elements in that subgroup."""
+        """Return, for each layer, a tuple of pairs: a subgroup, and the number of the layer's elements in that
+        subgroup.
+        """
         result: list[tuple[tuple[int, int], ...]] = []
         subgroup, left = 0, self.subgroups[0]
         for layer in self.layers:
@@ -476,7 +504,9 @@ class Workload(Shown, Page):
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a table row for each layer of a workload, with times and activation memory of one micro-batch."""
+        """Return a list of table rows, one for each layer of a workload: times and activation memory of one
+        micro-batch.
+        """
         return [
             {
                 "layer": layer.name,
@@ -498,7 +528,9 @@ class Workload(Shown, Page):
 
     @property
     def trained_as(self) -> TrainedAs | None:
-        """Return the settings of a training step, to be compared with those of a plan. None if they are unknown."""
+        """Return the settings with which a workload was trained, to be compared with those of a plan. None if
+        unknown.
+        """
         if self.micro_batch is None:
             return None
         return TrainedAs(
@@ -511,7 +543,10 @@ class Workload(Shown, Page):
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of what a plan must match in a workload: subgroups and data types, but no times."""
+        """Return a hash of a workload's subgroups, data types, optimizer and ZeRO stage, without times.
+
+        A plan records the hash of the workload that it was made for, and training must match it.
+        """
         facts: dict[str, object] = {
             "subgroups": self.subgroups,
             "wire_dtype": self.wire_dtype,
@@ -543,7 +578,13 @@ def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
 
 
 def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
-    """Return the numbers of elements of the parameters in each subgroup that DeepSpeed's ZeRO-3 forms."""
+    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its
+    parameters.
+
+    Args:
+        partitions: Number of elements of each parameter's partition on one rank.
+        subgroup_size: Number of elements at which a subgroup is complete.
+    """
     result, held, size = list[list[int]](), list[int](), 0
     for elements in partitions:
         held.append(elements)

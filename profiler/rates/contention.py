@@ -1,4 +1,6 @@
-"""Measurement of how many times slower one activity (such as a copy) runs while another activity runs."""
+"""Measurement of an activity's speed (such as a copy's) while another activity runs, relative to its
+speed alone.
+"""
 
 import statistics
 import threading

@@ -1,7 +1,10 @@
-"""The schedule of training with checkpoints. A save waits for updates, and its files are written during training.
+"""The builder of schedules of training with checkpoints. A save waits for updates, and its files are
+written during
+training.
 
-If a subgroup's update is due before its state is written, the state is copied first (copy on update). All
-these ops share DRAM, CPU cores, the link and storage with those of training.
+If a subgroup's update is due before its state is written, the state is copied first (copy on
+update). The ops of
+checkpoints share DRAM, CPU cores, the link and storage with those of training.
 """
 
 from bisect import bisect_right
@@ -45,10 +48,10 @@ class CheckpointedLoop(EbbtideLoop):
         save_s: float = 0.0,
         hooks_s: Sequence[float] = (0.0,),
     ) -> None:
-        """Set up the simulation of a training loop with checkpoints.
+        """Set up the simulation of a training loop that saves checkpoints.
 
         Args:
-            saves: Iterations that end with a checkpoint save.
+            saves: Numbers of the iterations that end with a checkpoint save.
             save_s: Seconds for which a save blocks training.
             hooks_s: Times at which the next part of resident state is copied to the host. See
                 `CheckpointSimulation`.
@@ -70,7 +73,11 @@ class CheckpointedLoop(EbbtideLoop):
         self._emit(lambda: bool(self.pending))
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the schedule of training with checkpoints. Host memory reserved for checkpoints is included."""
+        """Return the ops that were appended so far as a schedule of training with checkpoints.
+
+        The host memory that is reserved for checkpoints is included in the memory in use throughout an
+        iteration.
+        """
         made = super().schedule(iterations)
         host = dict(made.held["host"])
         host["staging"] += reserved_bytes(self.saving)
@@ -94,9 +101,9 @@ class CheckpointedLoop(EbbtideLoop):
             self._save()
 
     def may_overwrite(self, subgroup: int) -> list[int]:
-        """Return the checkpoint ops that an update must wait for, before it overwrites a subgroup's state.
+        """Return the checkpoint ops that must end before an update may overwrite a subgroup's state.
 
-        They copy this state, or write it to storage from the live state.
+        These ops copy this state, or write it to storage from the live state.
         """
         if subgroup not in self.unread:
             return []
@@ -131,7 +138,9 @@ class CheckpointedLoop(EbbtideLoop):
             self.step_end, self.unread = self.commits[-1], {}
 
     def _pass_begins(self) -> None:
-        """Start copying the next part of resident state to the host for a checkpoint, while a layer computes."""
+        """Start copying the next part of the state in GPU memory to the host for a checkpoint, when a layer's
+        pass begins.
+        """
         if self.save_op < 0 or self.hook >= len(self.hooks_s):
             return
         self.hook += 1
@@ -143,9 +152,9 @@ class CheckpointedLoop(EbbtideLoop):
         return hook <= self.hook and segment.part != "urgent"
 
     def _emit(self, more: Callable[[], bool]) -> None:
-        """Append to the schedule those writes of a checkpoint that can start now, in order.
+        """Append to the schedule the next writes of a checkpoint, in order, as long as ``more()`` is true.
 
-        The last one completes the checkpoint.
+        After the last write the checkpoint is complete.
         """
         while more():
             segment, hook = self.pending.popleft()
@@ -176,9 +185,10 @@ class CheckpointedLoop(EbbtideLoop):
         )
 
     def _snapshot(self, subgroup: int) -> int:
-        """Append to the schedule the copy of a subgroup's state for a checkpoint.
+        """Append to the schedule a copy of one subgroup's state in host memory, for a checkpoint that is not
+        yet written.
 
-        The thread that is about to overwrite the state copies it.
+        The thread that is about to overwrite the state makes the copy.
         """
         if subgroup not in self.snapshots:
             size, recipe = self.writing.copied[subgroup], self.recipes[subgroup]
@@ -198,9 +208,10 @@ class CheckpointedLoop(EbbtideLoop):
         return self.snapshots[subgroup]
 
     def _persist(self, segment: Segment, after: int) -> int:
-        """Append to the schedule a write of a checkpoint, at the rate of storage or at the user's limit for it.
+        """Append to the schedule the write of a part of a checkpoint's bytes, at the rate of storage or at the
+        user's limit.
 
-        The limit is ignored if an update waits for this write.
+        The user's limit for the rate is ignored if an update waits for this write.
         """
         size = segment.size_bytes
         full = self.machine.rate("storage_write_bytes_per_s")
@@ -243,15 +254,18 @@ class CheckpointedLoop(EbbtideLoop):
 
 
 def reserved_bytes(saving: CheckpointPlan) -> int:
-    """Return the bytes of host memory that the runtime reserves for checkpoints.
+    """Return the bytes of host memory that the runtime reserves for checkpoints with given settings.
 
-    They are for copies of state that is updated before it is written, and for one block per writer thread.
+    They are for copies of state that is updated before it is written, and for one block per writer
+    thread.
     """
     return (saving.copy_budget_bytes // BLOCK_BYTES + saving.writer_threads) * BLOCK_BYTES
 
 
 def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
-    """Return the number of CPU cores that the writers of a checkpoint keep busy at the full rate of storage."""
+    """Return the number of CPU cores that a checkpoint's writer threads use while they write at the full
+    rate of storage.
+    """
     measured = machine.writer_s_per_byte
     cost_s = WRITER_S_PER_BYTE if measured is None else measured.median
     return min(saving.writer_threads, cost_s * machine.rate("storage_write_bytes_per_s"))

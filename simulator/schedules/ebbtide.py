@@ -1,4 +1,6 @@
-"""The builder of a plan's schedule: the ops of training under the plan, for a workload."""
+"""The builder of schedules for training under a plan: the ops of each training iteration, for a
+workload.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,15 +19,19 @@ from ebbtide.simulator.workload import Workload
 def build_schedule(
     workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True, arrival: Sequence[int] | None = None
 ) -> Schedule:
-    """Return the schedule of ops that the runtime executes under a plan, for a number of training iterations.
+    """Return the schedule of ops that ebbtide's runtime executes under a plan, for a number of training
+    iterations.
 
-    Three iterations are enough to see the steady state. The first has no earlier updates to wait for. The time of
+    Three iterations are enough to see the steady state, since the first has no earlier updates to wait
+    for. The time of
     an iteration is the time between the ends of the second and the third backward.
 
     Args:
-        fused: True if one CPU kernel reads 16-bit gradients, scales, updates and writes 16-bit parameters. False
+        fused: True if one CPU kernel reads 16-bit gradients, scales, updates and writes 16-bit
+            parameters. False
             shows the cost of DeepSpeed's separate passes in the same schedule.
-        arrival: Order in which subgroups' gradients become complete. None: as the workload's layers say.
+        arrival: Order in which subgroups' gradients become complete. None: as the workload's layers
+            say.
 
     Raises:
         PlanError: The plan has another number of subgroups than the workload.
@@ -66,7 +72,9 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
 
 
 class EbbtideLoop(PlannedLoop):
-    """The simulated training loop of ebbtide under a plan. The placement of a subgroup determines its ops."""
+    """The simulated training loop of ebbtide under a plan. A subgroup's placement decides about the ops of
+    its update.
+    """
 
     def __init__(
         self, workload: Workload, plan: Plan, *, fused: bool = True, arrival: Sequence[int] | None = None
@@ -100,7 +108,9 @@ class EbbtideLoop(PlannedLoop):
         self.waited_for = -1  # the latest of them before which nothing more is issued
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the schedule of all ops that were appended, with the bytes that are in use throughout an iteration."""
+        """Return the ops that were appended so far as a schedule, with the bytes that are in use throughout an
+        iteration.
+        """
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,
@@ -126,9 +136,11 @@ class EbbtideLoop(PlannedLoop):
             self.issue.gradient(subgroup)
 
     def _make_room(self, op: int) -> None:
-        """Limit the bytes of gradients that are being copied to the host to `GRADIENTS_UNDER_WAY_BYTES`.
+        """Record a copy of gradients to the host, and let the training thread wait if too many bytes are being
+        copied.
 
-        The limit may be exceeded by less than one layer's part of a gradient.
+        The limit is `GRADIENTS_UNDER_WAY_BYTES`. It may be exceeded by less than one layer's part of a
+        gradient.
         """
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)
@@ -181,8 +193,9 @@ class EbbtideLoop(PlannedLoop):
         )
 
     def may_overwrite(self, subgroup: int) -> list[int]:
-        """Return the checkpoint ops that an update must wait for, before it overwrites a subgroup's state.
+        """Return the checkpoint ops that must end before an update may overwrite a subgroup's state.
 
-        This training loop has no checkpoints, so there are none. See `ebbtide.simulator.schedules.checkpointed`.
+        This training loop has no checkpoints, so the list is empty. See
+        `ebbtide.simulator.schedules.checkpointed`.
         """
         return []

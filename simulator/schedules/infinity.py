@@ -1,10 +1,14 @@
-"""The schedule of ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe.
+"""The builder of schedules for ZeRO-3 with parameters or activations in host memory, or optimizer
+state on NVMe.
 
 These are DeepSpeed's ``offload_param``, ``activation_checkpointing.cpu_checkpointing``, and
-``offload_optimizer.device: nvme`` (Rajbhandari et al., ZeRO-Infinity, SC 2021). They are simulated here for
-training without a plan. A plan has its own settings for parameters in host memory (`plan.ways`) and for state
+``offload_optimizer.device: nvme`` (Rajbhandari et al., ZeRO-Infinity, SC 2021). They are simulated
+here for
+training without a plan. A plan has its own settings for parameters in host memory (`plan.ways`) and
+for state
 on storage (placement ``stored``). Offloaded activations work under a plan with identical results
-(tests/runtime/contract/test_activation_offload.py), but its times are not predicted with them.
+(tests/runtime/contract/test_activation_offload.py), but the times of such training are not
+predicted.
 """
 
 from dataclasses import dataclass, replace
@@ -61,9 +65,10 @@ class InfinityOptions:
 
     @property
     def gradients(self) -> Gradients:
-        """Return how the simulated DeepSpeed run copies gradients to the host, as a value of `StockOptions.gradients`.
+        """Return the name of the method by which the simulated DeepSpeed run copies gradients to the host.
 
-        The value follows from the options ``pinned`` and ``async_gradients``.
+        The name is a value of `StockOptions.gradients`, and follows from the options ``pinned`` and
+        ``async_gradients``.
         """
         if self.pinned:
             return "stock" if self.async_gradients else "widened_on_host"
@@ -188,9 +193,11 @@ class InfinityLoop(StockLoop):
         return self._parameters_to_device(subgroup, [after, updated])
 
     def _parameters_to_device(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
-        """Append the copy of a subgroup's updated parameters to the GPU. Return the op after which they can be used.
+        """Append to the schedule the copy of a subgroup's updated parameters to the GPU.
 
-        Parameters that stay in host memory are not copied. They can be used after the last op in ``waits``.
+        Return the op after which a forward can use the parameters. Parameters that stay in host memory are
+        not copied. They
+        can be used after the last op in ``waits``.
         """
         if self.where.parameters == "cpu":
             return waits[-1]

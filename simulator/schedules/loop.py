@@ -1,4 +1,6 @@
-"""The forward and backward of a simulated training loop, which all strategies share."""
+"""The simulated forward and backward of a training iteration, as ops of a schedule, for all offloading
+strategies.
+"""
 
 import math
 from abc import ABC, abstractmethod
@@ -38,10 +40,11 @@ class TrainingLoop(ABC):
         self.micro_step = 0
 
     def run(self, iterations: int) -> None:
-        """Append a number of training iterations to a schedule.
+        """Append the ops of a number of training iterations to a schedule.
 
         Raises:
-            ValueError: There are too many forwards and backwards of layers to simulate in reasonable time and memory.
+            ValueError: There are too many forwards and backwards of layers to simulate in reasonable time
+                and memory.
         """
         w = self.workload
         passes = 2 * iterations * w.gradient_accumulation_steps * len(w.layers)
@@ -66,16 +69,18 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append ops to the schedule for a layer's gradients after their reduction over the ranks.
+        """Append ops to the schedule for one layer's gradients of a micro-batch, after they are reduced over
+        the ranks.
 
-        The last layer comes first.
+        Called during backward for each layer, the last layer first.
         """
 
     @abstractmethod
     def step(self) -> None:
-        """Append to the schedule an optimizer step: the gradient norm, the updates, and the end of the step.
+        """Append to the schedule the end of an iteration: the gradient norm, the updates, and the return of
+        `step()`.
 
-        It sets the attributes step_end and parameters_new.
+        The method sets the attributes step_end and parameters_new.
         """
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
@@ -84,16 +89,22 @@ class TrainingLoop(ABC):
 
     @property
     def boundary(self) -> int:
-        """Return the index of the last micro-batch of an optimizer step. Its backward completes the gradients."""
+        """Return the number of the last micro-batch of an optimizer step, from 0. Its backward completes the
+        gradients.
+        """
         return self.workload.gradient_accumulation_steps - 1
 
     @property
     def gradients_done(self) -> list[int]:
-        """Return the ops that the gradient norm waits for: the last backward, and the last reduction between nodes."""
+        """Return the ops that must end before the gradient norm: the last backward, and the last reduction
+        between nodes.
+        """
         return [self.backward_done, *([] if self.reduce_done is None else [self.reduce_done])]
 
     def forward(self, micro_step: int) -> None:
-        """Append a micro-batch's forward to a schedule. Each layer waits only for the updates of its own parameters."""
+        """Append a micro-batch's forward to a schedule, layer by layer. A layer waits only for updates of its
+        own parameters.
+        """
         w = self.workload
         for number, layer in enumerate(w.layers):
             waits = self._parameter_waits(number) if micro_step == 0 else []
@@ -111,7 +122,9 @@ class TrainingLoop(ABC):
             self.after_forward(number, op)
 
     def issued_behind(self) -> list[int]:
-        """Return the ops that the training thread waits for before it launches the next layer's forward or backward."""
+        """Return the ops of the training thread that must end before the next layer's forward or backward
+        starts.
+        """
         return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
@@ -132,7 +145,10 @@ class TrainingLoop(ABC):
         return waits
 
     def _gather(self, size_bytes: int, layer: int, waits: list[int]) -> int:
-        """Append to the schedule a gather of a layer's parameters, which starts while the previous layer computes."""
+        """Append to the schedule a gather of a layer's parameters over the network, and return its op.
+
+        The gather starts while the previous layer computes.
+        """
         ahead = self.passes[-2:-1]
         return self.out.add(
             OpKind.PARAMETER_GATHER, Lane.NETWORK, size_bytes, "network_bytes_per_s", [*waits, *ahead], layer=layer
@@ -171,9 +187,9 @@ class TrainingLoop(ABC):
                 self.gradients(number, micro_step, reduced)
 
     def step_ends(self, waits: list[int]) -> None:
-        """Append to the schedule the end of an optimizer step.
+        """Append to the schedule the return of the optimizer's `step()`, after the ops in ``waits``.
 
-        Under ZeRO-1 and 2 the ranks exchange updated parameters before it.
+        Under ZeRO-1 and 2 the ranks exchange updated parameters before `step()` returns.
         """
         w = self.workload
         gathers = []
@@ -188,7 +204,7 @@ class TrainingLoop(ABC):
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 
     def _reduced(self, layer: int, after: int) -> tuple[int, int]:
-        """Append to the schedule the reduction of a layer's gradients.
+        """Append to the schedule the reduction of a layer's gradients over the ranks.
 
         Return the op that the next layer's backward waits for, and the last op of the reduction.
         """
@@ -206,7 +222,10 @@ class TrainingLoop(ABC):
 
 
 def reduce_parts(workload: Workload, layer: int) -> tuple[int, int]:
-    """Return the bytes of a layer's gradient reduction that the next layer's backward waits for, and the rest."""
+    """Return two parts of a layer's gradient reduction over the network, in bytes.
+
+    The next layer's backward waits for the first part, and runs at the same time as the second.
+    """
     size = workload.layers[layer].network_reduce_bytes
     beside = round(size * workload.reduced_beside)
     return size - beside, beside

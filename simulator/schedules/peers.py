@@ -1,4 +1,6 @@
-"""Schedules of DeepSpeed's own offloads and of published improvements on them, as DeepSpeed 0.19.8 runs them."""
+"""Builders of schedules for DeepSpeed's own offloading strategies (as of version 0.19.8) and for
+published improvements.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -117,16 +119,19 @@ class StockLoop(TrainingLoop):
         self.written_back: list[int] = []
 
     def _residents(self, count: int) -> int:
-        """Return the number of subgroups with optimizer state in GPU memory.
+        """Return the number of the given subgroups that keep their optimizer state in GPU memory.
 
-        DeepSpeed 0.19.8 rounds this number down. Older builds round the number of subgroups in host memory down.
+        DeepSpeed 0.19.8 rounds this number down. Older builds round the number of subgroups in host memory
+        down.
         """
         if self.options.counts_host:
             return count - int(self.options.host_ratio * count + 1e-9)
         return int((1 - self.options.host_ratio) * count)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Return the schedule of all ops, with the memory that is in use throughout an iteration."""
+        """Return the ops that were appended so far as a schedule, with the memory that is in use throughout an
+        iteration.
+        """
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.staged), default=0)
@@ -151,16 +156,16 @@ class StockLoop(TrainingLoop):
 
     @property
     def gone_bytes(self) -> int:
-        """Return the bytes by which GPU memory is smaller because parameters are kept in host memory.
+        """Return the bytes of parameters that are in host memory, so that GPU memory needs to hold fewer.
 
-        They are 0 in this loop, which keeps all parameters in GPU memory.
+        The result is 0 in this loop, which keeps all parameters in GPU memory.
         """
         return 0
 
     # -- gradients ---------------------------------------------------------------------------
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append to the schedule the copies of a layer's gradients to the host.
+        """Append to the schedule the copies of one layer's gradients to the host in one micro-batch.
 
         CPU updates that may run during backward are appended too.
         """
@@ -175,9 +180,9 @@ class StockLoop(TrainingLoop):
                 self.updated[subgroup] = self._update_host(subgroup, [on_host])
 
     def backward(self, micro_step: int) -> None:
-        """Append to the schedule a backward.
+        """Append to the schedule the backward of one micro-batch.
 
-        It ends when all gradient copies have ended, because DeepSpeed waits for them.
+        It ends when all gradient copies to the host have ended, because DeepSpeed waits for them.
         """
         self.missing = [len(layers) for layers in self.layers_of]
         super().backward(micro_step)
@@ -205,10 +210,12 @@ class StockLoop(TrainingLoop):
         return self._waited_for(layer, moved) if self.options.gradients in UNPINNED else moved
 
     def _goes_to_host(self, subgroup: int) -> bool:
-        """Return True if a subgroup's gradients are copied to host memory.
+        """Return True if a subgroup's gradients are copied to host memory in the simulated DeepSpeed run.
 
-        If updates on the CPU and the GPU run at the same time (``interleaved`` in `StockOptions`), the gradients of
-        a subgroup that the GPU updates stay on the GPU.
+        They are not if the subgroup's state is in GPU memory. If updates on the CPU and the GPU run at the
+        same time
+        (``interleaved`` in `StockOptions`), the gradients of a subgroup that the GPU updates stay on the
+        GPU too.
         """
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 
@@ -216,7 +223,8 @@ class StockLoop(TrainingLoop):
         return self.options.updates == "interleaved" and subgroup in self.staged
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients of updates on the GPU.
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay there for
+        updates on the GPU.
 
         Memory for the whole gradient of a subgroup is allocated when the first layer's part of it is ready.
         """
@@ -228,7 +236,9 @@ class StockLoop(TrainingLoop):
         return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
-        """Append to the schedule one layer's part of the time that a profile measured for copying gradients."""
+        """Append to the schedule one layer's part of the seconds that a profile measured for DeepSpeed's
+        copies of gradients.
+        """
         w = self.workload
         part = w.layers[layer].params / (w.params * w.gradient_accumulation_steps)
         elements = w.layers[layer].params
@@ -242,9 +252,10 @@ class StockLoop(TrainingLoop):
         )
 
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
-        """Append to the schedule a gradient copy that the host waits for, and its conversion to fp32.
+        """Append to the schedule a copy of gradients to the host that the host thread waits for, and a
+        conversion to fp32.
 
-        One CPU core converts. The host launches nothing else meanwhile.
+        One CPU core converts. The host thread launches nothing else meanwhile.
         """
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(
@@ -330,7 +341,8 @@ class StockLoop(TrainingLoop):
         return self._parameters_to_device(subgroup, [after, done])
 
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append to the schedule the update of a subgroup on the CPU: unscale, Adam, and conversion to 16 bits.
+        """Append to the schedule the update of a subgroup on the CPU by DeepSpeed: unscale, Adam, and
+        conversion to 16 bits.
 
         The machine's rate for DeepSpeed's CPU update covers all three.
         """
@@ -390,9 +402,8 @@ class StockLoop(TrainingLoop):
         )
 
     def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:
-        """Append to the schedule the update of a subgroup on the GPU.
-
-        It frees ``gradient_bytes`` of GPU memory at its end.
+        """Append to the schedule the update of a subgroup by the GPU, which frees ``gradient_bytes`` of GPU
+        memory at its end.
         """
         return self.out.add(
             OpKind.UPDATE_DEVICE,
@@ -406,7 +417,8 @@ class StockLoop(TrainingLoop):
         )
 
     def _stage(self, subgroup: int, after: int) -> int:
-        """Append to the schedule an update on the GPU, with copies of its state from host memory and back.
+        """Append to the schedule a staged update: a subgroup's state is copied to the GPU, updated there, and
+        copied back.
 
         If the fp32 gradient is in host memory, it is copied too.
         """
@@ -437,7 +449,9 @@ class DeviceLoop(TrainingLoop):
     """The simulated training loop without offload: all optimizer state is in GPU memory."""
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients, which stay until the step."""
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients, which stay there
+        until the step.
+        """
         if micro_step > 0:
             return 0
         return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
@@ -484,7 +498,9 @@ class DeviceLoop(TrainingLoop):
         )
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the schedule of all ops, with the memory that is in use throughout an iteration."""
+        """Return the ops that were appended so far as a schedule, with the memory that is in use throughout an
+        iteration.
+        """
         w = self.workload
         return Schedule(
             ops=tuple(self.out.ops),

@@ -1,7 +1,9 @@
-"""The simulated training iteration under any plan: forward, backward, gradient reductions and waits for updates.
+"""The base of simulated training loops under a plan: forward, backward, gradient reductions and waits
+for updates.
 
 The ops of a subgroup's gradient and update are added by subclasses: by the builder of schedules
-(`ebbtide.simulator.schedules.ebbtide`), and by the compiled simulator by way of a recorded iteration
+(`ebbtide.simulator.schedules.ebbtide`), and by the compiled simulator by way of a recorded
+iteration
 (`ebbtide.simulator.schedules.tape`). Forward and backward are written only here.
 """
 
@@ -17,11 +19,12 @@ from ebbtide.simulator.workload import Workload
 
 
 class Part(NamedTuple):
-    """A part of a subgroup's gradient: the part that one layer contributes. It is sent after the layer's backward.
+    """One layer's part of a subgroup's gradient. It is copied or summed after the layer's backward.
 
     Attributes:
         number: Position among all parts of a workload.
-        last: True for the part of the subgroup's first layer. It comes last in backward and completes the
+        last: True for the part of the subgroup's first layer. It comes last in backward and completes
+            the
             gradient.
     """
 
@@ -54,7 +57,13 @@ class PlannedLoop(TrainingLoop):
     """
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
-        """Set up a training loop under a plan. With ``overlaps`` a step returns while updates are still running."""
+        """Set up a simulated training loop under a plan.
+
+        Args:
+            workload: Workload that is trained.
+            locations: Memory that holds each subgroup's 16-bit parameters.
+            overlaps: True if a step returns while updates are still running.
+        """
         super().__init__(workload)
         self.locations, self.overlaps = locations, overlaps
         self.fetched = fetched_elements(workload, locations)
@@ -70,18 +79,20 @@ class PlannedLoop(TrainingLoop):
 
     @abstractmethod
     def prefetch(self) -> None:
-        """Start copying optimizer state from host memory to the GPU for updates there.
+        """Start copying optimizer state from host memory to the GPU, for updates on the GPU in this step.
 
-        This begins when the last layer's backward of the last micro-batch has ended, because the runtime notices by
+        This begins when the last layer's backward of the last micro-batch has ended, because the runtime
+        notices by
         that layer's gradient that this backward has begun.
         """
 
     @abstractmethod
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        """Append to the schedule the updates that follow the gradient norm.
+        """Append to the schedule the updates that follow the gradient norm, which is the op ``norm``.
 
         Returns:
-            Two sequences by subgroup: the op after which its parameters are new, and the last op of its update.
+            Two values by subgroup: the op after which its parameters are new (a dict), and the last op of
+                its update.
         """
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
@@ -115,10 +126,12 @@ class PlannedLoop(TrainingLoop):
         return super().before_pass(layer, waits, backward=backward)
 
     def _issued(self, layer: int, waits: list[int]) -> int:
-        """Append to the schedule the training thread's time to launch a layer after waiting for parameters.
+        """Append to the schedule the training thread's time to launch a layer's kernels after it waited for
+        parameters.
 
-        The thread waits for the copy of the parameters, or until the last op of their update is launched. Before
-        that, no kernel of the layer is queued on the GPU.
+        The thread waits for the copy of the layer's parameters to the GPU, or until the last op of their
+        update is launched.
+        Before that, no kernel of the layer is queued on the GPU.
         """
         return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
@@ -129,9 +142,8 @@ class PlannedLoop(TrainingLoop):
             self.gradient_reduced(part, micro_step, after)
 
     def step(self) -> None:
-        """Append to the schedule the gradient norm, and then the updates of the CPU's and the GPU's queues.
-
-        Each queue has the plan's order.
+        """Append to the schedule the gradient norm, and then all updates on the CPU and on the GPU in the
+        plan's order.
         """
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()])
         new, self.ends = self.updates(norm)

@@ -1,4 +1,6 @@
-"""The settings that a comparison tries for each strategy by default, such as ratios of Twin-Flow."""
+"""The options that a comparison of offloading strategies tries by default, such as several ratios of
+Twin-Flow.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -10,9 +12,14 @@ Setting = Mapping[str, Any]
 
 
 def settings(name: str, subgroups: int) -> Iterator[Setting]:
-    """Yield the sets of options of `build_strategy` to try for a strategy, given the number of subgroups.
+    """Yield the sets of options that a comparison tries for an offloading strategy, as arguments of
+    `build_strategy`.
 
     A strategy without options yields one empty set.
+
+    Args:
+        name: Name of the strategy.
+        subgroups: Number of subgroups of optimizer state.
     """
     yield from SETTINGS.get(name, _none)(subgroups)
 

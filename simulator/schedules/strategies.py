@@ -1,4 +1,6 @@
-"""The offload strategies that can be simulated, by name: DeepSpeed's own, published improvements, and ebbtide."""
+"""The offloading strategies that can be simulated, by name: DeepSpeed's own, published improvements,
+and ebbtide.
+"""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -18,12 +20,15 @@ LARGEST_STRIDE = 100  # published runs have some that are larger than their numb
 
 
 def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule:
-    """Return the schedule of ops of a strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
+    """Return the schedule of ops of an offloading strategy: ``build_strategy("twin_flow", workload,
+    ratio=0.4)``.
 
-    All strategies take the option ``iterations`` (default 3). `STRATEGIES` lists the names and further options.
+    All strategies take the option ``iterations`` (default 3). `STRATEGIES` lists the names and further
+    options.
 
     Raises:
-        ValueError: The strategy or an option does not exist, an option is out of its range, or DeepSpeed does not
+        ValueError: The strategy or an option does not exist, an option is out of its range, or
+            DeepSpeed does not
             have the strategy at the workload's ZeRO stage.
     """
     if name not in STRATEGIES:
@@ -69,7 +74,7 @@ _KINDS: Mapping[type, tuple[type, str]] = {
 
 
 def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
-    """Check that the value of a strategy's option has the option's type.
+    """Raise an error unless the value of an offloading strategy's option has one of the option's types.
 
     Options that accept only certain strings are not checked here, but by the strategy itself.
     """
@@ -117,7 +122,9 @@ def zero3_offload_unpinned(
 
 
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
-    """Return the schedule of ZeRO-3 offload with simulated gradient copies, even if a profile measured their time."""
+    """Return the schedule of ZeRO-3 offload with a simulated time of gradient copies, even if a profile
+    measured this time.
+    """
     options = StockOptions(gradients="asynchronous")
     return _stock(workload, "zero3_offload_async", options, iterations)
 
@@ -306,7 +313,10 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
 
 
 def spread(staged: int, count: int) -> list[Placement]:
-    """Return ``count`` placements of subgroups: ``staged`` of them ``device``, evenly spread, all others ``host``."""
+    """Return ``count`` placements of subgroups: ``staged`` of them ``device`` (updated on the GPU), evenly
+    spread among
+    ``host``.
+    """
     return ["device" if (i + 1) * staged // count > i * staged // count else "host" for i in range(count)]
 
 
@@ -340,12 +350,16 @@ _STAGES: Mapping[str, tuple[int, ...]] = {"zero_offload": (1, 2), "no_offload": 
 
 
 def stages(name: str) -> tuple[int, ...]:
-    """Return the ZeRO stages at which a strategy exists in DeepSpeed or ebbtide."""
+    """Return the numbers of the ZeRO stages at which an offloading strategy exists in DeepSpeed or
+    ebbtide.
+    """
     return _STAGES.get(name, (3,))
 
 
 def stock_offload(stage: int) -> str:
-    """Return the name of DeepSpeed's own offload strategy at a ZeRO stage."""
+    """Return the name of the strategy that simulates DeepSpeed's own offload of optimizer state at a ZeRO
+    stage.
+    """
     return "zero3_offload" if stage == 3 else "zero_offload"
 
 

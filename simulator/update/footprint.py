@@ -1,4 +1,6 @@
-"""The number of bytes that a plan needs in each memory. No other module computes them."""
+"""The computation of the bytes that training under a plan needs in each memory. No other module
+computes these bytes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ ByKind = dict[str, dict[Kind, int]]  # the same, by memory and kind
 
 
 def footprint(workload: Workload, plan: Plan) -> Footprint:
-    """Return the bytes of GPU memory, host memory and storage that one rank uses throughout an iteration of a plan."""
+    """Return the bytes of GPU memory, host memory and storage that one rank uses throughout an iteration
+    under a plan.
+    """
     return totals(footprint_by_kind(workload, plan))
 
 
@@ -93,14 +97,15 @@ def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
 
 
 def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[int]:
-    """Return, for each layer, the number of its parameter elements that are kept in host memory."""
+    """Return a list of the number of each layer's parameter elements that are kept in host memory."""
     if "host" not in locations:
         return [0] * len(workload.layers)
     return [sum(n for s, n in held if locations[s] == "host") for held in workload.shares()]
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Return by how many parameter elements GPU memory is smaller because parameters are kept in host memory.
+    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in
+    host memory.
 
     The elements of the layers that run are copied to the GPU, and take GPU memory all the same.
 
@@ -115,7 +120,15 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
 
 def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool) -> int:
-    """Return the number of a layer's parameter elements that are copied from host memory for a forward or backward."""
+    """Return the number of one layer's parameter elements that are copied from host memory to the GPU for
+    a forward or backward.
+
+    Args:
+        layer: Layer of the workload.
+        elements: Number of the layer's parameter elements that are kept in host memory.
+        micro_step: Number of the micro-batch.
+        backward: True for the copies before backward.
+    """
     gathered = layer.params
     if backward:
         gathered = layer.params if layer.regathered_params is None else layer.regathered_params
@@ -125,7 +138,9 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
 
 
 def fetches_of_a_step(workload: Workload) -> list[float]:
-    """Return, for each layer, how many times per step its parameters are copied to the GPU if kept in host memory."""
+    """Return, for each layer, the number of copies per step of a parameter to the GPU, if it is kept in
+    host memory.
+    """
     micro_batches = range(workload.gradient_accumulation_steps)
     return [
         sum(fetched_for(layer, layer.params, m, backward=backward) for m in micro_batches for backward in (False, True))
@@ -168,10 +183,11 @@ class Holding:
         kept: int = 1,
         state_stays: bool = False,
     ) -> Self:
-        """Return the bytes per parameter in each memory that training with a given optimizer needs.
+        """Return the bytes per parameter that training with an optimizer needs in each memory, at a precision
+        and ZeRO stage.
 
-        They also depend on the precision and the ZeRO stage. Below ZeRO-3, DeepSpeed's flat partitions in host memory
-        have space for all state, even if it is in GPU memory.
+        Below ZeRO-3, DeepSpeed's flat partitions in host memory have space for all state, even if it is in
+        GPU memory.
 
         Args:
             state_stays: True if there is such space under ZeRO-3 too (`Workload.state_stays`).
@@ -277,7 +293,13 @@ class Holding:
         return self.slot_bytes(slot, max(*waiting, *early_updates, 0), early_updates=any(early_updates))
 
     def slots(self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-        """Return the number of buffers of each kind, given the subgroups with normal and with early updates."""
+        """Return the number of buffers of each kind under a plan, as a dict.
+
+        Args:
+            both: Numbers and sizes of the subgroups with normal updates, and of those with early updates.
+            staging_slots: Staging buffers of the plan.
+            host_slots: Buffers in host memory for stored state.
+        """
         waiting, early = both[0][0], both[1][0]
         return {
             slot: slot_limit(
@@ -348,9 +370,10 @@ def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
 
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
-    """Return a plan's numbers and sizes of subgroups by placement and parameter location, as `tally` does.
+    """Return a plan's numbers and sizes of subgroups, for each placement and parameter location, as
+    `tally` does.
 
-    The first value is for updates that wait for the gradient norm, the second for early ones.
+    The first value is for updates that wait for the gradient norm, the second for early updates.
     """
     every = [(size, way.placement, way.parameters, way.early) for size, way in zip(sizes, plan.ways, strict=True)]
     first, second = (
@@ -371,16 +394,19 @@ def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
 
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
-    """Return the number of parameters with gradients that a plan accumulates on the GPU."""
+    """Return the number of parameters with gradients that a plan accumulates on the GPU over several
+    micro-batches.
+    """
     return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
 
 
 def tally(
     sizes: Iterable[int], placements: Sequence[Placement], locations: Sequence[ParameterLocation] = ()
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return the number of subgroups, their elements, and the largest subgroup's elements, for each of `plain_ways`.
+    """Return three lists: the number of subgroups, their elements, and the elements of the largest one.
 
-    These are the combinations of a placement and a parameter location.
+    Each list has a value for each of `plain_ways`, the combinations of a placement and a parameter
+    location.
 
     Args:
         sizes, placements: Elements and placement of each subgroup.
@@ -396,18 +422,21 @@ def tally(
 
 
 def kept_steps(keep: int) -> int:
-    """Return the number of finished steps whose stored state the drives hold, if ``keep`` checkpoints are kept.
+    """Return the number of finished steps with state on the drives, if a plan keeps ``keep`` checkpoints.
 
-    The number is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the drives.
+    The number is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the
+    drives.
     """
     return max(1, keep)
 
 
 def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage: int) -> bool:
-    """Return True if gradients of the previous accumulation window stay in host memory while new ones arrive.
+    """Return True if gradients of the previous step's micro-batches stay in host memory while those of
+    this step arrive.
 
-    That is so if the gradients of micro-batches are accumulated in host memory. The reason is that DeepSpeed
-    applies the old gradient again if the last micro-batch of a window does not use a parameter.
+    That is so if the gradients of micro-batches are accumulated in host memory. The reason is that
+    DeepSpeed
+    applies the old gradient again if the last micro-batch of a step does not use a parameter.
     """
     return micro_batches > 1 and not adds_on_device(stage, gradient_bytes, wire_bytes)
 

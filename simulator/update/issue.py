@@ -1,8 +1,11 @@
-"""The state machine that decides which op of the optimizer's update is issued next.
+"""The state machine that decides which op of the optimizer's updates is issued next, in simulation and
+training.
 
-The builder of simulated schedules and the runtime's executor both use it. They report events: a gradient is
-complete, or the gradient norm is known. The machine then calls their function ``add`` for each op. The
-builder appends the op to a schedule, and the executor submits it to run.
+The builder of simulated schedules and the runtime's executor report events to it: a gradient is
+complete, or the
+gradient norm is known. The machine then calls their function ``add`` for each op. The builder
+appends the op to a
+schedule, and the executor submits it to run.
 """
 
 from __future__ import annotations
@@ -81,14 +84,18 @@ class Issue(Generic[Op]):
         self._coming: deque[int] = deque()
 
     def ahead(self, behind: Op | None = None) -> None:
-        """Issue the ops that may already start for the next optimizer step, such as reads of stored state."""
+        """Issue the ops of updates that may already start for the next optimizer step, such as reads of state
+        from drives.
+        """
         for subgroup in self._first(ahead=True):
             self._start(subgroup, behind)
 
     def backward(self, behind: Op | None, *, early: bool = True) -> None:
-        """Start copying state to the GPU for updates there, because gradients of the last micro-batch are arriving.
+        """Start copying state to the GPU for updates there, when the first gradient of the last micro-batch is
+        complete.
 
-        Subgroups that are updated early come first. Further calls in the same step do nothing. State that is still in
+        Subgroups that are updated early come first. Further calls in the same step do nothing. State that
+        is still in
         its staging buffer (GPU memory for one subgroup) after a skipped step is not copied again.
 
         Args:
@@ -122,8 +129,12 @@ class Issue(Generic[Op]):
     def norm(self, op: Op) -> tuple[dict[int, Op], list[Op]]:
         """Issue all remaining ops of an optimizer step's updates, because the gradient norm is known.
 
+        Args:
+            op: Op that computes the norm.
+
         Returns:
-            Two sequences by subgroup: the op after which its parameters are new, and the last op of its update.
+            Two values by subgroup: the op after which its parameters are new (a dict), and the last op of
+                its update.
         """
         late = {s for s in self.arrival if self.early.get(s, (0,))[0] < self._now[s].before_norm}
         new: dict[int, Op] = {}
@@ -141,7 +152,10 @@ class Issue(Generic[Op]):
         return new, ends
 
     def skip(self) -> None:
-        """End an optimizer step that updates nothing. State in a staging buffer stays there for the next step."""
+        """End an optimizer step that updates nothing, such as after an overflow.
+
+        State in a staging buffer (GPU memory for one subgroup) stays there for the next step.
+        """
         for subgroup in list(self.early):
             self.drop(subgroup)
         self._end()
@@ -186,12 +200,14 @@ class Issue(Generic[Op]):
     def _first(self, *, ahead: bool) -> Iterator[int]:
         """Yield the subgroups that get a buffer for their state before the gradient norm is known.
 
-        Their state is copied or read into this buffer, where the update after the gradient norm finds it. Subgroups
+        Their state is copied or read into this buffer, where the update after the gradient norm finds it.
+        Subgroups
         that are updated early are not included.
 
         Args:
-            ahead: True for buffers that are given already at the end of the previous step (`Slot.ahead`), False for
-                those that are given during backward.
+            ahead: True for buffers that are already taken at the end of the previous step (`Slot.ahead`),
+                False for
+                those that are taken during backward.
         """
         left = dict(self.limits)
         for subgroup in self.order:

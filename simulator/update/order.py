@@ -1,6 +1,7 @@
-"""The order of updating subgroups, separately for those that the CPU and those that the GPU updates.
+"""The order of updating subgroups of optimizer state, separately for the CPU's updates and the GPU's.
 
-Backward completes the last layers' gradients first, but the next forward needs the first layers' parameters
+Backward completes the last layers' gradients first, but the next forward needs the first layers'
+parameters
 first. The machine determines which order is better, so the order is part of the plan.
 """
 
@@ -37,7 +38,11 @@ class UpdateOrder(BaseModel):
     device: Direction | Spans = "forward"
 
     def of(self, queue: Queue, members: Sequence[int]) -> list[int]:
-        """Return the subgroups of one queue (CPU or GPU updates), given in ascending order, in the order of updates.
+        """Return subgroups in the order in which the plan updates them.
+
+        Args:
+            queue: Queue of the subgroups: updates on the CPU, or updates on the GPU.
+            members: Subgroups of the queue, in ascending order.
 
         Raises:
             ValueError: The order does not contain a subgroup, or contains it twice.
@@ -77,9 +82,10 @@ def _walk(first: int, last: int) -> range:
 
 
 def compact(sequence: Sequence[int]) -> Direction | Spans:
-    """Return an order of subgroups in its shortest form.
+    """Return an order of updating subgroups in its shortest form, as a plan file stores it.
 
-    ``forward`` is the order of the layers, ``arrival`` is the reverse. Any other order is returned as spans: pairs of
+    ``forward`` is the order of the layers, ``arrival`` is the reverse. Any other order is returned as
+    spans: pairs of
     the first and the last of consecutive subgroups.
     """
     rank = {subgroup: i for i, subgroup in enumerate(sorted(sequence))}
@@ -104,16 +110,19 @@ def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ..
     """Return all subgroups in the order of the completion of their gradients during backward.
 
     Args:
-        layers_of_subgroups: For each subgroup, in the order of the layers, the layers that have parameters in it.
+        layers_of_subgroups: For each subgroup, in the order of the layers, the layers that have
+            parameters in it.
     """
     first = [layers[0] if layers else -1 for layers in layers_of_subgroups]
     return tuple(sorted(range(len(first)), key=lambda s: (first[s], s), reverse=True))
 
 
 def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[int, ...]:
-    """Return all subgroups of a plan in one sequence that keeps the order of the CPU's and of the GPU's updates.
+    """Merge the order of the CPU's updates and the order of the GPU's updates into one sequence of all
+    subgroups.
 
-    Both queues take turns as in the order of the layers. They do not wait for each other, so only the order
+    Both queues take turns as in the order of the layers. They do not wait for each other, so only the
+    order
     within each queue matters. Some users, such as the writers of a checkpoint, need one sequence.
 
     Raises:
@@ -127,7 +136,9 @@ def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[in
 
 
 def order_of(issue: Iterable[int], placements: Sequence[Placement]) -> UpdateOrder:
-    """Return the order of the CPU's and of the GPU's updates that one sequence of all subgroups implies."""
+    """Return the order of the CPU's updates and the order of the GPU's updates, given one sequence of all
+    subgroups.
+    """
     lanes: dict[Queue, list[int]] = {queue: [] for queue in Queue}
     for subgroup in issue:
         lanes[RECIPES[placements[subgroup]].queue].append(subgroup)

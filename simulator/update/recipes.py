@@ -1,8 +1,12 @@
-"""Recipes: the sequences of ops of a subgroup's gradient and update, for each placement of optimizer state.
+"""Recipes: the sequences of ops for a subgroup's gradient and update, for each placement of optimizer
+state.
 
-A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what it waits
-for. The builder of schedules, the compiled simulator and the computation of memory read `RECIPES`. The
-runtime's executor follows them through the schedule. The lower bounds read the same ops and `Bytes`.
+A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what
+it waits
+for. The builder of schedules, the compiled simulator and the computation of memory read `RECIPES`.
+The
+runtime's executor follows them through the schedule. The lower bounds read the same ops and
+`Bytes`.
 """
 
 from __future__ import annotations
@@ -26,9 +30,10 @@ HOST_SLOTS = 3  # where a plan says nothing else: one read into, one updated, on
 
 
 class Queue(StrEnum):
-    """A queue of updates: those on the CPU (host) or those on the GPU (device).
+    """The queue to which a subgroup's update belongs: updates on the CPU ("host") or updates on the GPU
+    ("device").
 
-    Its subgroups are updated one after the other, in the plan's order.
+    The subgroups of a queue are updated one after the other, in the plan's order.
     """
 
     HOST = "host"
@@ -50,9 +55,11 @@ class Slot(StrEnum):
 
     @property
     def ahead(self) -> bool:
-        """Return True if this kind of buffer may be taken for the next optimizer step as soon as it is free.
+        """Return True if a buffer of this kind may be filled for the next optimizer step as soon as the buffer
+        is free.
 
-        That is not so in GPU memory, because activations need the memory until the end of their backward.
+        That is not so for buffers in GPU memory, because activations need the memory until the end of their
+        backward.
         """
         return self.memory == "host"
 
@@ -113,9 +120,11 @@ def _adams(amounts: Bytes) -> float:
 
 
 def _unfused(amounts: Bytes) -> float:
-    """Return the host memory traffic per parameter of DeepSpeed's separate unscale, update and conversion passes.
+    """Return the bytes of host memory traffic per parameter of DeepSpeed's separate passes: unscale,
+    update, conversion.
 
-    The unscale pass reads and writes the fp32 gradient. The conversion to 16 bits reads the master, and writes a
+    The unscale pass reads and writes the fp32 gradient. The conversion to 16 bits reads the master, and
+    writes a
     cache line that it fetches first.
     """
     return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
@@ -237,15 +246,16 @@ class Recipe:
 
     @cached_property
     def before_norm(self) -> int:
-        """Return the number of ops at the start of an update that do not wait for the gradient norm.
+        """Return the number of ops at the start of a subgroup's update that do not wait for the gradient norm.
 
-        They wait only for the gradient and for buffers.
+        These ops wait only for the gradient and for buffers.
         """
         return next(i for i, step in enumerate(self.steps) if Wait.NORM in step.waits)
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return the op that copies from host memory to another memory (GPU or storage), which reads DRAM.
+    """Return a recipe's op that copies from host memory to another memory (GPU or storage), which reads
+    DRAM.
 
     Args:
         lane: Lane (queue of ops) of the copy, if it is not the usual one for copies to that memory.
@@ -256,7 +266,8 @@ def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | N
 
 
 def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return the op that copies from another memory (GPU or storage) to host memory, which writes to DRAM.
+    """Return a recipe's op that copies from another memory (GPU or storage) to host memory, which writes
+    to DRAM.
 
     Args:
         lane: Lane (queue of ops) of the copy, if it is not the usual one for copies from that memory.
@@ -300,9 +311,10 @@ def _behind_the_norm(publish: Step) -> Step:
 
 
 def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
-    """Return the ops of an update on the GPU that starts before the gradient norm is known.
+    """Return the ops of a subgroup's update on the GPU that starts before the gradient norm is known.
 
-    New state is copied to another host buffer than that of the old state. New parameters are copied along, and
+    New state is copied to another host buffer than that of the old state. New parameters are copied
+    along, and
     wait there until the norm is known.
     """
 
@@ -424,12 +436,14 @@ def recipe_of(
 
 
 def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
-    """Return, for each kind of buffer, how many buffers the updates under a plan use.
+    """Return a dict from each kind of buffer to the number of buffers that the updates under a plan use.
 
     There are never more buffers of a kind than subgroups that use this kind.
 
     Args:
+        staging_slots: Staging buffers of the plan.
         recipes: Ops of the update of each subgroup.
+        host_slots: Buffers in host memory for stored state.
     """
     users = Counter(slot for recipe in recipes for slot in recipe.slots)
     return {slot: slot_limit(slot, staging_slots, users[slot], host_slots) for slot in Slot}
@@ -445,9 +459,11 @@ def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOS
 
 
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
-    """Return, by kind, the number of buffers that subgroups may take before the gradient norm is known.
+    """Return a dict from each kind of buffer to the number that may be filled before the gradient norm is
+    known.
 
-    Early updates are not counted. The plan limits staging buffers by ``prefetch``, because they share GPU memory
+    Early updates are not counted. The plan limits staging buffers by ``prefetch``, because they share
+    GPU memory
     with activations. Buffers in host memory may all be taken.
 
     Args:

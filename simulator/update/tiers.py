@@ -39,7 +39,10 @@ class Tier:
     out_of: Way | None = None
 
     def capacity_bytes(self, machine: Machine, ranks: int = 1) -> int | None:
-        """Return the bytes of a memory tier that one of a node's ranks has. None if the machine does not tell."""
+        """Return the bytes of a memory tier (GPU, host or storage) that each of ``ranks`` ranks of a node has.
+
+        The result is None if the machine's profile does not have the size.
+        """
         if not self.capacity:
             return None
         return int(getattr(machine, self.capacity)) // (ranks if self.shared else 1)
