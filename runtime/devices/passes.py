@@ -1,7 +1,11 @@
-"""The forward and backward of watched steps: their time on the GPU, without the time in which the GPU waits for copies.
+"""The forward and backward of watched training steps: their time on the GPU, less the time that the GPU
+waits for
+copies.
 
-The GPU waits if backward must not run ahead of the copies of gradients to host memory, or if a layer's parameters
-are still being copied to the GPU. Events on the training stream show these waits, without a synchronization.
+The GPU waits if backward must not run ahead of the copies of gradients to host memory, or if a layer's
+parameters
+are still being copied to the GPU. Events on the training stream show these waits, without a
+synchronization.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """The part of a subgroup that a parameter's gradient fills, in elements of the subgroup."""
+    """The part of a subgroup that the gradient of one parameter fills, in elements of the subgroup."""
 
     subgroup: int
     offset: int
@@ -27,13 +31,16 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """The forward or backward of the first micro-batch of a step. All times are of one clock.
+    """The measured forward or backward of the first micro-batch of a training step. All times are of one
+    clock.
 
     Below ZeRO-3, it can also be the exchange of updated parameters among the ranks at the end of the step.
 
     Attributes:
-        waits: Start and end of each interval in which the GPU waits for a copy. They ascend and do not overlap.
-        made: Gradients of a backward in the order in which the GPU computes them, each with the time of its end.
+        waits: Start and end of each interval in which the GPU waits for a copy. They ascend and do not
+            overlap.
+        made: Gradients of a backward in the order in which the GPU computes them, each with the time of its
+            end.
     """
 
     kind: OpKind
@@ -45,17 +52,24 @@ class Pass:
 
     @property
     def computed_s(self) -> float:
-        """Return the seconds in which the GPU computes."""
+        """Return the seconds of this forward or backward in which the GPU computes and does not wait for a
+        copy.
+        """
         return self.computed_between_s(self.start_s, self.end_s)
 
     def computed_between_s(self, start_s: float, end_s: float) -> float:
-        """Return the seconds between two times in which the GPU does not wait for a copy."""
+        """Return the seconds between two times of this forward or backward in which the GPU does not wait
+        for a copy.
+        """
         waited_s = sum(max(0.0, min(end_s, last) - max(start_s, first)) for first, last in self.waits)
         return max(0.0, end_s - start_s - waited_s)
 
 
 def disjoint(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Return the union of intervals as ascending intervals that do not overlap. Empty intervals are left out."""
+    """Return the union of time intervals as intervals in ascending order that do not overlap.
+
+    Empty intervals are left out.
+    """
     merged: list[tuple[float, float]] = []
     for start_s, end_s in sorted(pair for pair in intervals if pair[1] > pair[0]):
         if merged and start_s <= merged[-1][1]:
@@ -66,7 +80,9 @@ def disjoint(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, flo
 
 
 class Clock(Protocol):
-    """The part of the interface of `ebbtide.runtime.devices.base.Device` that tells moments of the training stream."""
+    """The part of the interface of `ebbtide.runtime.devices.base.Device` that dates work on the training
+    stream.
+    """
 
     def training_streams(self) -> list[Any]: ...
     def moment(self, stream: Any = None) -> Moment: ...
@@ -111,11 +127,11 @@ class WatchedPasses:
         self._now: _Noted | None = None
 
     def begins(self, kind: OpKind, iteration: int) -> None:
-        """Record the start of a pass of an iteration.
+        """Record the start of a forward, a backward or an exchange of parameters in a training iteration.
 
         A forward is recorded if no backward of the iteration has begun. It takes the place of an earlier one, which
-        was an evaluation or has failed. Of the other kinds, the first pass is recorded. DeepSpeed may call this
-        method several times in one backward.
+        was an evaluation or has failed. Of the other kinds, the first one of an iteration is recorded. DeepSpeed may
+        call this method several times in one backward.
         """
         last = OpKind.BACKWARD if kind == OpKind.FORWARD else kind
         if (last, iteration) in self._noted:
@@ -125,13 +141,13 @@ class WatchedPasses:
         self._now = self._noted[kind, iteration] = _Noted(kind, iteration, self._device.moment(self._stream))
 
     def ends(self, kind: OpKind) -> None:
-        """Record the end of the forward or backward that began last."""
+        """Record the end of the forward or backward whose start was recorded last."""
         if self._now is not None and self._now.kind == kind:
             self._now.end = self._device.moment(self._stream)
             self._now = None
 
     def will_wait(self, ends: Iterable[Completion]) -> None:
-        """Record that the next work on the training stream waits for the given copies."""
+        """Record that the next work on the training stream waits for the ends of the given copies."""
         if self._now is not None:
             missing = [end for end in ends if not end.ended]
             if missing:
@@ -148,10 +164,10 @@ class WatchedPasses:
             self._now.made.append((self._device.moment(self._stream), tuple(places)))
 
     def forget(self, iteration: int) -> None:
-        """Drop the passes of an iteration."""
+        """Drop the recorded forward and backward of a training iteration."""
         self._noted = {key: noted for key, noted in self._noted.items() if key[1] != iteration}
 
     def passes(self) -> list[Pass]:
-        """Return the recorded passes that the GPU has finished."""
+        """Return the recorded forwards and backwards that the GPU has finished, in one list."""
         read = (noted.read() for noted in self._noted.values())
         return [found for found in read if found is not None]

@@ -1,1 +1,3 @@
-"""Plans that are made or changed while training runs, and comparisons of predicted with measured times."""
+"""Plans that are made or changed while training runs, and comparisons of their predicted with measured
+times.
+"""

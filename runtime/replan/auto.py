@@ -53,7 +53,8 @@ def host_plan(
 
 
 def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
-    """Arrange that a new plan is made and used after the first `WATCHED_STEPS` training steps.
+    """Arrange that the first `WATCHED_STEPS` training steps are measured, and that a better plan is then
+    made and used.
 
     Args:
         machine: The machine's rates. If None, they are measured once per node, or read from the profiler's
@@ -69,7 +70,10 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
 
 @dataclass
 class _Automatic:
-    """A counter of the first training steps, which are measured. After the last of them it makes a new plan."""
+    """A counter of the first training steps, which are measured for ``plan="auto"``. After the last of
+    them, its method
+    `on_step` makes a new plan from the measured times and switches to it.
+    """
 
     session: Session
     machine: Machine
@@ -128,7 +132,10 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
 
 
 def _agreed(mine: Workload, session: Session) -> Workload:
-    """Return the workload with the medians of all ranks' times, and with the clip rate that was counted."""
+    """Return this rank's measured workload, with the medians over ranks of the times of forward, backward
+    and
+    parameter exchange, and with the clip rate that was counted in training.
+    """
     nodes, ranks = nodes_and_ranks()
     own = mine.forward_s, mine.backward_s, mine.step_gather_s
     every = [statistics.median(seconds) for seconds in zip(*gathered(own), strict=True)]

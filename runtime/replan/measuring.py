@@ -1,4 +1,4 @@
-"""The measurement of the machine for ``plan="auto"``, once per node."""
+"""The measurement of the machine's rates for ``plan="auto"``, which is made once per node."""
 
 import socket
 from collections.abc import Sequence

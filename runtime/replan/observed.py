@@ -1,4 +1,4 @@
-"""The workload and the machine's rates as training itself shows them in its first steps, for ``plan="auto"``."""
+"""The workload and the machine's rates for ``plan="auto"``, as measured in the first training steps."""
 
 import statistics
 from collections import defaultdict
@@ -23,14 +23,17 @@ SAME_RATE = 0.02  # relative: as close as a simulation must come to a measured r
 
 
 def observed_workload(engine: TrainingEngine, passes: Sequence[Pass]) -> Workload:
-    """Return a workload with the measured times of the first steps: the input for making a plan.
+    """Return a workload with the measured times of the first steps, from which a plan can be made.
 
-    Its layers are the model's blocks and other modules, as in a profile. The times of forward and backward are those
-    in which the GPU computes, as medians over steps. The gradients show how backward divides among the layers.
+    Its layers are the model's blocks and other modules, as in a profile. The times of forward and backward
+    are those
+    in which the GPU computes, as medians over steps. The gradients show how backward divides among the
+    layers.
     Forward is divided likewise.
 
     Args:
-        passes: Forward and backward of watched steps. The first step, which compiles and warms up, does not count.
+        passes: Forward and backward of watched steps. The first step, which compiles and warms up, does not
+            count.
     """
     sizes, micro_batches = engine.sizes(), engine.micro_batches()
     forward, backward, gather = (_after_the_first(passes, kind) for kind in _WATCHED)
@@ -78,10 +81,12 @@ def _after_the_first(passes: Sequence[Pass], kind: OpKind) -> list[Pass]:
 
 
 def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
-    """Return the seconds that the GPU computes for each part of a gradient, as medians over backward passes.
+    """Return the seconds that the GPU computes for each part of a gradient, as medians over backward
+    passes.
 
-    They are the seconds between the end of the previous gradient and the end of this one. The key is the subgroup,
-    and the first element in the subgroup.
+    They are the seconds between the end of the previous gradient and the end of this one. The result is a
+    dict. A
+    key is the part's subgroup and its first element in the subgroup.
     """
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for one in backward:
@@ -101,10 +106,13 @@ def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
 
 @dataclass
 class _Group:
-    """The neighbouring parameters of one part of the model.
+    """The parameters of one part of the model, such as a block, that lie next to each other in the
+    subgroups.
 
     Attributes:
+        unit: Name of the part of the model.
         begin: First element, counted over all subgroups.
+        elements: Number of elements, with padding that follows the parameters.
         places: Subgroup and first element of each parameter's part.
         held: Key and elements of each parameter's part.
     """
@@ -117,7 +125,11 @@ class _Group:
 
 
 def _groups(engine: TrainingEngine) -> list[_Group]:
-    """Return the runs of parameters that belong to one part of the model, in the order of the subgroups."""
+    """Return the parameters of the engine in groups: neighbouring parameters that belong to one part of the
+    model.
+
+    The groups are in the order of the subgroups.
+    """
     sizes, slices, units = engine.sizes(), engine.slices(), engine.units()
     begins = [0, *accumulate(sizes)]
     found = [_Group("", 0)]
@@ -142,10 +154,12 @@ def _shares(groups: Sequence[_Group], seconds: Mapping[tuple[int, int], float]) 
 
 
 def as_observed(machine: Machine, rates: Mapping[str, float], workload: Workload, plan: Plan) -> Machine:
-    """Return a machine on which a simulation of the watched steps shows the rates that were measured in them.
+    """Return a machine on which a simulation of the watched steps shows the rates that were measured in
+    these steps.
 
-    Other ranks and other ops share host memory with the ops that were measured. A machine's rate is the one of an op
-    alone. If the simulation of the plan shows the measured rate already, the machine's rate is right.
+    Other ranks and other ops share host memory with the ops that were measured. The machine's rate of a
+    kind of op
+    is the rate of one such op alone, so it is scaled to make the simulation agree with the measurement.
     """
     for name, rate in rates.items():
         shown = _shown(machine, workload, plan).get(name)
@@ -166,7 +180,7 @@ def _shown(machine: Machine, workload: Workload, plan: Plan) -> dict[str, float]
 
 
 def timeline_of(schedule: Schedule, start_s: Iterable[float], end_s: Iterable[float]) -> Timeline:
-    """Return the timeline of a schedule, given the start and the end of each op."""
+    """Return the simulated timeline of a schedule, given the start and the end of each op in seconds."""
     spans = (
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, iteration=op.iteration)
         for op, start, end in zip(schedule.ops, start_s, end_s, strict=True)

@@ -1,4 +1,4 @@
-"""The exchange between ranks that is needed to make one plan for all of them."""
+"""The exchange between ranks from which one plan is made for all of them."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -14,13 +14,16 @@ LONGEST = timedelta(minutes=10)  # that ranks wait for one that measures or plan
 
 
 def alone() -> bool:
-    """Return whether this process trains alone, without other ranks."""
+    """Return whether this training process is the only rank."""
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 @contextmanager
 def ranks_group() -> Iterator[Any]:
-    """Create a process group of all ranks on the CPU, and destroy it at the end of the block. A collective call."""
+    """Create a process group of all ranks for CPU tensors, and destroy it at the end of the ``with`` block.
+
+    This is a collective call.
+    """
     group = dist.new_group(backend="gloo", timeout=LONGEST)
     try:
         yield group
@@ -29,14 +32,19 @@ def ranks_group() -> Iterator[Any]:
 
 
 def gathered_in(mine: Any, group: Any) -> list[Any]:
-    """Return the objects that all ranks of a process group pass in, in the order of ranks. A collective call."""
+    """Return the objects that the ranks of a process group pass in, as a list in the order of ranks.
+
+    This is a collective call.
+    """
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine, group=group)
     return every
 
 
 def gathered(mine: T) -> list[T]:
-    """Return the objects that all ranks pass in, in the order of ranks. A collective call."""
+    """Return the objects that all ranks pass in, as a list in the order of ranks. This is a collective
+    call.
+    """
     if alone():
         return [mine]
     with ranks_group() as group:
@@ -44,20 +52,27 @@ def gathered(mine: T) -> list[T]:
 
 
 def nodes_and_ranks() -> tuple[int, int]:
-    """Return the number of nodes of the job, and the largest number of ranks on a node. A collective call."""
+    """Return the number of nodes of the training job, and the largest number of ranks on a node.
+
+    This is a collective call.
+    """
     hosts = gathered(socket.gethostname())
     return len(set(hosts)), max(map(hosts.count, hosts))
 
 
 def masks_of_this_host() -> list[list[int]]:
-    """Return the CPU cores that each rank on this host may use, in the order of ranks. A collective call."""
+    """Return the CPU cores that each rank on this host may use, as one list per rank, in the order of
+    ranks.
+
+    This is a collective call.
+    """
     host = socket.gethostname()
     every = gathered((host, sorted(allowed_cores())))
     return [cores for there, cores in every if there == host]
 
 
 def by_the_first(make: Callable[[], T]) -> T:
-    """Call a function on rank 0 only, and return its result on every rank. A collective call.
+    """Call a function on rank 0 only, and return its result on every rank. This is a collective call.
 
     Raises:
         RuntimeError: The function failed on rank 0. Raised on every rank.

@@ -1,4 +1,6 @@
-"""A comparison of a running plan's predicted and measured times. It can switch to a better plan if rates change."""
+"""A comparison of a running plan's predicted and measured times, which can switch to a better plan if rates
+change.
+"""
 
 import logging
 import statistics
@@ -36,7 +38,8 @@ _EARLY_KINDS = (OpKind.UPDATE_HOST_EARLY, OpKind.UPDATE_DEVICE_EARLY)
 
 
 def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> dict[str, float]:
-    """Return the median rate of each kind of operation in a measured timeline, by the machine's field name.
+    """Return the median rate of each kind of operation in a measured timeline, as a dict by the field name
+    in `Machine`.
 
     Concurrent operations are slower than single ones. The rates are those under the present plan, whose
     operations share memory and links. A similar plan will share them in the same way. Updates before the
@@ -68,10 +71,11 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
 
 
 def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
-    """Return a machine profile with the observed rates that are plausible. Its other rates stay as measured
-    before.
+    """Return a machine profile with the measured rates that are plausible. Other rates stay as in
+    ``machine``.
 
-    Steps of a tiny model, or of a process that the system did not schedule, can give any rate. A rate that no
+    Steps of a tiny model, or of a process that the system did not schedule, can give any rate. A rate that
+    no
     machine can have is logged and dropped.
     """
     for name, value in rates.items():
@@ -83,9 +87,10 @@ def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
 
 
 def attempted(plan: Callable[[], Planned]) -> Planned | None:
-    """Return the result of ``plan()``, which makes a plan. If it fails, log the error and return None.
+    """Return the result of ``plan()``, a function that makes a plan. If the function fails, log the error
+    and return None.
 
-    Training must go on in that case.
+    Training must go on even if no plan can be made.
     """
     try:
         return plan()
@@ -99,9 +104,10 @@ def attempted(plan: Callable[[], Planned]) -> Planned | None:
 
 @dataclass
 class Watch:
-    """A comparison of a running plan's measured times with predictions, made every ``period_steps`` steps.
+    """A comparison of a running plan's measured times with its predictions, made every ``period_steps``
+    steps.
 
-    It is called after every step. Only the training thread uses it.
+    Its method `on_step` is called after every step. Only the training thread uses it.
 
     Attributes:
         show: Function to call with the measured timeline and the plan.
@@ -149,7 +155,8 @@ class Watch:
 
 
 def watch(session: Session, machine: Machine, workload: Workload, *, replan: bool, show: Show) -> Watch:
-    """Start to compare a running plan's measured times with predictions.
+    """Start to compare a running plan's measured times with its predictions, and return the object that
+    does so.
 
     Args:
         replan: If True, switch to a better plan if measured rates differ from the machine's.
