@@ -23,24 +23,20 @@ MOST_WAYS = 3
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Shown):
-    """An estimate of one training step of a model on a GPU. Memory is in bytes per GPU, and time in
-    seconds.
+    """An estimate of one training step of a model on a GPU. Memory is in bytes per GPU, and time in seconds.
 
     Attributes:
         strategy: Strategy that was estimated: "no offload", "stock ZeRO-3 offload" or "ebbtide".
         fits: True if GPU memory and host memory suffice.
         iteration_s: Seconds of one optimizer step, with its forwards and backwards.
-        gpu: Peak bytes of GPU memory by kind: parameters, gradients, optimizer state, activations,
-            buffers,
+        gpu: Peak bytes of GPU memory by kind: parameters, gradients, optimizer state, activations, buffers,
             reserved (the CUDA context).
         host: Peak bytes of host memory by kind.
-        gpu_limit_bytes, host_limit_bytes: Bytes of memory that training may use, after subtraction of
-            the margin that
-            stays free for safety.
+        gpu_limit_bytes, host_limit_bytes: Bytes of memory that training may use, after subtraction of the
+            margin that stays free for safety.
         lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
-        nearest: Smallest changes of the training, as sentences, with which it would fit into memory,
-            best first. Empty
-            if it fits already, or if no such change was found.
+        nearest: Smallest changes of the training, as sentences, with which it would fit into memory, best
+            first. Empty if it fits already, or if no such change was found.
         notes: Assumptions of the estimate, as sentences.
     """
 
@@ -180,8 +176,8 @@ def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
 
 
 def _nearest(job: "Job", machine: "Machine", strategy: str) -> Iterator[str]:
-    """Yield sentences for the user on changes of a training job that does not fit into memory, so that it
-    would fit.
+    """Yield sentences for the user on changes of a training job that does not fit into memory, so that it would
+    fit.
 
     If the job fits under a plan and not with plain DeepSpeed, the only change is to train under a plan.
     """
@@ -238,8 +234,7 @@ def _rule(optimizer: Any) -> str:
 
 def _strategy(ds_config: Any) -> str:
     """Return the name of the offloading strategy that a DeepSpeed config sets: "ebbtide" (a plan), "stock"
-    (DeepSpeed's
-    own offloading) or "no_offload".
+    (DeepSpeed's own offloading) or "no_offload".
     """
     config = _read(ds_config)
     offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}

@@ -1,8 +1,6 @@
-"""Tools that measure a machine's speed and a training script's workload, as input of the search for a
-plan.
+"""Tools that measure a machine's speed and a training script's workload, as input of the search for a plan.
 
-Submodules are imported on first use, so that starting a script under the profiler does not import
-torch.
+Submodules are imported on first use, so that starting a script under the profiler does not import torch.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -27,14 +27,11 @@ class Activations(Protocol):
 
 
 class SavedTensors:
-    """A counter of activation memory that adds up the bytes of the tensors that autograd saves for
-    backward.
+    """A counter of activation memory that adds up the bytes of the tensors that autograd saves for backward.
 
-    Tensors that share memory (a torch storage) count once, and parameters do not count, since ZeRO-3
-    releases them.
-    Tensors saved between two parts of the model (such as added embeddings, or the loss) count for the
-    earlier part.
-    This counter needs no statistics of a GPU allocator, so it works on a CPU too.
+    Tensors that share memory (a torch storage) count once, and parameters do not count, since ZeRO-3 releases
+    them. Tensors saved between two parts of the model (such as added embeddings, or the loss) count for the
+    earlier part. This counter needs no statistics of a GPU allocator, so it works on a CPU too.
     """
 
     costly = True
@@ -74,17 +71,16 @@ class SavedTensors:
     def _holds_parameter(self, start: int, end: int) -> bool:
         """Return True if a model parameter starts in the given range of memory addresses.
 
-        Only the address of each parameter itself is compared. The check runs for each tensor saved in a
-        forward pass that
-        is timed, and looking up the address of each parameter's storage too took a third of a small model's
-        forward time.
+        Only the address of each parameter itself is compared. The check runs for each tensor saved in a forward
+        pass that is timed, and looking up the address of each parameter's storage too took a third of a small
+        model's forward time.
         """
         return any(start <= p.data_ptr() < end for p in self._parameters)
 
 
 class AllocatorDeltas:
-    """A counter of activation memory that measures the growth of allocated GPU memory in each part of a
-    model's forward.
+    """A counter of activation memory that measures the growth of allocated GPU memory in each part of a model's
+    forward.
 
     Growth by parameters that ZeRO-3 has gathered in the meantime does not count.
 

@@ -1,5 +1,5 @@
-"""Profilers of a live DeepSpeed engine, for training steps that ebbtide runs and for the user's own
-training loop.
+"""Profilers of a live DeepSpeed engine, for training steps that ebbtide runs and for the user's own training
+loop.
 """
 
 from collections.abc import Callable
@@ -51,12 +51,11 @@ def profile_engine(
 
 
 class SampledProfile:
-    """A profile of a live DeepSpeed engine from training steps that the caller chooses. Other steps are
-    not measured.
+    """A profile of a live DeepSpeed engine from training steps that the caller chooses. Other steps are not
+    measured.
 
-    Profiled steps can alternate with undisturbed timed steps. So a prediction from the profile can be
-    compared with
-    measured times on a machine that becomes faster or slower over time.
+    Profiled steps can alternate with undisturbed timed steps. So a prediction from the profile can be compared
+    with measured times on a machine that becomes faster or slower over time.
 
     Raises:
         ValueError: The engine's configuration cannot be profiled.
@@ -84,8 +83,8 @@ class SampledProfile:
         return loss
 
     def workload(self) -> Workload:
-        """Return the workload (the planner's description of a training job) measured from all profiled steps
-        of an engine.
+        """Return the workload (the planner's description of a training job) measured from all profiled steps of an
+        engine.
 
         The engine's first few steps are slower and should not be profiled.
 

@@ -94,14 +94,14 @@ class ScriptRun:
 
 
 def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None) -> Workload:
-    """Run an unchanged training script until the profiler has measured its workload, and write the
-    workload to a file.
+    """Run an unchanged training script until the profiler has measured its workload, and write the workload to a
+    file.
 
     Args:
         run: Training script, and how to run it.
         out: Path of the written file.
-        progress: Called with the number of optimizer steps that the slowest rank has taken, and the
-            number needed.
+        progress: Called with the number of optimizer steps that the slowest rank has taken, and the number
+            needed.
 
     Raises:
         LaunchError: The script ended too early, crashed, or cannot be profiled.

@@ -21,9 +21,7 @@ def host_bytes() -> int:
 
 
 def reset_host_peak() -> None:
-    """Reset the peak of this process's resident host memory, so that `host_peak_bytes` measures from now
-    on.
-    """
+    """Reset the peak of this process's resident host memory, so that `host_peak_bytes` measures from now on."""
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 

@@ -1,6 +1,4 @@
-"""A check whether other programs or limits on the CPU cores have disturbed a measurement on this
-computer.
-"""
+"""A check whether other programs or limits on the CPU cores have disturbed a measurement on this computer."""
 
 import os
 import time

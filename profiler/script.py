@@ -4,12 +4,10 @@ workload.
     python -m ebbtide.profiler.script --out workload.json -- train.py --epochs 1
 
 The program can also be started by the script's launcher: ``torchrun --nproc-per-node 2 -m
-ebbtide.profiler.script ...``
-or ``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
+ebbtide.profiler.script ...`` or ``deepspeed --num_gpus 2 --module ebbtide.profiler.script ...``.
 
-It wraps ``deepspeed.initialize`` in order to profile the first training steps of the script's
-engine. Then rank 0
-writes the workload to the file, and the script is stopped.
+It wraps ``deepspeed.initialize`` in order to profile the first training steps of the script's engine. Then
+rank 0 writes the workload to the file, and the script is stopped.
 """
 
 import argparse
@@ -32,11 +30,9 @@ class ScriptError(RuntimeError):
 
 
 class _StopError(BaseException):
-    """An exception that stops a training script in the middle of its own loop, once its profile is
-    complete.
+    """An exception that stops a training script in the middle of its own loop, once its profile is complete.
 
-    The base class is BaseException, so that the script's handlers for Exception do not catch the
-    exception.
+    The base class is BaseException, so that the script's handlers for Exception do not catch the exception.
     """
 
 
@@ -108,8 +104,7 @@ class ProfiledScript:
         self._written = False
 
     def run(self, script: Path, arguments: list[str]) -> None:
-        """Run a training script until its workload is measured and written, or to its end if the user asked
-        for that.
+        """Run a training script until its workload is measured and written, or to its end if the user asked for that.
 
         Raises:
             ScriptError: The script ended too early, failed, or cannot be profiled.
@@ -133,8 +128,7 @@ class ProfiledScript:
         self._judge(failure)
 
     def tell(self, error: str = "") -> None:
-        """Write this rank's number of optimizer steps so far, and an error if any, to the rank's progress
-        file.
+        """Write this rank's number of optimizer steps so far, and an error if any, to the rank's progress file.
 
         The process that started the profiled script's ranks reads these files.
         """
@@ -213,8 +207,8 @@ def _run_as_main(script: Path, arguments: list[str]) -> str:
 
 
 def _leave_job() -> None:
-    """Destroy torch's process group before a rank exits. With an open group the exit may fail after all
-    work is done.
+    """Destroy torch's process group before a rank exits. With an open group the exit may fail after all work is
+    done.
     """
     import torch.distributed
 

@@ -1,6 +1,4 @@
-"""A function that derives the number of tokens in a forward pass from the shapes of the model's
-inputs.
-"""
+"""A function that derives the number of tokens in a forward pass from the shapes of the model's inputs."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

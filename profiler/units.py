@@ -10,8 +10,8 @@ import torch
 def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Return the parts of a model with separately timed forward, as a list of pairs of path and module.
 
-    The parts are the members of lists of blocks (such as transformer layers), and the modules outside
-    such lists.
+    The parts are the members of lists of blocks (such as transformer layers), and the modules outside such
+    lists.
     """
     result: list[tuple[str, torch.nn.Module]] = []
     for name, child in model.named_children():
@@ -25,8 +25,7 @@ def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def unit_of(parameter: str, unit_names: Sequence[str]) -> str:
-    """Return the path of the part of a model to which a parameter belongs, or "model" if it belongs to
-    none.
+    """Return the path of the part of a model to which a parameter belongs, or "model" if it belongs to none.
 
     Args:
         parameter: Name of the parameter, which begins with the part's path.

@@ -20,8 +20,8 @@ Phase = Literal["forward", "backward", "step", "other"]
 
 @dataclass
 class Trace:
-    """The record of one profiled training step. Times are in seconds, on CUDA between synchronizations
-    with the GPU.
+    """The record of one profiled training step. Times are in seconds, on CUDA between synchronizations with the
+    GPU.
 
     Attributes:
         units: Forward seconds by part of the model, summed over all micro-batches.
@@ -228,8 +228,7 @@ class Watcher:
             self.note_memory()
 
     def note_memory(self, *, peak: bool = False) -> None:
-        """Record the GPU and host memory that this process uses now, in the record of the current training
-        step.
+        """Record the GPU and host memory that this process uses now, in the record of the current training step.
 
         With ``peak``, record the highest GPU memory since the current phase (such as forward) began.
         """

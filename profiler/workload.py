@@ -177,12 +177,10 @@ def _own_gradient_path_s(optimizer: Any, micro: int) -> float:
 
 
 def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
-    """Measure the CPU seconds for copying all gradients of a DeepSpeed optimizer, and the seconds for
-    their norm.
+    """Measure the CPU seconds for copying all gradients of a DeepSpeed optimizer, and the seconds for their norm.
 
-    Only about 0.5 GiB of gradients is measured, and both times are scaled to all gradients. With their
-    copies, these
-    gradients exceed most CPU caches.
+    Only about 0.5 GiB of gradients is measured, and both times are scaled to all gradients. With their copies,
+    these gradients exceed most CPU caches.
     """
     sizes = [int(flat.numel()) for flat in optimizer.fp16_partitioned_groups_flat]
     pairs, dtype = list[tuple[torch.Tensor, torch.Tensor]](), optimizer.gradient_accumulation_dtype

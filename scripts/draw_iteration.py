@@ -34,8 +34,7 @@ PARAMS = 90_000_000  # of each layer, which is a subgroup of its own here
 def machine() -> Machine:
     """Return the made-up machine on which the training iterations in docs/iteration.png are simulated.
 
-    Within one forward of the model, the machine's CPU or its GPU could do about half of the optimizer
-    update.
+    Within one forward of the model, the machine's CPU or its GPU could do about half of the optimizer update.
     """
     rates = {
         "h2d_bytes_per_s": 20e9,

@@ -56,9 +56,8 @@ def begins_oddly(text: str) -> bool:
 def is_knotted(text: str) -> bool:
     """Return True if a docstring's first paragraph is hard to read.
 
-    That is so if the paragraph has a relative clause such as "of which", or a word that hides its
-    subject such as
-    "whoever".
+    That is so if the paragraph has a relative clause such as "of which", or a word that hides its subject such
+    as "whoever".
     """
     return bool(KNOTS.search(text.split("\n\n")[0]))
 
@@ -70,8 +69,8 @@ def newest_subject() -> str:
 
 
 def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
-    """Return a list with a sentence for each limit that the project's docstrings or the newest commit's
-    subject exceed.
+    """Return a list with a sentence for each limit that the project's docstrings or the newest commit's subject
+    exceed.
 
     Args:
         found: Place and text of every docstring.
@@ -95,8 +94,8 @@ def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
 
 
 def main() -> None:
-    """Print which limits the project's docstrings and the newest commit's subject exceed. Exit with 1 if
-    there are any.
+    """Print which limits the project's docstrings and the newest commit's subject exceed. Exit with 1 if there are
+    any.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(

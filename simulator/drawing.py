@@ -1,6 +1,5 @@
-"""Drawing of simulated or measured timelines with matplotlib: a row for each lane (such as a copy
-direction), with a bar
-for each op.
+"""Drawing of simulated or measured timelines with matplotlib: a row for each lane (such as a copy direction),
+with a bar for each op.
 
 matplotlib is imported inside the functions, because the simulator itself does not need it.
 """

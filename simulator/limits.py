@@ -1,5 +1,5 @@
-"""The limits of one rank's memory in bytes, and the check whether the memory peaks of training stay
-within these limits.
+"""The limits of one rank's memory in bytes, and the check whether the memory peaks of training stay within
+these limits.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ def size(size_bytes: float) -> str:
 
 
 class Peaks(Protocol):
-    """The interface of results that report peaks of GPU and host memory, such as a simulation or a plan in
-    the search.
+    """The interface of results that report peaks of GPU and host memory, such as a simulation or a plan in the
+    search.
     """
 
     @property
@@ -146,8 +146,8 @@ class Limits:
 
     @property
     def by_memory(self) -> dict[Memory, int]:
-        """Return a rank's limits in bytes, as a dict by memory: device, host and storage. A memory without a
-        limit is left out.
+        """Return a rank's limits in bytes, as a dict by memory: device, host and storage. A memory without a limit is
+        left out.
 
         If GPU memory is host memory, only the host has a limit.
         """
@@ -159,8 +159,8 @@ class Limits:
         return {memory: size for memory, size in asked.items() if size is not None}
 
     def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-        """Return the bytes that memory peaks need beyond a rank's limits, as a dict by memory. Empty if the
-        peaks fit.
+        """Return the bytes that memory peaks need beyond a rank's limits, as a dict by memory. Empty if the peaks
+        fit.
         """
         return missing(self.by_memory, device_bytes, host_bytes, storage_bytes)
 
@@ -176,8 +176,8 @@ class Limits:
         return self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes, peaks.storage_bytes)
 
     def spare_host_bytes(self, peaks: Peaks) -> int:
-        """Return the bytes of host memory that stay free at the peak, so that checkpoints may use them for
-        copies of state.
+        """Return the bytes of host memory that stay free at the peak, so that checkpoints may use them for copies of
+        state.
 
         Args:
             peaks: Memory peaks of training.
@@ -186,15 +186,14 @@ class Limits:
         return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
 
     def shortfall(self, peaks: Peaks) -> str:
-        """Return a text such as "needs 2.0 GiB more host memory" if memory peaks exceed a rank's limits,
-        otherwise an empty one.
+        """Return a text such as "needs 2.0 GiB more host memory" if memory peaks exceed a rank's limits, otherwise an
+        empty one.
         """
         return lacks(self._lacking(peaks))
 
 
 def lacks(missing_bytes: Mapping[str, int]) -> str:
-    """Return a text on missing memory, such as "needs 2.0 GiB more host memory". Empty if no memory is
-    missing.
+    """Return a text on missing memory, such as "needs 2.0 GiB more host memory". Empty if no memory is missing.
 
     Args:
         missing_bytes: Missing bytes by memory.

@@ -1,5 +1,5 @@
-"""The data type of a machine: rates and capacities of one node of a cluster, and how the node's ranks
-share them.
+"""The data type of a machine: rates and capacities of one node of a cluster, and how the node's ranks share
+them.
 """
 
 import hashlib
@@ -246,11 +246,10 @@ class Machine(Shown, Page):
         return (most * known[most] + pace * (ranks - most)) / ranks
 
     def _known_shares(self, capacity: ShareName) -> dict[int, float]:
-        """Return the measured fractions of a capacity (such as DRAM bandwidth) that each of several concurrent
-        ranks gets.
+        """Return the measured fractions of a capacity (such as DRAM bandwidth) that each of several concurrent ranks
+        gets.
 
-        Measurement noise is removed: if a fraction grows with the number of ranks, or the ranks together
-        exceed the
+        Measurement noise is removed: if a fraction grows with the number of ranks, or the ranks together exceed the
         node's capacity, the lower value is used.
 
         Returns:
@@ -286,8 +285,8 @@ class Machine(Shown, Page):
     def records(self) -> list[dict[str, Any]]:
         """Return a list of table rows, one for each main rate of a machine.
 
-        A row has the rate's median and quartiles, in billions (of bytes or parameters) per second, its unit
-        and its source.
+        A row has the rate's median and quartiles, in billions (of bytes or parameters) per second, its unit and its
+        source.
         """
         known = ((name, rate, getattr(self, name)) for name, rate in RATES.items() if rate.label)
         return [
@@ -307,14 +306,12 @@ class Machine(Shown, Page):
         return ("median",)
 
     def rate(self, name: RateName) -> float:
-        """Return the rate of a machine by its name, in the unit per second that the name says, for an op that
-        runs alone.
+        """Return the rate of a machine by its name, in the unit per second that the name says, for an op that runs
+        alone.
 
-        A rate that was not measured is derived from a related one. Copies from or to unpinned memory take a
-        quarter
-        of the rate of pinned copies, because the driver copies them through a pinned buffer of its own.
-        Copies inside
-        host memory take a third of the triad loop's rate: they read, write and allocate.
+        A rate that was not measured is derived from a related one. Copies from or to unpinned memory take a quarter
+        of the rate of pinned copies, because the driver copies them through a pinned buffer of its own. Copies
+        inside host memory take a third of the triad loop's rate: they read, write and allocate.
 
         Raises:
             ValueError: The machine has neither this rate nor one from which it can be derived.
@@ -360,19 +357,15 @@ class Machine(Shown, Page):
 
     @property
     def out_of_place(self) -> float:
-        """Return the speed of ebbtide's CPU update with results in other buffers, divided by its speed in
-        place.
-        """
+        """Return the speed of ebbtide's CPU update with results in other buffers, divided by its speed in place."""
         measured = self.host_adam_out_of_place
         return OUT_OF_PLACE if measured is None else measured.median
 
     def stock_host_adam_rate(self, threads: float) -> float:
         """Return the parameters per second that DeepSpeed's CPU update processes on a given number of threads.
 
-        The rate grows linearly with the number of threads, up to the rate of all cores. If the rate of one
-        thread is
-        unknown, fewer threads slow DeepSpeed's update down as much as they slow down ebbtide's fused
-        kernel.
+        The rate grows linearly with the number of threads, up to the rate of all cores. If the rate of one thread
+        is unknown, fewer threads slow DeepSpeed's update down as much as they slow down ebbtide's fused kernel.
         """
         full = self.stock_host_adam_params_per_s.median
         if (one := self.stock_host_adam_thread_params_per_s) is not None:
@@ -380,12 +373,10 @@ class Machine(Shown, Page):
         return full * self.host_adam_rate(threads) / self.host_adam_params_per_s.median
 
     def host_adam_rate(self, threads: float) -> float:
-        """Return the parameters per second that ebbtide's fused CPU update processes on a given number of
-        threads.
+        """Return the parameters per second that ebbtide's fused CPU update processes on a given number of threads.
 
-        The rate is interpolated between measured numbers of threads. Without such measurements the rate of
-        all cores
-        is returned, because a few threads are enough to use all DRAM bandwidth.
+        The rate is interpolated between measured numbers of threads. Without such measurements the rate of all
+        cores is returned, because a few threads are enough to use all DRAM bandwidth.
         """
         full = self.host_adam_params_per_s.median
         counts = sorted(self.host_adam_by_threads)
@@ -464,8 +455,8 @@ class Machine(Shown, Page):
 
     @property
     def fingerprint(self) -> str:
-        """Return a hash of a machine's hardware. All profiles of the same hardware have the same hash,
-        whatever their rates.
+        """Return a hash of a machine's hardware. All profiles of the same hardware have the same hash, whatever their
+        rates.
         """
         return self.fingerprint_of(self)
 

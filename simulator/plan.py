@@ -73,9 +73,7 @@ class WayRun(Page):
 
     @property
     def way(self) -> Way:
-        """Return the `Way` of updating the subgroups of a plan file's row: placement, parameter location and
-        flags.
-        """
+        """Return the `Way` of updating the subgroups of a plan file's row: placement, parameter location and flags."""
         return Way(self.placement, self.parameters, self.early, self.sum_on_device)
 
     @model_validator(mode="after")
@@ -92,12 +90,11 @@ class WayRun(Page):
 
 
 class _Ways:
-    """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the
-    plan file.
+    """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the plan
+    file.
 
-    In Python there is a `Way` (placement, parameter location and flags) for each subgroup. A row of the
-    file stands for
-    several neighboring subgroups with the same values.
+    In Python there is a `Way` (placement, parameter location and flags) for each subgroup. A row of the file
+    stands for several neighboring subgroups with the same values.
     """
 
     @classmethod
@@ -175,8 +172,8 @@ class CheckpointPlan(Page):
 
     @property
     def writer_threads(self) -> int:
-        """Return the number of threads that write a checkpoint's files (``writers``), plus one that prepares
-        the bytes.
+        """Return the number of threads that write a checkpoint's files (``writers``), plus one that prepares the
+        bytes.
         """
         return self.writers + READY_BLOCKS
 
@@ -251,15 +248,15 @@ class Prediction(Page):
 
     @property
     def missing(self) -> dict[str, int]:
-        """Return the bytes of each memory that a predicted plan needs beyond its limit. Empty if it fits or
-        has no limits.
+        """Return the bytes of each memory that a predicted plan needs beyond its limit. Empty if it fits or has no
+        limits.
         """
         return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Return the predicted iteration times of a plan with early updates, in steps that clip and in steps
-        that do not.
+        """Return the predicted iteration times of a plan with early updates, in steps that clip and in steps that do
+        not.
 
         An early update starts before the gradient norm is known. The result is None if the plan has none.
         """
@@ -269,11 +266,9 @@ class Prediction(Page):
 
     @property
     def fits(self) -> bool:
-        """Return True if the memory peaks of a plan's or strategy's prediction stay within the limits of the
-        memories.
+        """Return True if the memory peaks of a plan's or strategy's prediction stay within the limits of the memories.
 
-        A prediction in a plan file of an older version has no limits. It counts as fitting if ``note`` is
-        empty.
+        A prediction in a plan file of an older version has no limits. It counts as fitting if ``note`` is empty.
         """
         return not self.missing if self.limits else not self.note
 
@@ -436,8 +431,7 @@ class Plan(Shown, Page):
         return f"{self.subgroup_count} subgroups ({placed}){seconds}"
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a list of table rows for a plan: one for its prediction, and one for each predicted
-        alternative.
+        """Return a list of table rows for a plan: one for its prediction, and one for each predicted alternative.
 
         Times are in seconds, memory in GiB.
         """
@@ -470,15 +464,15 @@ class Plan(Shown, Page):
 
     @property
     def parameter_locations(self) -> tuple[ParameterLocation, ...]:
-        """Return the memory ("device" or "host") that holds each subgroup's 16-bit parameters, in the order of
-        the layers.
+        """Return the memory ("device" or "host") that holds each subgroup's 16-bit parameters, in the order of the
+        layers.
         """
         return tuple(way.parameters for way in self.ways)
 
     @property
     def updated_early(self) -> tuple[bool, ...]:
-        """Return one boolean for each subgroup of a plan: True if its update starts before the gradient norm
-        is known.
+        """Return one boolean for each subgroup of a plan: True if its update starts before the gradient norm is
+        known.
         """
         return tuple(way.early for way in self.ways)
 
@@ -512,8 +506,7 @@ class Plan(Shown, Page):
         return self.with_ways([way._replace(placement=placement).fitted() for way, placement in pairs], **changes)
 
     def with_ways(self, ways: Sequence[Way], **changes: Any) -> "Plan":
-        """Return a copy of the plan with another `Way` (placement, parameter location and flags) for each
-        subgroup.
+        """Return a copy of the plan with another `Way` (placement, parameter location and flags) for each subgroup.
 
         The order of the updates stays.
 
@@ -547,8 +540,7 @@ class Plan(Shown, Page):
 
     @property
     def drives(self) -> dict[str, float]:
-        """Return a dict from each folder for a plan's stored optimizer state to the share of the state in this
-        folder.
+        """Return a dict from each folder for a plan's stored optimizer state to the share of the state in this folder.
 
         The result is empty if the plan has no such folder.
         """
@@ -566,25 +558,23 @@ class Plan(Shown, Page):
     def runs(placements: Sequence[Placement]) -> list[dict[str, Any]]:
         """Return the placements of subgroups as plan files of schema 2 store them: as a list of dicts.
 
-        Each dict stands for consecutive subgroups with the same ``placement``, and ``count`` is their
-        number.
+        Each dict stands for consecutive subgroups with the same ``placement``, and ``count`` is their number.
         """
         return [{"placement": key, "count": sum(1 for _ in group)} for key, group in groupby(placements)]
 
     @staticmethod
     def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
-        """Return the parameter locations of subgroups as plan files of schema 2 store them: as a list of
-        dicts.
+        """Return the parameter locations of subgroups as plan files of schema 2 store them: as a list of dicts.
 
-        Each dict stands for consecutive subgroups with parameters in the same memory, and ``count`` is
-        their number.
+        Each dict stands for consecutive subgroups with parameters in the same memory, and ``count`` is their
+        number.
         """
         return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
 
     @property
     def digest(self) -> str:
-        """Return a hash of a plan's settings, which checkpoints record. The plan's prediction has no influence
-        on the hash.
+        """Return a hash of a plan's settings, which checkpoints record. The plan's prediction has no influence on the
+        hash.
         """
         body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions", "about"})
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]

@@ -35,16 +35,12 @@ class _Counts(Page):
     subgroup instead.
 
     Attributes:
-        speculate: Number of subgroups that the CPU updates before the gradient norm is known. They are
-            the last
-            ones with placement ``host``. If ``speculate_among`` is larger, they are evenly spread among
-            that
+        speculate: Number of subgroups that the CPU updates before the gradient norm is known. They are the last
+            ones with placement ``host``. If ``speculate_among`` is larger, they are evenly spread among that
             number of last subgroups for which an early update is possible.
-        speculate_visits: Number of subgroups with placement ``device`` that are updated before the
-            gradient
+        speculate_visits: Number of subgroups with placement ``device`` that are updated before the gradient
             norm is known. They are the last ones.
-        device_sums: Number of subgroups whose gradients are accumulated on the GPU: the first ones that
-            can.
+        device_sums: Number of subgroups whose gradients are accumulated on the GPU: the first ones that can.
     """
 
     placement: tuple[_PlacementRun, ...] = Field(min_length=1)

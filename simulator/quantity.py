@@ -87,15 +87,15 @@ class Quantity(BaseModel):
 
     @property
     def sigma(self) -> float:
-        """Return the standard deviation of a measured quantity, as a normal distribution with its quartiles
-        would have it.
+        """Return the standard deviation of a measured quantity, as a normal distribution with its quartiles would have
+        it.
         """
         return (self.q3 - self.q1) / (2 * QUARTILE)
 
     @property
     def log_sigma(self) -> float:
-        """Return the standard deviation of the logarithm of a measured quantity, from its quartiles as if it
-        were log-normal.
+        """Return the standard deviation of the logarithm of a measured quantity, from its quartiles as if it were
+        log-normal.
         """
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 

@@ -1,6 +1,5 @@
-"""Errors for values that break a rule, such as in a plan file or an option, and the search for a name
-despite its
-spelling.
+"""Errors for values that break a rule, such as in a plan file or an option, and the search for a name despite
+its spelling.
 
 An error's message names the field as the user gave it, and says what must hold.
 """
@@ -28,9 +27,7 @@ class RuleError(ValueError):
 
 
 class Failed(Protocol):
-    """The interface of a validation error that lists several errors in it, such as
-    `pydantic.ValidationError`.
-    """
+    """The interface of a validation error that lists several errors in it, such as `pydantic.ValidationError`."""
 
     def errors(self) -> Any: ...
 
@@ -47,9 +44,7 @@ class Broken(NamedTuple):
 
     @property
     def told(self) -> str:
-        """Return a sentence for the user that names a field, the rule that the field breaks, and the field's
-        value.
-        """
+        """Return a sentence for the user that names a field, the rule that the field breaks, and the field's value."""
         if not self.rule.startswith("must ") or not self.key:
             return self.rule
         return f"{self.key} {self.rule}" + ("" if self.value is None else f", but got {self.value}")
@@ -69,9 +64,7 @@ def under(name: str) -> Iterator[None]:
 
 
 def cut(text: str, most: int = 1000) -> str:
-    """Return a text for an error message, with its middle left out if it is longer than ``most``
-    characters.
-    """
+    """Return a text for an error message, with its middle left out if it is longer than ``most`` characters."""
     return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
 
 
@@ -82,8 +75,8 @@ def shortened(value: object) -> str:
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """Return a phrase for an error message that suggests a known name for a misspelled one. Empty if none
-    is similar.
+    """Return a phrase for an error message that suggests a known name for a misspelled one. Empty if none is
+    similar.
 
     >>> suggestion("sequnce", ["sequence", "machine"])
     " (did you mean 'sequence'?)"
@@ -94,17 +87,14 @@ def suggestion(given: str, known: Iterable[str]) -> str:
 
 
 def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
-    """Return a list of the rules that pydantic's validation error reports as broken, in this project's
-    words.
+    """Return a list of the rules that pydantic's validation error reports as broken, in this project's words.
 
     If a field allows several types, only the rule of the type nearest to the given value is returned.
 
     Args:
         error: Error of pydantic, or of a web framework that wraps pydantic's errors.
-        given: Value that was checked. If given, field names do not contain the names of alternative
-            types.
-        model: Pydantic model that checked the value. If given, names similar to an unknown field are
-            suggested.
+        given: Value that was checked. If given, field names do not contain the names of alternative types.
+        model: Pydantic model that checked the value. If given, names similar to an unknown field are suggested.
     """
     items = error.errors()
     rows: dict[str, Broken] = {}
@@ -135,9 +125,7 @@ def _models_in(kind: Any) -> list[Any]:
 
 
 def explain(error: Failed, given: Any = None, model: Any = None) -> str:
-    """Return one line of text for a validation error: each wrong field, what must hold for it, and its
-    value.
-    """
+    """Return one line of text for a validation error: each wrong field, what must hold for it, and its value."""
     rows = broken(error, given, model)
     lines = [f"{key or 'the file'}: {rule}" + ("" if value is None else f" (got {value})") for key, rule, value in rows]
     more = len(lines) - SHOWN_ERRORS
@@ -224,8 +212,7 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
         key: Name of the field that the error reports.
 
     Raises:
-        RuleError: The given name matches no known name, or several. The error suggests the nearest
-            ones.
+        RuleError: The given name matches no known name, or several. The error suggests the nearest ones.
     """
     names = {_plain(name): name for name in known}
     wanted = _plain(given)

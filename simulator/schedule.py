@@ -1,5 +1,5 @@
-"""The schedule: a graph of ops (copies, updates, forward, backward) that the simulator times and the
-runtime executes.
+"""The schedule: a graph of ops (copies, updates, forward, backward) that the simulator times and the runtime
+executes.
 
 Each op runs on a lane, which is a queue of ops that run one after the other.
 """
@@ -92,9 +92,7 @@ Held = Mapping[str, Mapping[Kind, int]]  # by memory (of `TIERS`) and kind, byte
 
 
 def taken_for(kind: OpKind) -> Kind:
-    """Return the kind of memory (gradients or activations) that an op of the given kind allocates at its
-    start.
-    """
+    """Return the kind of memory (gradients or activations) that an op of the given kind allocates at its start."""
     return "gradients" if kind in (OpKind.BACKWARD, OpKind.UPDATE_DEVICE) else "activations"
 
 
@@ -189,8 +187,8 @@ class Schedule:
         return sum(self.held.get("storage", {}).values())
 
     def of_kind(self, kind: OpKind, iteration: int | None = None) -> list[Op]:
-        """Return the ops of a schedule that have a given kind, in order. If an iteration is given, only ops of
-        this iteration.
+        """Return the ops of a schedule that have a given kind, in order. If an iteration is given, only ops of this
+        iteration.
         """
         return [op for op in self.ops if op.kind == kind and (iteration is None or op.iteration == iteration)]
 

@@ -1,6 +1,4 @@
-"""The display of plans, machines, workloads and timelines for people: as a line of text, a table or a
-chart.
-"""
+"""The display of plans, machines, workloads and timelines for people: as a line of text, a table or a chart."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Shown:
-    """A base class of plans, machines and other objects, for their display: a short ``repr``, a table and
-    a chart.
+    """A base class of plans, machines and other objects, for their display: a short ``repr``, a table and a
+    chart.
     """
 
     def in_short(self) -> str:
@@ -33,8 +31,8 @@ class Shown:
         raise NotImplementedError
 
     def drawn(self) -> tuple[str, ...]:
-        """Return the names of the table columns that a chart of a plan, machine or similar object shows. All
-        have the same unit.
+        """Return the names of the table columns that a chart of a plan, machine or similar object shows. All have the
+        same unit.
 
         `plot` draws one bar for each row of the table, with the columns' values stacked.
         """
@@ -59,16 +57,12 @@ class Shown:
         return pd.DataFrame(self.records())
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw a bar for each row of the table of a plan, machine or similar object, and return the matplotlib
-        axes.
-        """
+        """Draw a bar for each row of the table of a plan, machine or similar object, and return the matplotlib axes."""
         return bars(self.records(), self.drawn(), self.in_short(), ax)
 
 
 def table(records: Records) -> str:
-    """Return table rows as HTML for a notebook: at most `MOST_ROWS` rows, and a note on how many are left
-    out.
-    """
+    """Return table rows as HTML for a notebook: at most `MOST_ROWS` rows, and a note on how many are left out."""
     if not records:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in records[0])

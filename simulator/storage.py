@@ -1,5 +1,5 @@
-"""The rates of reading and writing in the folders that may hold optimizer state, for one folder or
-several together.
+"""The rates of reading and writing in the folders that may hold optimizer state, for one folder or several
+together.
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,14 @@ class StorageRates(Page):
 
     @property
     def busy_s_per_byte(self) -> float:
-        """Return the seconds that a drive takes for each byte that is both read and written once, if both
-        overlap.
-        """
+        """Return the seconds that a drive takes for each byte that is both read and written once, if both overlap."""
         alone = (1 / self.read_bytes_per_s.median, 1 / self.write_bytes_per_s.median)
         return max(*alone, sum(alone) / max(1.0, 2 * self.duplex_factor.median))
 
     @classmethod
     def together(cls, drives: "Mapping[str, StorageRates]") -> Self:
-        """Return the storage rates of several drives that are used together, each for a part of every
-        subgroup's state.
+        """Return the storage rates of several drives that are used together, each for a part of every subgroup's
+        state.
 
         The parts are those of the function `shares`. A read or write ends when its last part has ended.
         """
@@ -58,8 +56,8 @@ _SHARED = "a share of each subgroup on each directory"
 
 
 def shares(drives: Mapping[str, StorageRates]) -> dict[str, float]:
-    """Return a dict from each drive to the fraction of every subgroup's state to keep there, so that all
-    drives finish together.
+    """Return a dict from each drive to the fraction of every subgroup's state to keep there, so that all drives
+    finish together.
     """
     speeds = {name: 1 / drive.busy_s_per_byte for name, drive in drives.items()}
     total = sum(speeds.values())

@@ -91,11 +91,10 @@ class Timeline(Shown):
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of one iteration of a timeline in the steady state: the time between the ends of
-        two backwards.
+        """Return the seconds of one iteration of a timeline in the steady state: the time between the ends of two
+        backwards.
 
-        If the timeline has a single iteration, return the seconds from the first start to the last end of
-        its ops.
+        If the timeline has a single iteration, return the seconds from the first start to the last end of its ops.
         """
         ends = self._backward_ends()
         if len(ends) < 2:
@@ -111,20 +110,17 @@ class Timeline(Shown):
         return [ends[i] for i in sorted(ends)]
 
     def phases(self, iteration: int | None = None) -> dict[str, float]:
-        """Return the seconds of the phases of one iteration of a timeline: forward, backward, step, update,
-        rest of the loop.
+        """Return the seconds of the phases of one iteration of a timeline: forward, backward, step, update, rest of
+        the loop.
 
         Args:
             iteration: Number of the iteration. None: the last one with a complete step.
 
         Returns:
-            A dict with these keys: ``forward_s`` (including waits for parameters whose update is still
-                running),
-            ``backward_s``, ``step_s``, ``update_s``, and ``loop_s``, the time outside forward, backward and
-            step. That is the
-            training script's work between iterations, and waits for other pipeline stages. Only a predicted
-            timeline has
-            ops for ``loop_s``. In a measured one this time counts as forward.
+            A dict with these keys: ``forward_s`` (including waits for parameters whose update is still running),
+            ``backward_s``, ``step_s``, ``update_s``, and ``loop_s``, the time outside forward, backward and step.
+            That is the training script's work between iterations, and waits for other pipeline stages. Only a
+            predicted timeline has ops for ``loop_s``. In a measured one this time counts as forward.
         """
         if iteration is None:
             iteration = self._last_complete()
@@ -156,8 +152,8 @@ class Timeline(Shown):
         return max(previous) if previous else min(starts, default=0.0)
 
     def _loop_spans(self, iteration: int) -> list[Span]:
-        """Return the spans of one iteration that follow one another on the training loop's path, such as
-        forward and backward.
+        """Return the spans of one iteration that follow one another on the training loop's path, such as forward and
+        backward.
         """
         return [
             s
@@ -180,8 +176,8 @@ class Timeline(Shown):
         return sum(s.end_s - s.start_s for s in self.spans if s.lane == lane)
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
-        """Write one or more timelines to a trace file that the web page ui.perfetto.dev can open, each as a
-        process of the trace.
+        """Write one or more timelines to a trace file that the web page ui.perfetto.dev can open, each as a process of
+        the trace.
         """
         write_whole(path, json.dumps(self.perfetto(*others)))
 

@@ -6,8 +6,8 @@ from importlib import metadata
 
 @cache
 def versions(*packages: str) -> dict[str, str]:
-    """Return a dict from each of the given packages to its installed version. Packages that are not
-    installed are left out.
+    """Return a dict from each of the given packages to its installed version. Packages that are not installed are
+    left out.
     """
     result: dict[str, str] = {}
     for package in packages:

@@ -1,5 +1,5 @@
-"""The data type of a workload: layers, subgroups of optimizer state, and settings of one rank's
-training iteration.
+"""The data type of a workload: layers, subgroups of optimizer state, and settings of one rank's training
+iteration.
 """
 
 import hashlib
@@ -69,9 +69,7 @@ class Layer(Page):
 
 
 class MemoryPoint(Page):
-    """The GPU and host memory in use at one moment of a profiled iteration, and the layer that was running
-    then.
-    """
+    """The GPU and host memory in use at one moment of a profiled iteration, and the layer that was running then."""
 
     t_s: float = Field(ge=0)
     phase: Literal["forward", "backward", "step", "other"]
@@ -110,9 +108,7 @@ class TrainedAs(Page):
 
 
 class Cut(Protocol):
-    """The interface of objects that say how a workload's parameters are divided into subgroups, such as
-    plans.
-    """
+    """The interface of objects that say how a workload's parameters are divided into subgroups, such as plans."""
 
     @property
     def subgroups(self) -> Sequence[int]:
@@ -121,15 +117,13 @@ class Cut(Protocol):
 
     @property
     def subgroup_size(self) -> int:
-        """Return the number of elements of a plan's subgroups. A subgroup is complete as soon as it has this
-        many.
-        """
+        """Return the number of elements of a plan's subgroups. A subgroup is complete as soon as it has this many."""
         ...
 
     @property
     def deepspeed_subgroup_size(self) -> int:
-        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's subgroups,
-        otherwise 0.
+        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's subgroups, otherwise
+        0.
         """
         ...
 
@@ -302,8 +296,7 @@ class Workload(Shown, Page):
         return sum(self.subgroups)
 
     def recut(self, subgroup_size: int) -> "Workload":
-        """Return a copy of the workload with the subgroups that DeepSpeed forms for another
-        ``sub_group_size``.
+        """Return a copy of the workload with the subgroups that DeepSpeed forms for another ``sub_group_size``.
 
         Raises:
             ValueError: The workload has no list of its parameters, or the size is not positive.
@@ -333,9 +326,8 @@ class Workload(Shown, Page):
             subgroup_size: Smallest number of elements of a smaller subgroup.
 
         Raises:
-            ValueError: The workload has no list of its parameters, DeepSpeed's size is unknown, or the ZeRO
-                stage is
-                not 3.
+            ValueError: The workload has no list of its parameters, DeepSpeed's size is unknown, or the ZeRO stage
+                is not 3.
         """
         whole = self.deepspeed_subgroup_size or self.subgroup_size
         if self.zero_stage < 3 or not whole:
@@ -357,8 +349,7 @@ class Workload(Shown, Page):
     def cut_as(self, plan: "Cut") -> "Workload":
         """Return a copy of the workload with the subgroups of a plan.
 
-        The workload is returned unchanged if its parameters, cut to the plan's sizes, do not give these
-        subgroups.
+        The workload is returned unchanged if its parameters, cut to the plan's sizes, do not give these subgroups.
         """
         if tuple(plan.subgroups) in ((), self.subgroups) or not self.parameters:
             return self
@@ -377,8 +368,8 @@ class Workload(Shown, Page):
 
     @property
     def expected_clip_rate(self) -> float:
-        """Return the fraction of steps expected to clip: the workload's ``clip_rate``, or 10% if unknown and
-        gradients are clipped.
+        """Return the fraction of steps expected to clip: the workload's ``clip_rate``, or 10% if unknown and gradients
+        are clipped.
         """
         if self.clip_rate is not None:
             return self.clip_rate
@@ -443,16 +434,12 @@ class Workload(Shown, Page):
 
     @property
     def forward_s(self) -> float:
-        """Return the seconds of forward in a training step of one rank: the sum over all layers and
-        micro-batches.
-        """
+        """Return the seconds of forward in a training step of one rank: the sum over all layers and micro-batches."""
         return self.gradient_accumulation_steps * sum(layer.forward_s for layer in self.layers)
 
     @property
     def backward_s(self) -> float:
-        """Return the seconds of backward in a training step of one rank: the sum over all layers and
-        micro-batches.
-        """
+        """Return the seconds of backward in a training step of one rank: the sum over all layers and micro-batches."""
         return self.gradient_accumulation_steps * sum(layer.backward_s for layer in self.layers)
 
     @property

@@ -1,5 +1,5 @@
-"""Measurement of an activity's speed (such as a copy's) while another activity runs, relative to its
-speed alone.
+"""Measurement of an activity's speed (such as a copy's) while another activity runs, relative to its speed
+alone.
 """
 
 import statistics
@@ -95,8 +95,7 @@ def _one_thread() -> Iterator[None]:
     """Limit torch to one CPU thread within the context, for a measurement while another activity runs.
 
     With more threads, some would wait for a thread on a busy core. The measurement would then show the
-    operating
-    system's scheduler instead of the contention for memory.
+    operating system's scheduler instead of the contention for memory.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -35,9 +35,7 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a measurement that several ranks run at the same time. Every rank process receives a
-    copy.
-    """
+    """The settings of a measurement that several ranks run at the same time. Every rank process receives a copy."""
 
     ranks: int
     cores: int
@@ -57,8 +55,8 @@ class Job:
 
 @dataclass(frozen=True)
 class StageSamples:
-    """Measured rates of one activity, such as copies: with rank 0 running alone, and with all ranks at the
-    same time.
+    """Measured rates of one activity, such as copies: with rank 0 running alone, and with all ranks at the same
+    time.
     """
 
     alone: list[float]
@@ -100,8 +98,8 @@ def measure_ranks(
 
 
 def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
-    """Raise ValueError if fewer than 2 ranks are requested, or more than this machine has cores (or GPUs,
-    on CUDA).
+    """Raise ValueError if fewer than 2 ranks are requested, or more than this machine has cores (or GPUs, on
+    CUDA).
     """
     most = min(cores, torch.cuda.device_count()) if cuda else cores
     if not 2 <= ranks <= most:

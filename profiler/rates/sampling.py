@@ -72,8 +72,7 @@ def rate(amount: float, durations_s: list[float], source: Source, detail: str) -
 
 
 def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
-    """Return sentences on why repeats of a measurement are too few, too different or drifting, or an empty
-    list.
+    """Return sentences on why repeats of a measurement are too few, too different or drifting, or an empty list.
 
     Args:
         name: Name of the measurement, for the sentences.

@@ -1,5 +1,5 @@
-"""A comparison between measured and simulated slowdown of two activities (such as a copy and CPU
-updates) at once.
+"""A comparison between measured and simulated slowdown of two activities (such as a copy and CPU updates) at
+once.
 """
 
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES
@@ -18,8 +18,7 @@ _WORK = 1e9  # bytes or parameters: far above any latency
 
 
 def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None:
-    """Return the simulated speed of an activity while another one runs, divided by the activity's speed
-    alone.
+    """Return the simulated speed of an activity while another one runs, divided by the activity's speed alone.
 
     Return None if the simulator cannot simulate one of the activities.
 
@@ -37,8 +36,7 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
 
 def differences(machine: Machine) -> list[str]:
-    """Return warnings about pairs of activities with a clear difference between measured and simulated
-    slowdown.
+    """Return warnings about pairs of activities with a clear difference between measured and simulated slowdown.
 
     Such a pair is, for example, a copy to the GPU and CPU updates at the same time.
     """
@@ -56,16 +54,13 @@ def differences(machine: Machine) -> list[str]:
 
 
 def with_writer_cost(machine: Machine) -> Machine:
-    """Return a copy of a machine such that the simulator predicts the measured slowdown by checkpoint
-    writes.
+    """Return a copy of a machine such that the simulator predicts the measured slowdown by checkpoint writes.
 
-    The copy has another value for the CPU time that writing a checkpoint takes per byte. A writer's own
-    thread takes
-    some CPU time, but training loses more, since the operating system and the disk's driver also use
-    cores. So the CPU
-    time follows from the measured slowdown of CPU updates, or of forward and backward if these run on
-    the CPU. The CPU
-    time is never below that of the writer's thread, and is unchanged if no slowdown was measured.
+    The copy has another value for the CPU time that writing a checkpoint takes per byte. A writer's own thread
+    takes some CPU time, but training loses more, since the operating system and the disk's driver also use
+    cores. So the CPU time follows from the measured slowdown of CPU updates, or of forward and backward if
+    these run on the CPU. The CPU time is never below that of the writer's thread, and is unchanged if no
+    slowdown was measured.
     """
     thread, find = machine.writer_s_per_byte, machine.contention.get
     passes, adam = map(find, _BESIDE_PASSES), map(find, _BESIDE_ADAM)

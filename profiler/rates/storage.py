@@ -61,9 +61,8 @@ class StorageRates:
 def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRates:
     """Measure how fast checkpoints can be written to and read from a folder, with a temporary file there.
 
-    O_DIRECT is used if the filesystem accepts it, so that the disk is measured and not the page cache.
-    The file of up to
-    ``size_bytes`` is always removed, also after an error.
+    O_DIRECT is used if the filesystem accepts it, so that the disk is measured and not the page cache. The file
+    of up to ``size_bytes`` is always removed, also after an error.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -105,11 +104,9 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
 def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
     """Measure the read and write rates of a drive that would hold optimizer state during training.
 
-    As many blocks are read or written at the same time as by ebbtide's runtime. Blocks are copied from
-    and to
-    uncached host memory, through consecutive parts of a file of up to ``size_bytes``, so that no block
-    is read right
-    after it was written.
+    As many blocks are read or written at the same time as by ebbtide's runtime. Blocks are copied from and to
+    uncached host memory, through consecutive parts of a file of up to ``size_bytes``, so that no block is read
+    right after it was written.
 
     Raises:
         OSError: The folder cannot be written to.

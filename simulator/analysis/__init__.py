@@ -1,3 +1,3 @@
-"""Analyses that use the simulator: lower bounds of the iteration time, costs of checkpoints, what-if
-tables, goodput.
+"""Analyses that use the simulator: lower bounds of the iteration time, costs of checkpoints, what-if tables,
+goodput.
 """

@@ -1,5 +1,5 @@
-"""A search for the fastest setting of an offloading strategy, such as Twin-Flow's ratio, that fits
-into memory.
+"""A search for the fastest setting of an offloading strategy, such as Twin-Flow's ratio, that fits into
+memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,8 +29,8 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at
-    ratio 0.3.
+    """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at ratio
+    0.3.
 
     Attributes:
         setting: Options that were passed to `build_strategy`.
@@ -53,8 +53,7 @@ class Simulated:
         """Return the peak of each memory under a simulated offloading strategy.
 
         Returns:
-            By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to
-            bytes.
+            By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to bytes.
         """
         return peaks_by_kind(self.compiled, self.result)
 
@@ -84,8 +83,7 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Return the simulation of an offloading strategy at the fastest of some settings that fit into
-        memory.
+        """Return the simulation of an offloading strategy at the fastest of some settings that fit into memory.
 
         If no setting fits, return the simulation that needs the least additional memory.
         """
@@ -120,12 +118,10 @@ class _Strategy:
         return self._run(setting, {"plan": plan})
 
     def _early_variants(self, plain: Simulated) -> Iterator[Simulated]:
-        """Yield simulations of a plan like the given one, but with as many early updates as memory and time
-        allow.
+        """Yield simulations of a plan like the given one, but with as many early updates as memory and time allow.
 
-        An early update starts before the gradient norm is known. In the first simulation only updates on
-        the CPU are early.
-        In the second, all updates on the GPU of state from host memory are early too.
+        An early update starts before the gradient norm is known. In the first simulation only updates on the CPU
+        are early. In the second, all updates on the GPU of state from host memory are early too.
         """
         work, machine, setting = self.workload, self.machine, plain.setting
         silent = work.zero_stage < 3 or machine.unified_memory
@@ -151,9 +147,8 @@ class _Strategy:
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
     """Return a plan with evenly spread placements and up to `SLOTS` staging buffers in GPU memory.
 
-    A subgroup far larger than the others, such as an embedding's, is not staged (copied to the GPU for
-    its update),
-    because every staging buffer would have to be as large.
+    A subgroup far larger than the others, such as an embedding's, is not staged (copied to the GPU for its
+    update), because every staging buffer would have to be as large.
     """
     plan = shared_plan(workload, device_share, resident_share)
     placements, large = list(plan.placements), workload.large_subgroups
@@ -168,8 +163,8 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
 def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
     """Return the plan with as many staging buffers as fit into GPU memory.
 
-    If gradients of several micro-batches are accumulated, as many gradient sums as then still fit stay
-    in GPU memory.
+    If gradients of several micro-batches are accumulated, as many gradient sums as then still fit stay in GPU
+    memory.
     """
     held = Holding.of_workload(workload)
     if plan.staging_slots and workload.zero_stage == 3:

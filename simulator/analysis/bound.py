@@ -1,10 +1,9 @@
 """The lower bound of a training iteration's time: a time that no plan for a job can beat on a machine.
 
 It holds for every plan that stays within given memory limits: for subgroups of any sizes, for any
-placements,
-parameter locations, early updates and gradient sums on the GPU, and for any order of updates,
-buffers and CPU
-threads. `ebbtide.simulator.analysis.bounds.rules` has the rules from which the bound follows.
+placements, parameter locations, early updates and gradient sums on the GPU, and for any order of updates,
+buffers and CPU threads. `ebbtide.simulator.analysis.bounds.rules` has the rules from which the bound
+follows.
 """
 
 from collections.abc import Mapping
@@ -28,17 +27,15 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and i
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound of a training iteration's time under any plan, and the placement of parameters that
-    would reach it.
+    """A lower bound of a training iteration's time under any plan, and the placement of parameters that would
+    reach it.
 
     Attributes:
         iteration_s: Mean seconds of one iteration in a steady state that no plan can beat.
         params: Number of this rank's parameters with each placement, if the bound were reached.
-        binding: Names of the resources that limit the bound, such as DRAM bandwidth. ``(update)`` after
-            a name
+        binding: Names of the resources that limit the bound, such as DRAM bandwidth. ``(update)`` after a name
             means that the resource is fully used between the gradients and the end of the next forward.
-            Otherwise
-            it is fully used in the whole iteration.
+            Otherwise it is fully used in the whole iteration.
     """
 
     iteration_s: float
@@ -49,18 +46,15 @@ class Bound:
 def lower_bound(
     workload: Workload, machine: Machine, limits: Limits | None = None, *, away: float | None = None
 ) -> Bound:
-    """Return the lower bound of an iteration's mean time for all plans that stay within given memory
-    limits.
+    """Return the lower bound of an iteration's mean time for all plans that stay within given memory limits.
 
-    The computation takes some 40 milliseconds. The bound is for a steady state: a simulation of only
-    three iterations
-    can be shorter if the link to the GPU falls behind from iteration to iteration. Checkpoints are not
-    included.
+    The computation takes some 40 milliseconds. The bound is for a steady state: a simulation of only three
+    iterations can be shorter if the link to the GPU falls behind from iteration to iteration. Checkpoints are
+    not included.
 
     Args:
-        limits: Limits of one rank's memory. Optimizer state is on drives only if they have a limit for
-            it. None:
-            all memory of the machine, and no drives.
+        limits: Limits of one rank's memory. Optimizer state is on drives only if they have a limit for it.
+            None: all memory of the machine, and no drives.
         away: Number of elements whose 16-bit parameters are in host memory. None: plans may choose.
 
     Raises:
@@ -87,8 +81,8 @@ def lower_bound(
 
 
 def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:
-    """Return the linear program for the lower bound of an iteration's time, with all rules for steps that
-    do not clip.
+    """Return the linear program for the lower bound of an iteration's time, with all rules for steps that do not
+    clip.
 
     Args:
         early: True if updates may start before the gradient norm is known.
@@ -97,12 +91,11 @@ def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool
 
 
 def clipping_steps(p: Problem) -> Problem:
-    """Add the rules for steps that clip to the lower bound's linear program, and return the problem of
-    such a step.
+    """Add the rules for steps that clip to the lower bound's linear program, and return the problem of such a
+    step.
 
-    In a step that clips, early updates are dropped. So the step is no faster than a step of the same
-    plan without its
-    early updates: a plan with the same subgroups in each placement, and the same buffers.
+    In a step that clips, early updates are dropped. So the step is no faster than a step of the same plan
+    without its early updates: a plan with the same subgroups in each placement, and the same buffers.
     """
     ways = [way for way in p.ways if not way.early]
     q = _with_rules(Problem(p.given, p.machine, p.limits, ways, p.rows))
@@ -136,12 +129,10 @@ def _ways(workload: Workload, machine: Machine, limits: Limits, *, early: bool) 
 
 
 def _passes_s(workload: Workload, machine: Machine) -> float:
-    """Return a lower bound of an iteration's time that counts waits for the network, but no time for
-    updates.
+    """Return a lower bound of an iteration's time that counts waits for the network, but no time for updates.
 
-    The linear program of `lower_bound` leaves out these waits, so `lower_bound` returns the larger of
-    both times. The
-    result is 0 if the workload uses no network.
+    The linear program of `lower_bound` leaves out these waits, so `lower_bound` returns the larger of both
+    times. The result is 0 if the workload uses no network.
     """
     over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
     if not (workload.network_step_gather_bytes or any(over_network)):

@@ -28,8 +28,8 @@ _NOTHING = Writing((), {})
 
 @dataclass(frozen=True)
 class _Run:
-    """A simulated schedule of training that contains one checkpoint save. Times are seconds from the start
-    of that save.
+    """A simulated schedule of training that contains one checkpoint save. Times are seconds from the start of that
+    save.
     """
 
     ops: tuple[Op, ...]
@@ -71,8 +71,8 @@ class _Run:
     def hooks_s(self) -> tuple[float, ...]:
         """Return the times, in seconds from a save on, at which a layer's forward begins or its backward ends.
 
-        At these times the runtime starts copying the next part of the state in GPU memory to the host for
-        the checkpoint.
+        At these times the runtime starts copying the next part of the state in GPU memory to the host for the
+        checkpoint.
         """
         save_s, layers = self.save_s(), max(op.layer for op in self.ops) + 1
         forwards = self.of(OpKind.FORWARD, iteration=LEAD_IN)[:layers]
@@ -82,9 +82,7 @@ class _Run:
         return tuple(float(t) - save_s for t in times)
 
     def due(self, plan: Plan) -> list[Due]:
-        """Return, for each subgroup, the seconds from a checkpoint save until an update first overwrites its
-        state.
-        """
+        """Return, for each subgroup, the seconds from a checkpoint save until an update first overwrites its state."""
         save_s, results = self.save_s(), []
         recipes = [RECIPES[placement] for placement in plan.placements]
         overwriting = [{s.kind for s in recipe.steps if s.overwrites} for recipe in recipes]
@@ -96,12 +94,11 @@ class _Run:
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
-    """Return the times at which updates overwrite subgroups, raised so that they never decrease in the
-    order of updates.
+    """Return the times at which updates overwrite subgroups, raised so that they never decrease in the order of
+    updates.
 
-    Simulated times may decrease: one update overwrites state while it computes, another one later, when
-    it copies
-    state back to host memory. So each time is raised to that of the previous update in its queue.
+    Simulated times may decrease: one update overwrites state while it computes, another one later, when it
+    copies state back to host memory. So each time is raised to that of the previous update in its queue.
     """
     latest, ordered = dict[str, float](), []
     rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
@@ -114,8 +111,7 @@ def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
 def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
     """Return a compiled schedule with checkpoint writes that use neither memory bandwidth nor CPU cores.
 
-    The simulated difference to the original schedule is what the writes cost by sharing both with
-    training.
+    The simulated difference to the original schedule is what the writes cost by sharing both with training.
     """
     ops = compiled.ops.copy()
     persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
@@ -126,9 +122,8 @@ def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
 def save_seconds(workload: Workload, machine: Machine) -> float:
     """Return the seconds of a checkpoint save that depend on the number of tensors and not on their bytes.
 
-    A save takes a fixed time for each tensor. The checkpoint has one tensor for each parameter of the
-    model, and a few
-    for each subgroup's optimizer state.
+    A save takes a fixed time for each tensor. The checkpoint has one tensor for each parameter of the model,
+    and a few for each subgroup's optimizer state.
     """
     each = machine.save_s_per_tensor
     named = sum(len(group) for group in workload.parameters)
@@ -157,8 +152,8 @@ def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
 
 
 def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
-    """Return a list of the bytes of each subgroup's state that a checkpoint writes. State that is on a
-    drive counts as 0.
+    """Return a list of the bytes of each subgroup's state that a checkpoint writes. State that is on a drive
+    counts as 0.
     """
     each = workload.optimizer_state.state_bytes
     return [
@@ -168,8 +163,8 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the bytes of one rank that a checkpoint writes: optimizer state, and parameters in the
-    model's precision.
+    """Return the bytes of one rank that a checkpoint writes: optimizer state, and parameters in the model's
+    precision.
     """
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
@@ -187,8 +182,7 @@ class CheckpointSimulation:
         """Set up the simulation of checkpoints while training under a plan.
 
         Args:
-            save_s: Seconds of ``save_checkpoint`` that do not depend on the amount of data. None: estimated
-                by
+            save_s: Seconds of ``save_checkpoint`` that do not depend on the amount of data. None: estimated by
                 `save_seconds`.
         """
         workload = workload.cut_as(plan)
@@ -200,8 +194,7 @@ class CheckpointSimulation:
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]
 
     def schedule(self, saving: CheckpointPlan) -> Schedule:
-        """Return the schedule of ops of several training iterations with one checkpoint save, to simulate or
-        draw it.
+        """Return the schedule of ops of several training iterations with one checkpoint save, to simulate or draw it.
 
         Args:
             saving: Checkpoint settings, as in a plan.
@@ -233,11 +226,10 @@ class CheckpointSimulation:
         return max(0.0, run.backward_end_s(last) - self._plain.backward_end_s(last))
 
     def _later_s(self, run: _Run) -> float:
-        """Return the seconds that writing a checkpoint adds to the iterations that come after the simulated
-        ones.
+        """Return the seconds that writing a checkpoint adds to the iterations that come after the simulated ones.
 
-        Each later iteration is assumed to be slowed as much as the last simulated one, until the checkpoint
-        is written.
+        Each later iteration is assumed to be slowed as much as the last simulated one, until the checkpoint is
+        written.
         """
         last = self.iterations - 1
         with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1) for r in (run, self._plain))
@@ -258,8 +250,7 @@ class CheckpointSimulation:
         """Simulate training with a checkpoint save that writes nothing, to learn when updates overwrite each
         subgroup's state.
 
-        The order of writing the checkpoint is planned from these times. The save only delays the training
-        thread.
+        The order of writing the checkpoint is planned from these times. The save only delays the training thread.
         """
         saves = (LEAD_IN - 1,)
         return self._run(compile_schedule(self._loop(CheckpointPlan(), _NOTHING, saves)))

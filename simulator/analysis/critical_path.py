@@ -1,5 +1,5 @@
-"""The critical path of a simulated iteration: the chain of ops that must get shorter for the iteration
-to get shorter.
+"""The critical path of a simulated iteration: the chain of ops that must get shorter for the iteration to get
+shorter.
 """
 
 from collections import defaultdict
@@ -10,14 +10,11 @@ from ebbtide.simulator.timeline import Timeline
 
 
 def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: float) -> tuple[Span, ...]:
-    """Return the chain of ops in a simulated timeline that determines the time from ``from_s`` to
-    ``to_s``.
+    """Return the chain of ops in a simulated timeline that determines the time from ``from_s`` to ``to_s``.
 
-    Each op of the chain starts when the previous one ends. The previous one is the last to end of all
-    ops for which the
-    op waits: its dependencies, and the previous op of its lane. Slowdown by a shared link or shared
-    memory is not
-    considered.
+    Each op of the chain starts when the previous one ends. The previous one is the last to end of all ops for
+    which the op waits: its dependencies, and the previous op of its lane. Slowdown by a shared link or shared
+    memory is not considered.
 
     Args:
         timeline: Simulated timeline of the same schedule.

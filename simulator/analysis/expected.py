@@ -1,7 +1,7 @@
 """The mean iteration time of plans with early updates, which start before the gradient norm is known.
 
-Early updates assume that the step does not clip gradients. In a step that clips, early updates are
-dropped and redone.
+Early updates assume that the step does not clip gradients. In a step that clips, early updates are dropped
+and redone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +19,8 @@ from ebbtide.simulator.workload import Workload
 
 
 def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
-    """Return a plan's simulation with the mean iteration time over steps that clip gradients and steps
-    that do not.
+    """Return a plan's simulation with the mean iteration time over steps that clip gradients and steps that do
+    not.
 
     In steps that clip, updates that started before the gradient norm was known have to be redone.
 
@@ -41,12 +41,11 @@ def step_times(
     simulate: Callable[[Plan], SimResult],
     right: SimResult | None = None,
 ) -> StepTimes | None:
-    """Return the seconds of an iteration under a plan if early updates are kept, if there are none, and if
-    they are redone.
+    """Return the seconds of an iteration under a plan if early updates are kept, if there are none, and if they
+    are redone.
 
-    An early update starts before the gradient norm is known. It is kept if the step does not clip, and
-    redone if the
-    step clips. The result is None if the plan has no early updates.
+    An early update starts before the gradient norm is known. It is kept if the step does not clip, and redone
+    if the step clips. The result is None if the plan has no early updates.
 
     Args:
         right: Simulation of the plan in steps that do not clip, if it is known.
@@ -85,14 +84,12 @@ def early_updates_worth(
     left_bytes: float,
     placement: Placement = "host",
 ) -> int:
-    """Return the number of subgroups that can be updated early such that it saves time and their state
-    fits into memory.
+    """Return the number of subgroups that can be updated early such that it saves time and their state fits into
+    memory.
 
-    An early update starts before the gradient norm is known, and needs host memory for a second copy of
-    the state. The
-    updates must also end within the last backward, because one that ends after the gradient norm costs
-    more time than it
-    saves.
+    An early update starts before the gradient norm is known, and needs host memory for a second copy of the
+    state. The updates must also end within the last backward, because one that ends after the gradient norm
+    costs more time than it saves.
 
     Args:
         held: Bytes per parameter that the workload needs in each memory.

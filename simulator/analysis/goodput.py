@@ -70,12 +70,10 @@ class CheckpointCost:
     def at_interval(self, steps: int, iteration_s: float, busy: str) -> "tuple[int, CheckpointCost]":
         """Return the number of steps between two completed checkpoints, and the cost of each checkpoint.
 
-        A checkpoint is due every ``steps`` iterations. If the previous one is still being written then, the
-        policy ``busy``
-        decides. With "wait" the save waits until the previous one is written. With "skip" nothing is saved.
-        With "replace" the
-        previous one is given up for the new one, so that none is ever completed, and the returned number is
-        0.
+        A checkpoint is due every ``steps`` iterations. If the previous one is still being written then, the policy
+        ``busy`` decides. With "wait" the save waits until the previous one is written. With "skip" nothing is
+        saved. With "replace" the previous one is given up for the new one, so that none is ever completed, and the
+        returned number is 0.
         """
         spare_s = steps * iteration_s + self.cost_s - self.persist_s
         if spare_s >= -1e-9 * self.persist_s:
@@ -88,8 +86,8 @@ class CheckpointCost:
         return steps * math.ceil(needed_s / (steps * iteration_s) * (1 - 1e-9)), self
 
     def fewest_steps(self, iteration_s: float) -> int:
-        """Return the least number of iterations between two checkpoints such that one is written before the
-        next is due.
+        """Return the least number of iterations between two checkpoints such that one is written before the next is
+        due.
         """
         return max(1, math.ceil((self.persist_s - self.cost_s) / iteration_s * (1 - 1e-12)))
 
@@ -136,11 +134,9 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
 def best_interval_steps(iteration_s: float, cost: CheckpointCost, failures: Failures) -> int:
     """Return the number of iterations between two checkpoints that gives the highest expected goodput.
 
-    Goodput has a single maximum over the interval. The result is therefore one of the two whole numbers
-    next to
-    `optimal_interval`, but never less than the iterations that writing a checkpoint takes. For a job
-    that never fails
-    the result is 0: no checkpoint is needed except those that the user saves.
+    Goodput has a single maximum over the interval. The result is therefore one of the two whole numbers next to
+    `optimal_interval`, but never less than the iterations that writing a checkpoint takes. For a job that never
+    fails the result is 0: no checkpoint is needed except those that the user saves.
 
     Raises:
         ValueError: An argument is refused by `expected_goodput`.
@@ -196,9 +192,8 @@ def daly_interval(cost_s: float, mtbf_s: float) -> float:
 def checkfreq_interval_steps(iteration_s: float, cost: CheckpointCost) -> int:
     """Return the number of iterations between two checkpoints according to CheckFreq (FAST 2021).
 
-    It is the smallest number with which checkpoints cost no more than the fraction of training time
-    that CheckFreq
-    allows, and with which each checkpoint is written before the next one.
+    It is the smallest number with which checkpoints cost no more than the fraction of training time that
+    CheckFreq allows, and with which each checkpoint is written before the next one.
     """
     steps = math.ceil(cost.cost_s / (CHECKFREQ_OVERHEAD * iteration_s) * (1 - 1e-12))
     return max(cost.fewest_steps(iteration_s), steps)

@@ -1,9 +1,8 @@
 """Fast prediction of the iteration time and memory of many plans for one workload on one machine.
 
 The search for the best plan uses `PlanSweep`, which gives the result of
-``simulate_fast(build_schedule(workload, plan), machine)`` without creating a Python object for each
-op: the schedule
-is built and simulated as arrays.
+``simulate_fast(build_schedule(workload, plan), machine)`` without creating a Python object for each op: the
+schedule is built and simulated as arrays.
 """
 
 import threading
@@ -165,23 +164,19 @@ class PlanSweep:
         return row
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
-        """Return a plan's amounts of subgroups, for updates that wait for the gradient norm and for early
-        updates.
+        """Return a plan's amounts of subgroups, for updates that wait for the gradient norm and for early updates.
 
-        For each combination of placement and parameter location, in the order of `plain_ways`, an amount is
-        the number of
-        subgroups, the number of their elements, and the elements of the largest one.
+        For each combination of placement and parameter location, in the order of `plain_ways`, an amount is the
+        number of subgroups, the number of their elements, and the elements of the largest one.
 
         Args:
-            placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and
-                flags.
+            placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
         """
         waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
         return tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Return the number of parameters with gradients that a plan accumulates in GPU memory instead of host
-        memory.
+        """Return the number of parameters with gradients that a plan accumulates in GPU memory instead of host memory.
 
         It is 0 if the training does not accumulate gradients in host memory in any case.
         """

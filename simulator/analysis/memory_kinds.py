@@ -1,5 +1,5 @@
-"""The memory in use at the peak of a simulated iteration, divided by kind: parameters, state,
-gradients and others.
+"""The memory in use at the peak of a simulated iteration, divided by kind: parameters, state, gradients and
+others.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,8 @@ def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
     """Return what a simulated schedule holds in each memory when the bytes in use there are at their peak.
 
     Returns:
-        By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to
-        bytes. Kinds
-        without bytes are left out.
+        By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to bytes.
+        Kinds without bytes are left out.
     """
     held = schedule.schedule.held
     peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}

@@ -1,10 +1,8 @@
-"""Reuse of schedules that differ only in times or memory, for ebbtide's web page, where sliders change
-values.
+"""Reuse of schedules that differ only in times or memory, for ebbtide's web page, where sliders change values.
 
-The ops of a schedule and their dependencies follow from a strategy's options and the workload's
-sizes. If
-only times or memory change, the new values are written into the arrays of an earlier schedule with
-the same ops.
+The ops of a schedule and their dependencies follow from a strategy's options and the workload's sizes. If
+only times or memory change, the new values are written into the arrays of an earlier schedule with the same
+ops.
 """
 
 from collections import OrderedDict
@@ -62,9 +60,7 @@ def structure(workload: Workload) -> Hashable:
 
 
 def times(workload: Workload) -> dict[str, Hashable]:
-    """Return a dict of the workload's values that may change while its schedule keeps the same ops, by
-    name.
-    """
+    """Return a dict of the workload's values that may change while its schedule keeps the same ops, by name."""
     layers = workload.layers
     return {
         "forward_s": tuple(layer.forward_s for layer in layers),
@@ -127,11 +123,10 @@ class Template:
         return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
 
     def changed(self, workload: Workload) -> set[str]:
-        """Return the names of the replaceable values, such as forward times, that differ between a workload
-        and a template's own.
+        """Return the names of the replaceable values, such as forward times, that differ between a workload and a
+        template's own.
 
-        A template is a compiled schedule with replaceable times and memory sizes, made for a workload of
-        its own.
+        A template is a compiled schedule with replaceable times and memory sizes, made for a workload of its own.
         """
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 

@@ -341,8 +341,8 @@ def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
 
 
 def _told_bound_s(plan: Plan | None) -> float:
-    """Return the lower bound of the iteration time, in seconds, that a plan's prediction records, or
-    ``inf`` if none.
+    """Return the lower bound of the iteration time, in seconds, that a plan's prediction records, or ``inf`` if
+    none.
     """
     told = None if plan is None else plan.prediction
     return math.inf if told is None else told.lower_bound_s

@@ -1,8 +1,6 @@
-"""The compiled simulator: numba code that gives the same results as `simulate`, thousands of times per
-second.
+"""The compiled simulator: numba code that gives the same results as `simulate`, thousands of times per second.
 
-Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it
-loads
+Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads
 numba. Without numba, the compiled simulator gives the same results, but slowly.
 """
 
@@ -138,8 +136,8 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
 
 
 def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
-    """Return the times and memory peaks of a simulated schedule, with names, from the arrays of the
-    compiled simulator.
+    """Return the times and memory peaks of a simulated schedule, with names, from the arrays of the compiled
+    simulator.
 
     Args:
         summary: Row of times and peaks that the compiled simulator wrote.
@@ -194,8 +192,8 @@ def machine_vector(machine: Machine) -> Floats:
 
 
 def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
-    """Return the timeline of a schedule that the compiled simulator has simulated, without the memory in
-    use over time.
+    """Return the timeline of a schedule that the compiled simulator has simulated, without the memory in use over
+    time.
     """
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)

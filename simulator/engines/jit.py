@@ -28,11 +28,9 @@ except ImportError:  # pragma: no cover - numba is a dependency; this is the way
 
 
 def compiled(function: Function) -> Function:
-    """Compile a function with numba, and cache the machine code on disk. The compiled function releases
-    the GIL.
+    """Compile a function with numba, and cache the machine code on disk. The compiled function releases the GIL.
 
-    numba's option for fast maths is off, because results must be identical to those of the reference
-    simulator.
+    numba's option for fast maths is off, because results must be identical to those of the reference simulator.
     """
     return _compiled(function)
 
@@ -57,8 +55,7 @@ def _compiled(function: Function, **options: Any) -> Function:
 def _built_in(function: Callable[..., object]) -> str:
     """Return a hash of all code and constants from other files that numba compiles into a function.
 
-    numba's cache on disk checks only the function's own file. Without this hash it would run outdated
-    code.
+    numba's cache on disk checks only the function's own file. Without this hash it would run outdated code.
     """
     spaces = _reached(function.__globals__, {})
     texts = [

@@ -1,12 +1,9 @@
 """The reference simulator's computation, written as loops over arrays so that numba can make it fast.
 
-The array ``ops`` has one row for each op, and its columns are defined by constants. All functions
-are
-compiled by numba if it is installed. Code that runs for each event allocates no memory. Sums over
-lanes (such as copy
-directions) are computed in the order of `Lane`, as in `ebbtide.simulator.engines.reference`, so
-that both simulators
-give identical results.
+The array ``ops`` has one row for each op, and its columns are defined by constants. All functions are
+compiled by numba if it is installed. Code that runs for each event allocates no memory. Sums over lanes
+(such as copy directions) are computed in the order of `Lane`, as in `ebbtide.simulator.engines.reference`,
+so that both simulators give identical results.
 """
 
 from __future__ import annotations
@@ -62,17 +59,14 @@ class _Notes(NamedTuple):
 
     Attributes:
         queue: All ops, sorted by lane and in order of issue. A lane runs its ops one after the other.
-        met, ended: For each op, the number of its dependencies that have ended, and whether it has
-            ended itself.
-        head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops
-            there.
-        busy, running, bits, left: For each lane, whether it runs an op, which op, the class of that op
-            as part
+        met, ended: For each op, the number of its dependencies that have ended, and whether it has ended
+            itself.
+        head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops there.
+        busy, running, bits, left: For each lane, whether it runs an op, which op, the class of that op as part
             of a cache key, and the op's remaining seconds at full speed.
         growing, room: Arrays for `_max_min`.
-        classes, known: For each lane, the number of classes of ops with the same use of capacities, and
-            that use
-            for each class.
+        classes, known: For each lane, the number of classes of ops with the same use of capacities, and that
+            use for each class.
     """
 
     queue: Ints
@@ -219,8 +213,7 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
 def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> bool:
     """Return True if all ops have ended that op number ``i`` of a schedule waits for.
 
-    ``met[i]`` counts those that have ended, so that the next call continues with the first one that has
-    not.
+    ``met[i]`` counts those that have ended, so that the next call continues with the first one that has not.
     """
     first, last = met[i], after_first[i + 1]
     while first < last and ended[after[first]]:
@@ -231,9 +224,7 @@ def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> boo
 
 @uncounted
 def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
-    """Set the speeds of all ops that run now, from a cache if ops with the same use of capacities ran
-    before.
-    """
+    """Set the speeds of all ops that run now, from a cache if ops with the same use of capacities ran before."""
     slot = ((key * _HASH) >> 16) & (_CACHE - 1)
     speed, known = notes.speed, notes.cache_speed
     if key == _NEVER or notes.cache_key[slot] != key:
@@ -417,8 +408,8 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
 
 @compiled
 def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
-    """Add the seconds of an iteration's phases (forward, backward, ...) to a result row, as
-    `Timeline.phases` computes them.
+    """Add the seconds of an iteration's phases (forward, backward, ...) to a result row, as `Timeline.phases`
+    computes them.
     """
     previous = np.inf
     for i in range(ops.shape[0]):

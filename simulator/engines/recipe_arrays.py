@@ -96,8 +96,8 @@ class RecipeArrays:
         )
 
     def with_threads(self, threads: int) -> Floats:
-        """Return the array ``rows`` with the number of CPU cores that each op may use, given a plan's number
-        of CPU threads.
+        """Return the array ``rows`` with the number of CPU cores that each op may use, given a plan's number of CPU
+        threads.
 
         Args:
             threads: CPU threads of the updates. 0: all cores.
@@ -169,14 +169,13 @@ def _op_row(op: Op) -> Floats:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """Return the number and the sizes of a plan's subgroups, for each combination of placement and
-    parameter location.
+    """Return the number and the sizes of a plan's subgroups, for each combination of placement and parameter
+    location.
 
     Returns:
         The number of subgroups, their elements, and the elements of the largest one: shape (2, 3,
-            combinations).
-        The first index is 0 for subgroups that wait for the gradient norm, and 1 for early updates. The
-        combinations are in the order of `plain_ways`.
+        combinations). The first index is 0 for subgroups that wait for the gradient norm, and 1 for early
+        updates. The combinations are in the order of `plain_ways`.
     """
     both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):
@@ -264,8 +263,7 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 @uncounted
 def _add(made: _Made, given: _Given, row: int, size: float) -> int:
-    """Append an op that processes ``size`` elements to a schedule that is built as arrays. Return the op's
-    number.
+    """Append an op that processes ``size`` elements to a schedule that is built as arrays. Return the op's number.
 
     If the op takes a buffer, it will wait in the schedule for the op that frees the buffer.
     """

@@ -36,13 +36,12 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
 
 def capacities(machine: Machine, ranks: int) -> dict[str, float]:
-    """Return the capacities per second, such as DRAM bandwidth, that each of ``ranks`` equal ranks of a
-    node has, by name.
+    """Return the capacities per second, such as DRAM bandwidth, that each of ``ranks`` equal ranks of a node has,
+    by name.
 
-    CPU cores are divided among the ranks only if forward and backward run on the CPU. Otherwise DRAM
-    bandwidth limits the
-    updates: a few cores can already use a rank's share of DRAM bandwidth. Dividing both would count the
-    other ranks twice.
+    CPU cores are divided among the ranks only if forward and backward run on the CPU. Otherwise DRAM bandwidth
+    limits the updates: a few cores can already use a rank's share of DRAM bandwidth. Dividing both would count
+    the other ranks twice.
     """
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
@@ -66,16 +65,14 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
 
 
 def rate_of(op: Op, machine: Machine) -> float:
-    """Return the rate of an op of a schedule that runs alone on a machine, in the op's unit (such as
-    bytes) per second.
+    """Return the rate of an op of a schedule that runs alone on a machine, in the op's unit (such as bytes) per
+    second.
     """
     return machine.op_rate(op.rate, op.cores)
 
 
 def latency_of(op: Op, machine: Machine) -> float:
-    """Return the latency of an op in seconds: its own, and the machine's latency of a copy or a kernel
-    launch.
-    """
+    """Return the latency of an op in seconds: its own, and the machine's latency of a copy or a kernel launch."""
     latency = op.latency_s
     if op.lane in _COPY_LANES:
         latency += machine.copy_latency_s
@@ -94,12 +91,10 @@ def alone_s(op: Op, machine: Machine) -> float:
 
 
 def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
-    """Return a dict of how much of each shared capacity of a node, such as DRAM bandwidth, an op uses per
-    second.
+    """Return a dict of how much of each shared capacity of a node, such as DRAM bandwidth, an op uses per second.
 
-    The op is assumed to run at full speed. The op's rate was measured with one rank alone on the node.
-    So a single op
-    never uses more DRAM bandwidth than the measured one of the node, whatever number of bytes is
+    The op is assumed to run at full speed. The op's rate was measured with one rank alone on the node. So a
+    single op never uses more DRAM bandwidth than the measured one of the node, whatever number of bytes is
     counted for the op.
     """
     if duration_s <= 0:

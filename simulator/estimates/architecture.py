@@ -89,8 +89,8 @@ def _known(name: str) -> str:
 
 
 def _config_of(model: Any) -> Any:
-    """Return the dict of a Hugging Face config, or of the config that a Hugging Face model has. Return
-    other values unchanged.
+    """Return the dict of a Hugging Face config, or of the config that a Hugging Face model has. Return other
+    values unchanged.
     """
     candidates: tuple[Any, ...] = (model, getattr(model, "config", None))
     for config in candidates:
@@ -156,15 +156,14 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
 
 
 def _gated_ffn(hidden: int) -> int:
-    """Return the width of the gated MLP in a Llama layer: 8/3 of the hidden size, rounded up to a multiple
-    of 256.
+    """Return the width of the gated MLP in a Llama layer: 8/3 of the hidden size, rounded up to a multiple of
+    256.
     """
     return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
 def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text part of a multimodal model, or the config itself if the model has only
-    text.
+    """Return the config of the text part of a multimodal model, or the config itself if the model has only text.
 
     Other parts, such as for images, are not estimated.
     """
@@ -210,8 +209,8 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
 
 
 def _layout(config: Mapping[str, Any], mixture: bool) -> str:
-    """Return the names of the parts of a described model's layer (norm, qkv ...), in order. The default is
-    a Llama layer.
+    """Return the names of the parts of a described model's layer (norm, qkv ...), in order. The default is a Llama
+    layer.
     """
     given = [flag for flag in _LAYOUT_FLAGS if flag in config]
     if "layout" in config:
@@ -237,15 +236,15 @@ def is_deepspeed(config: Mapping[str, Any]) -> bool:
 
 
 def is_model(config: Mapping[str, Any]) -> bool:
-    """Return True if a JSON object is a model's config: it names a model family, or gives number and size
-    of the layers.
+    """Return True if a JSON object is a model's config: it names a model family, or gives number and size of the
+    layers.
     """
     return "model_type" in config or all(any(name in config for name in KEYS[key]) for key in ("layers", "hidden"))
 
 
 def quantized(config: Mapping[str, Any]) -> str:
-    """Return a sentence that says why training a quantized model cannot be planned. Empty if the model is
-    not quantized.
+    """Return a sentence that says why training a quantized model cannot be planned. Empty if the model is not
+    quantized.
     """
     given = config.get("quantization_config")
     if not given:

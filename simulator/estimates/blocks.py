@@ -71,8 +71,8 @@ class Architecture(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Return the blocks of the model in order: the embedding, each layer, and the last norm together with
-        the head.
+        """Return the blocks of the model in order: the embedding, each layer, and the last norm together with the
+        head.
         """
 
     @property
@@ -186,13 +186,11 @@ def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
 
 
 def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    """Return a function that returns one part of a described model's layer: the matrices of all its
-    experts.
+    """Return a function that returns one part of a described model's layer: the matrices of all its experts.
 
     Args:
         each: Names of the matrices of an expert.
-        fused: True if one parameter contains a kind of matrix (such as the up projection) of all
-            experts.
+        fused: True if one parameter contains a kind of matrix (such as the up projection) of all experts.
     """
 
     def part(arch: DescribedArchitecture) -> Part:

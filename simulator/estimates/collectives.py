@@ -29,8 +29,8 @@ class Links:
 
     @classmethod
     def of(cls, machine: Machine) -> "Links":
-        """Return the links between the GPUs of a machine: NVLink if the machine has NVLink, otherwise PCIe
-        through host memory.
+        """Return the links between the GPUs of a machine: NVLink if the machine has NVLink, otherwise PCIe through
+        host memory.
         """
         port, pair = (machine.other_rates.get(name) for name in (LINK, PAIR))
         if port is None:
@@ -56,8 +56,8 @@ class Links:
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds that a ring of ranks takes to pass all data once from GPU to GPU, except each
-    rank's own part.
+    """Return the seconds that a ring of ranks takes to pass all data once from GPU to GPU, except each rank's own
+    part.
 
     Args:
         size_bytes: Bytes of data.
@@ -137,8 +137,8 @@ class Layout:
 
     @property
     def tensor_groups_cut(self) -> int:
-        """Return the largest number of tensor-parallel groups of one node that also have ranks on other nodes.
-        0: none.
+        """Return the largest number of tensor-parallel groups of one node that also have ranks on other nodes. 0:
+        none.
         """
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
             return 0

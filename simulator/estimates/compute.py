@@ -81,9 +81,7 @@ class Device:
 
     @classmethod
     def of(cls, machine: Machine, wire_bytes: int, **training: Any) -> "Device":
-        """Return the GPU rates of a machine, together with the training settings that decide how long a block
-        takes.
-        """
+        """Return the GPU rates of a machine, together with the training settings that decide how long a block takes."""
         return cls(
             machine.rate("device_flops_per_s"),
             machine.rate("attention_flops_per_s"),
@@ -174,11 +172,9 @@ def overlapped_s(*parts_s: float) -> float:
 def run_ahead_s(device_s: float, issued_s: float) -> float:
     """Return the seconds to run kernels on the GPU that the host launches ahead of the GPU.
 
-    The result is the third root of the sum of cubes: a little more than the longer of both times, and
-    1.26 times two
-    equal times. The host waits for the GPU only if it is ahead by a bounded number of launches, and the
-    GPU waits for the
-    host only if the GPU has no work left.
+    The result is the third root of the sum of cubes: a little more than the longer of both times, and 1.26
+    times two equal times. The host waits for the GPU only if it is ahead by a bounded number of launches, and
+    the GPU waits for the host only if the GPU has no work left.
 
     Args:
         device_s: Seconds in which the GPU runs the kernels.

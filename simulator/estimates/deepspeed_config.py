@@ -1,5 +1,5 @@
-"""A reader of the training settings in a DeepSpeed config. Values ``"auto"`` are resolved as Hugging
-Face resolves them.
+"""A reader of the training settings in a DeepSpeed config. Values ``"auto"`` are resolved as Hugging Face
+resolves them.
 """
 
 from collections.abc import Mapping
@@ -79,9 +79,8 @@ def deepspeed_fields(
 ) -> dict[str, Any]:
     """Return the fields of `ebbtide.simulator.estimates.job.Job` that a DeepSpeed config determines.
 
-    Values ``"auto"`` are resolved as in Hugging Face's integration: batch sizes and precision come from
-    the arguments
-    of this function, bucket sizes from the hidden size, and clipping from the Trainer's default (on).
+    Values ``"auto"`` are resolved as in Hugging Face's integration: batch sizes and precision come from the
+    arguments of this function, bucket sizes from the hidden size, and clipping from the Trainer's default (on).
 
     Args:
         hidden: Hidden size of the model, for bucket sizes that are ``"auto"``.
@@ -89,8 +88,7 @@ def deepspeed_fields(
         zero_stage: ZeRO stage to assume if the config has none.
 
     Raises:
-        ModelError: The file cannot be read, plans do not support the stage or the optimizer, batch
-            sizes
+        ModelError: The file cannot be read, plans do not support the stage or the optimizer, batch sizes
             contradict each other, or a value is ``"auto"`` and no argument gives it.
     """
     read = loaded(config)
@@ -124,9 +122,7 @@ def deepspeed_fields(
 
 
 def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> list[str]:
-    """Return the sorted keys of a DeepSpeed config that the simulator ignores, so that the user can be
-    told.
-    """
+    """Return the sorted keys of a DeepSpeed config that the simulator ignores, so that the user can be told."""
     keys = {*config}
     for name in _PARTLY_READ:
         keys |= {f"{name}.{key}" for key in section(config, name)}
@@ -143,8 +139,8 @@ def default_clipping(installed: str | None = None) -> float:
 
 
 class _Resolver:
-    """A reader of a DeepSpeed config that replaces each ``"auto"`` by a value, and notes the replacement
-    for the user.
+    """A reader of a DeepSpeed config that replaces each ``"auto"`` by a value, and notes the replacement for the
+    user.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:

@@ -85,16 +85,14 @@ _NEARLY = 0.9
 
 
 def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
-    """Return the contents of a DeepSpeed config, with keys and values checked. Empty if there is no
-    config.
+    """Return the contents of a DeepSpeed config, with keys and values checked. Empty if there is no config.
 
     Values are converted as DeepSpeed converts them: numbers and booleans may be given as strings, and
-    ``"auto"``
-    stands for a default.
+    ``"auto"`` stands for a default.
 
     Raises:
-        ModelError: The file cannot be read, DeepSpeed does not know a key, or a value is not allowed
-            for its key.
+        ModelError: The file cannot be read, DeepSpeed does not know a key, or a value is not allowed for its
+            key.
     """
     if isinstance(config, (str, Path)):
         config = read_file(config)
@@ -238,8 +236,8 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _nearly(key: str) -> str:
-    """Return the key of DeepSpeed configs that is spelled most like the given one, to suggest it. Results
-    are cached.
+    """Return the key of DeepSpeed configs that is spelled most like the given one, to suggest it. Results are
+    cached.
     """
     return next(iter(get_close_matches(key, _TOP, 1, _NEARLY)), "")
 
@@ -276,9 +274,7 @@ class _Kind:
         self.auto, self._flag = auto, flag
 
     def taken_for(self, value: Any) -> Any:
-        """Return a config key's value, converted by pydantic to the type of the key, or unchanged if that
-        fails.
-        """
+        """Return a config key's value, converted by pydantic to the type of the key, or unchanged if that fails."""
         try:
             return self._type.validate_python(value)
         except ValidationError:

@@ -58,8 +58,7 @@ class FlatRank(Rank):
         return Workload.model_validate({**dict(made), **fields})
 
     def _whole(self, flat: Sequence[tuple[int, int]]) -> list[int]:
-        """Return a list of each layer's number of elements in DeepSpeed's flat buffer of all ranks' slices
-        together.
+        """Return a list of each layer's number of elements in DeepSpeed's flat buffer of all ranks' slices together.
 
         Args:
             flat: Layer and number of elements of each parameter, in the order of the buffer.
@@ -70,12 +69,11 @@ class FlatRank(Rank):
         return counts
 
     def _laid_out(self) -> list[tuple[int, int]]:
-        """Return a list with the layer and the number of elements of each parameter, in the order of
-        DeepSpeed's flat buffer.
+        """Return a list with the layer and the number of elements of each parameter, in the order of DeepSpeed's flat
+        buffer.
 
-        This buffer of ZeRO-1 and 2 holds all parameters. ``round_robin_gradients`` distributes the
-        parameters over the ranks
-        in turn. With ``parameter_alignment`` each parameter starts at a multiple of ALIGNMENT_BYTES.
+        This buffer of ZeRO-1 and 2 holds all parameters. ``round_robin_gradients`` distributes the parameters over
+        the ranks in turn. With ``parameter_alignment`` each parameter starts at a multiple of ALIGNMENT_BYTES.
         """
         found = [(layer, n) for layer, block in enumerate(self.stage_blocks) for n in self.partitions(block)]
         if self.job.round_robin:
@@ -97,8 +95,8 @@ class FlatRank(Rank):
     # -- what differs from ZeRO-3 ------------------------------------------------------------
 
     def issue_s(self, block: Block) -> float:
-        """Return the host's seconds to launch the kernels of a block's forward under ZeRO-1 or 2, which have
-        no hooks of ZeRO-3.
+        """Return the host's seconds to launch the kernels of a block's forward under ZeRO-1 or 2, which have no hooks
+        of ZeRO-3.
         """
         return ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
 
@@ -148,9 +146,7 @@ class FlatRank(Rank):
         return 0, int(2 * self.layout.entering_bytes(size))
 
     def bucket_bytes(self, held: int) -> int:
-        """Return the bytes of DeepSpeed's gradient bucket and of the flattened copy that is all-reduced,
-        together.
-        """
+        """Return the bytes of DeepSpeed's gradient bucket and of the flattened copy that is all-reduced, together."""
         return 2 * self._made_bytes * min(self.job.reduce_bucket_elements, held)
 
     @property
@@ -158,17 +154,13 @@ class FlatRank(Rank):
         return max(self.wire, self.job.gradient_bytes) if self.job.zero_stage == 1 else self.wire
 
     def waiting_bytes(self, made: Workload) -> int:
-        """Return the bytes that gradients waiting for their reduction add to the GPU memory peak of a
-        backward.
+        """Return the bytes that gradients waiting for their reduction add to the GPU memory peak of a backward.
 
-        ZeRO-1 keeps all gradients until the single reduction of a step. If it accumulates them in a wider
-        data type, it
-        converts after each backward, and then holds all gradients in both types. ZeRO-2 keeps the gradients
-        of a rank's slice
-        if it accumulates them in a wider data type than it reduces. Otherwise it keeps a buffer for the
-        largest parameter's
-        gradient. Activations are freed while gradients appear, so only gradients beyond the activations'
-        bytes count.
+        ZeRO-1 keeps all gradients until the single reduction of a step. If it accumulates them in a wider data
+        type, it converts after each backward, and then holds all gradients in both types. ZeRO-2 keeps the
+        gradients of a rank's slice if it accumulates them in a wider data type than it reduces. Otherwise it keeps
+        a buffer for the largest parameter's gradient. Activations are freed while gradients appear, so only
+        gradients beyond the activations' bytes count.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self._made_bytes * largest

@@ -78,8 +78,8 @@ class Job(Training):
         return cls._checked({"architecture": arch, **read, **shape})
 
     def changed(self, **knobs: Any) -> Self:
-        """Return a copy of the training job with other values for some settings. ``offload`` may be a name
-        from `OFFLOADS`.
+        """Return a copy of the training job with other values for some settings. ``offload`` may be a name from
+        `OFFLOADS`.
 
         Raises:
             ModelError: A value cannot be used.
@@ -164,8 +164,8 @@ def _no_network(layout: Layout, machine: Machine) -> str:
 
 
 def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
-    """Return a sentence that names the key of a DeepSpeed config with which no plan can be searched. Empty
-    if there is none.
+    """Return a sentence that names the key of a DeepSpeed config with which no plan can be searched. Empty if
+    there is none.
 
     With such a key, training under a plan is not possible, has nothing to plan, or cannot be simulated.
 

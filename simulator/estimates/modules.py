@@ -1,5 +1,5 @@
-"""Functions that read a model's architecture from torch modules, which transformers builds from a
-config without weights.
+"""Functions that read a model's architecture from torch modules, which transformers builds from a config
+without weights.
 """
 
 import json
@@ -33,10 +33,9 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and woul
 def built(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a language model from its Hugging Face config.
 
-    The transformers library builds the model without weights, so every parameter is known, in order.
-    Flops are counted as
-    if each token multiplied each matrix once. Of a mixture's experts, only those that a token uses are
-    counted.
+    The transformers library builds the model without weights, so every parameter is known, in order. Flops are
+    counted as if each token multiplied each matrix once. Of a mixture's experts, only those that a token uses
+    are counted.
 
     Raises:
         ModelError: transformers is not installed, does not know the family, or cannot build the model.
@@ -123,8 +122,8 @@ def _elements(module: Any) -> int:
 
 
 def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
-    """Return lists of a torch model's parameters: those before the first layer, those of each layer, and
-    those after the last.
+    """Return lists of a torch model's parameters: those before the first layer, those of each layer, and those
+    after the last.
     """
     owner: dict[int, int] = {}  # of what several layers share, the first one
     for number, layer in enumerate(layers, start=1):
@@ -234,8 +233,8 @@ class _Reader:
         return flops
 
     def _visited(self, path: str, parameter: Any, layer: Any) -> float:
-        """Return the fraction of a parameter's elements that each token uses: below 1 only for the experts of
-        a mixture.
+        """Return the fraction of a parameter's elements that each token uses: below 1 only for the experts of a
+        mixture.
         """
         parts = path.split(".")
         stacked = parameter.ndim == 3 and parameter.shape[0] > 1
@@ -265,8 +264,8 @@ class _Reader:
         return 0
 
     def _scores(self, layer: Any, hidden: int) -> int:
-        """Return a layer's number of attention heads times the head size, which determines the cost of
-        attention scores.
+        """Return a layer's number of attention heads times the head size, which determines the cost of attention
+        scores.
 
         The result is 1 for a layer without attention.
         """

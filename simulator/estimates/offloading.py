@@ -1,5 +1,5 @@
-"""The offload settings in a DeepSpeed config, translated for a simulation of DeepSpeed and for
-training under a plan.
+"""The offload settings in a DeepSpeed config, translated for a simulation of DeepSpeed and for training under
+a plan.
 """
 
 from collections.abc import Mapping
@@ -69,11 +69,10 @@ class Offloading:
 
     @property
     def beyond_plans(self) -> str:
-        """Return the key of the DeepSpeed config for an offload that ebbtide cannot simulate together with a
-        plan.
+        """Return the key of the DeepSpeed config for an offload that ebbtide cannot simulate together with a plan.
 
-        Such an offload moves parameters to NVMe, or activations to host memory. The result is empty if the
-        config has neither.
+        Such an offload moves parameters to NVMe, or activations to host memory. The result is empty if the config
+        has neither.
         """
         if self.parameters == "nvme":
             return f"{HELD}.device (nvme)"
@@ -83,9 +82,8 @@ class Offloading:
     def beyond_state(self) -> str:
         """Return the key of the DeepSpeed config that offloads anything but optimizer state to host memory.
 
-        Such a key moves optimizer state to NVMe, or parameters or activations off the GPU. The result is
-        empty if the
-        config has no such key.
+        Such a key moves optimizer state to NVMe, or parameters or activations off the GPU. The result is empty if
+        the config has no such key.
         """
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
@@ -125,8 +123,8 @@ class Offloading:
 
     @property
     def _blocks(self) -> bool:
-        """Return True if this DeepSpeed version, under ZeRO-3, lets the host thread wait for gradients and
-        convert them to fp32.
+        """Return True if this DeepSpeed version, under ZeRO-3, lets the host thread wait for gradients and convert
+        them to fp32.
         """
         return not at_least(_ASYNC_GRADIENTS, self.deepspeed)
 
@@ -143,8 +141,8 @@ class Offloading:
         """Return the options of `build_strategy` for ZeRO-1 or 2 offload, which depend on three things in the
         DeepSpeed config.
 
-        These are DeepSpeed's version, whether host memory is pinned, and whether torch's own Adam updates
-        on the CPU.
+        These are DeepSpeed's version, whether host memory is pinned, and whether torch's own Adam updates on the
+        CPU.
         """
         found: dict[str, Any] = {} if self.pinned else {"pinned": False}
         if not at_least(_WIDE_PARAMETERS, self.deepspeed):
@@ -177,8 +175,8 @@ class Offloading:
             raise ModelError(f"{STATE}.{key} must be absent together with {beyond}: the two are not simulated together")
 
     def keys_read(self, zero_stage: int) -> set[str]:
-        """Return the offload keys of a DeepSpeed config that have an influence on the simulation of DeepSpeed
-        at a ZeRO stage.
+        """Return the offload keys of a DeepSpeed config that have an influence on the simulation of DeepSpeed at a
+        ZeRO stage.
         """
         keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
         if self.optimizer == "nvme":
@@ -242,8 +240,8 @@ def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] 
     Args:
         zero: The config's section ``zero_optimization``.
         key: Name of the section, such as ``offload_optimizer``.
-        former: Older boolean key with the same purpose. If only this key is set, an equivalent section
-            is returned.
+        former: Older boolean key with the same purpose. If only this key is set, an equivalent section is
+            returned.
     """
     result: Mapping[str, Any] | None = zero.get(key)
     return {"device": "cpu"} if result is None and zero.get(former) else result
@@ -259,8 +257,8 @@ def default_pinning(installed: str | None = None) -> bool:
 
 
 def left_to_stock(config: Mapping[str, Any]) -> str:
-    """Return the reason why a plan has nothing to do under a DeepSpeed config, or an empty string if there
-    is none.
+    """Return the reason why a plan has nothing to do under a DeepSpeed config, or an empty string if there is
+    none.
 
     The reason is ZeRO stage 0, or optimizer state that stays on the GPU.
     """
@@ -273,8 +271,8 @@ def left_to_stock(config: Mapping[str, Any]) -> str:
 
 
 def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a dict from each key of ``offload_optimizer`` in a DeepSpeed config that has no effect under
-    a plan to the reason.
+    """Return a dict from each key of ``offload_optimizer`` in a DeepSpeed config that has no effect under a plan
+    to the reason.
     """
     state = section(config, STATE)
     found = {}

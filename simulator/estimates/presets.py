@@ -1,7 +1,6 @@
 """Presets: machines with rates from data sheets and published figures, with a source for each value.
 
-They are meant for what-if questions. For training, use a measured machine (`tune profile`), or
-correct a
+They are meant for what-if questions. For training, use a measured machine (`tune profile`), or correct a
 preset with runs of your own (`tune calibrate`). No value was fitted to published iteration times.
 """
 
@@ -189,9 +188,8 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 def _passes_bytes_per_s(rate: float) -> float:
     """Return the memory bandwidth of DeepSpeed's CPU update, in bytes/s, from a published rate.
 
-    The published rate includes a copy of new parameters through unpinned memory. The time of that copy
-    is left out. The
-    copy is limited by one core, or by DRAM bandwidth if the ranks leave little.
+    The published rate includes a copy of new parameters through unpinned memory. The time of that copy is left
+    out. The copy is limited by one core, or by DRAM bandwidth if the ranks leave little.
 
     Args:
         rate: Published parameters per second of one rank.
@@ -202,14 +200,11 @@ def _passes_bytes_per_s(rate: float) -> float:
 
 
 def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
-    """Return the memory bandwidth that DeepSpeed's CPU update uses if only one rank runs on a preset
-    machine.
+    """Return the memory bandwidth that DeepSpeed's CPU update uses if only one rank runs on a preset machine.
 
-    It follows from a published rate, otherwise from a NUMA node's bandwidth. A rate published for
-    several concurrent ranks
-    is a lower limit. For the preset of the H100 node half of a NUMA node's bandwidth is assumed, since
-    the only
-    published rate of a single rank (A100) uses half of its socket's.
+    It follows from a published rate, otherwise from a NUMA node's bandwidth. A rate published for several
+    concurrent ranks is a lower limit. For the preset of the H100 node half of a NUMA node's bandwidth is
+    assumed, since the only published rate of a single rank (A100) uses half of its socket's.
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:
@@ -231,8 +226,8 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
 
 
 def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return the fractions of DRAM and link bandwidth that each of several concurrent ranks has on a
-    preset machine.
+    """Return the fractions of DRAM and link bandwidth that each of several concurrent ranks has on a preset
+    machine.
 
     Fractions of DRAM follow from published CPU updates, fractions of links from the wiring of the GPUs.
 
@@ -249,8 +244,8 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return each rank's fraction of a preset machine's DRAM bandwidth, computed from published rates of
-    CPU updates.
+    """Return each rank's fraction of a preset machine's DRAM bandwidth, computed from published rates of CPU
+    updates.
 
     Returns:
         By number of concurrent ranks, a dict from "dram" to the fraction.

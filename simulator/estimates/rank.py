@@ -87,8 +87,8 @@ class Rank:
 
     @property
     def loop_s(self) -> float:
-        """Return the seconds per iteration that the training script spends between iterations. 0 if the
-        machine has no value.
+        """Return the seconds per iteration that the training script spends between iterations. 0 if the machine has no
+        value.
         """
         return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
@@ -104,8 +104,8 @@ class Rank:
 
     @cached_property
     def stage_blocks(self) -> list[Block]:
-        """Return the blocks (embedding, layers, head) of a model that belong to the pipeline stage of the
-        simulated rank.
+        """Return the blocks (embedding, layers, head) of a model that belong to the pipeline stage of the simulated
+        rank.
 
         The first stage has the embedding, the last stage the head.
         """
@@ -146,8 +146,8 @@ class Rank:
         return tuple(layer.model_copy(update=fields) for layer, fields in zip(layers, again, strict=True))
 
     def gathers(self, blocks: Sequence[Block]) -> Gathered:
-        """Return how often DeepSpeed gathers each parameter in a forward and its backward. Parameters are
-        (block, parameter).
+        """Return how often DeepSpeed gathers each parameter in a forward and its backward. Parameters are (block,
+        parameter).
         """
         tensor, recompute = self.job.tensor_parallel, self.job.recompute
         whole = tuple(_partitions(block.params, block.split, tensor, 1) for block in blocks)
@@ -173,9 +173,8 @@ class Rank:
         """Return the largest number of parameter elements that ZeRO-3 gathers at once if there is a single
         data-parallel rank.
 
-        The result is None below ZeRO-3 or with several data-parallel ranks. With several ranks,
-        `base_bytes` includes gathered
-        parameters.
+        The result is None below ZeRO-3 or with several data-parallel ranks. With several ranks, `base_bytes`
+        includes gathered parameters.
         """
         if self.job.zero_stage < 3 or self.job.data_parallel > 1:
             return None
@@ -229,43 +228,35 @@ class Rank:
         return self.job.recompute_share if self.job.recompute and block.attention else 0.0
 
     def forward_s(self, block: Block) -> float:
-        """Return the seconds of a block's forward for one micro-batch, for a block such as a transformer
-        layer.
+        """Return the seconds of a block's forward for one micro-batch, for a block such as a transformer layer.
 
-        Computation on the GPU, gathers of parameters inside the node, and the host's kernel launches
-        overlap.
+        Computation on the GPU, gathers of parameters inside the node, and the host's kernel launches overlap.
         """
         return overlapped_s(run_ahead_s(self.device_s(block), self.issue_s(block)), self.parameters_s(block))
 
     def backward_s(self, block: Block) -> float:
-        """Return the seconds of a block's backward for one micro-batch, for a block such as a transformer
-        layer.
+        """Return the seconds of a block's backward for one micro-batch, for a block such as a transformer layer.
 
-        Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches
-        overlap.
+        Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap.
         """
         exposed = (1 - self.reduced_beside) * self.reduce_s(block)
         return overlapped_s(*self._backward_parts_s(block)) + self.averaging_s(block) + exposed
 
     def _backward_parts_s(self, block: Block) -> tuple[float, float]:
-        """Return two times in seconds: of a block's backward alone, and of the gathers and reductions that
-        overlap it.
+        """Return two times in seconds: of a block's backward alone, and of the gathers and reductions that overlap
+        it.
         """
         issued = (ISSUED_BACKWARD + self.again(block)) * self.issue_s(block)
         beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
         return run_ahead_s(self.device_backward_s(block), issued), beside_s
 
     def unhidden_s(self, block: Block) -> float:
-        """Return the seconds that a block's backward takes longer if several ranks keep parameters in host
-        memory.
+        """Return the seconds that a block's backward takes longer if several ranks keep parameters in host memory.
 
-        DeepSpeed then launches no module before the gather of its parameters has ended. A rank's part of
-        the parameters is
-        copied to the GPU by a blocking copy, on the stream that waits for the previous gather
-        (``_all_gather_dtype``). In
-        backward that gather follows a reduction on the same NCCL stream, and the reduction waits for the
-        module before. A
-        single rank's copies do not block (``NoGatherCoalescedHandle``).
+        DeepSpeed then launches no module before the gather of its parameters has ended. A rank's part of the
+        parameters is copied to the GPU by a blocking copy, on the stream that waits for the previous gather
+        (``_all_gather_dtype``). In backward that gather follows a reduction on the same NCCL stream, and the
+        reduction waits for the module before. A single rank's copies do not block (``NoGatherCoalescedHandle``).
         """
         if self.job.zero_stage < 3 or self.job.data_parallel == 1:
             return 0.0
@@ -273,9 +264,7 @@ class Rank:
         return sum(parts) - overlapped_s(*parts)
 
     def averaging_s(self, block: Block) -> float:
-        """Return the seconds that a gradient reduction takes to read and write a block's gradients in GPU
-        memory.
-        """
+        """Return the seconds that a gradient reduction takes to read and write a block's gradients in GPU memory."""
         size = self.whole_elements(block) * self.job.gradient_bytes
         return AVERAGING_PASSES * size / self.machine.rate("device_memory_bytes_per_s")
 
@@ -302,8 +291,8 @@ class Rank:
 
     @property
     def module_issue_s(self) -> float:
-        """Return the seconds that the host needs to launch the forward kernels of one module (such as a
-        projection) of a layer.
+        """Return the seconds that the host needs to launch the forward kernels of one module (such as a projection) of
+        a layer.
         """
         issue = self.machine.layer_issue_s
         return MODULE_ISSUE_S if issue is None else issue.median / MODULES_OF_A_LAYER
@@ -322,8 +311,8 @@ class Rank:
         return self.links.gather_s(size, self.layout.ring_in_node)
 
     def tensor_exchange_s(self, block: Block) -> float:
-        """Return the seconds of tensor parallelism's two all-reduces in the forward of a layer. 0 for
-        embedding and head.
+        """Return the seconds of tensor parallelism's two all-reduces in the forward of a layer. 0 for embedding and
+        head.
 
         If a tensor-parallel group has ranks on several nodes, the all-reduces use the network.
         """
@@ -337,18 +326,16 @@ class Rank:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Return the bytes of one micro-batch's activations that an all-reduce of tensor parallelism sums over
-        the ranks.
+        """Return the bytes of one micro-batch's activations that an all-reduce of tensor parallelism sums over the
+        ranks.
         """
         return self.tokens * self.arch.hidden * self.wire
 
     def network_bytes(self, block: Block) -> tuple[int, int]:
-        """Return a rank's share of the bytes that ZeRO brings into the rank's node over the network for one
-        block.
+        """Return a rank's share of the bytes that ZeRO brings into the rank's node over the network for one block.
 
         Returns:
-            Two numbers: the bytes for gathering the block's parameters once, and for reducing its gradients
-                once.
+            Two numbers: the bytes for gathering the block's parameters once, and for reducing its gradients once.
         """
         part = self.layout.entering_bytes(self.whole_elements(block))
         beside = self.exchange_beside_bytes(block) if part else 0.0
@@ -389,11 +376,10 @@ class Rank:
         return int(again * inputs + (1 - again) * self._stored(unit))
 
     def _head_bytes(self, block: Block) -> int:
-        """Return the bytes of the output head's logits in GPU memory, beyond the bytes that are counted as
-        gradient buckets.
+        """Return the bytes of the output head's logits in GPU memory, beyond the bytes that are counted as gradient
+        buckets.
 
-        In forward there are two copies of the logits in fp32. In backward there is one, and the gradient of
-        the
+        In forward there are two copies of the logits in fp32. In backward there is one, and the gradient of the
         head's weights. A fused loss keeps only a part of the logits at a time.
         """
         logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
@@ -481,9 +467,8 @@ class Rank:
 def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules) -> Gathered:
     """Return how often DeepSpeed's ZeRO-3 gathers each parameter in a forward and its backward.
 
-    DeepSpeed's rules work on modules. Each parameter is treated as a module of its own, and each block
-    and the whole model
-    as modules without parameters.
+    DeepSpeed's rules work on modules. Each parameter is treated as a module of its own, and each block and the
+    whole model as modules without parameters.
 
     Args:
         blocks: Number of elements of each parameter, for each block of the model.

@@ -199,8 +199,7 @@ class Training(BaseModel):
 
     @property
     def round_robin(self) -> bool:
-        """Return True if DeepSpeed distributes whole parameters over the ranks in turn
-        (``round_robin_gradients``).
+        """Return True if DeepSpeed distributes whole parameters over the ranks in turn (``round_robin_gradients``).
 
         DeepSpeed can do so only under ZeRO-1 and 2.
         """
@@ -217,8 +216,6 @@ class Training(BaseModel):
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Return sentences about a training job: its notes, and one about config keys that the simulator
-        ignores.
-        """
+        """Return sentences about a training job: its notes, and one about config keys that the simulator ignores."""
         keys = unread(self.config, self.offload, self.zero_stage)
         return (*self.notes, *([f"not simulated: {', '.join(keys)}"] if keys else []))

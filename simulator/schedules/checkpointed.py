@@ -1,10 +1,8 @@
-"""The builder of schedules of training with checkpoints. A save waits for updates, and its files are
-written during
-training.
+"""The builder of schedules of training with checkpoints. A save waits for updates, and its files are written
+during training.
 
-If a subgroup's update is due before its state is written, the state is copied first (copy on
-update). The ops of
-checkpoints share DRAM, CPU cores, the link and storage with those of training.
+If a subgroup's update is due before its state is written, the state is copied first (copy on update). The
+ops of checkpoints share DRAM, CPU cores, the link and storage with those of training.
 """
 
 from bisect import bisect_right
@@ -75,8 +73,7 @@ class CheckpointedLoop(EbbtideLoop):
     def schedule(self, iterations: int) -> Schedule:
         """Return the ops that were appended so far as a schedule of training with checkpoints.
 
-        The host memory that is reserved for checkpoints is included in the memory in use throughout an
-        iteration.
+        The host memory that is reserved for checkpoints is included in the memory in use throughout an iteration.
         """
         made = super().schedule(iterations)
         host = dict(made.held["host"])
@@ -138,8 +135,8 @@ class CheckpointedLoop(EbbtideLoop):
             self.step_end, self.unread = self.commits[-1], {}
 
     def _pass_begins(self) -> None:
-        """Start copying the next part of the state in GPU memory to the host for a checkpoint, when a layer's
-        pass begins.
+        """Start copying the next part of the state in GPU memory to the host for a checkpoint, when a layer's pass
+        begins.
         """
         if self.save_op < 0 or self.hook >= len(self.hooks_s):
             return
@@ -185,8 +182,8 @@ class CheckpointedLoop(EbbtideLoop):
         )
 
     def _snapshot(self, subgroup: int) -> int:
-        """Append to the schedule a copy of one subgroup's state in host memory, for a checkpoint that is not
-        yet written.
+        """Append to the schedule a copy of one subgroup's state in host memory, for a checkpoint that is not yet
+        written.
 
         The thread that is about to overwrite the state makes the copy.
         """
@@ -208,8 +205,8 @@ class CheckpointedLoop(EbbtideLoop):
         return self.snapshots[subgroup]
 
     def _persist(self, segment: Segment, after: int) -> int:
-        """Append to the schedule the write of a part of a checkpoint's bytes, at the rate of storage or at the
-        user's limit.
+        """Append to the schedule the write of a part of a checkpoint's bytes, at the rate of storage or at the user's
+        limit.
 
         The user's limit for the rate is ignored if an update waits for this write.
         """
@@ -256,15 +253,14 @@ class CheckpointedLoop(EbbtideLoop):
 def reserved_bytes(saving: CheckpointPlan) -> int:
     """Return the bytes of host memory that the runtime reserves for checkpoints with given settings.
 
-    They are for copies of state that is updated before it is written, and for one block per writer
-    thread.
+    They are for copies of state that is updated before it is written, and for one block per writer thread.
     """
     return (saving.copy_budget_bytes // BLOCK_BYTES + saving.writer_threads) * BLOCK_BYTES
 
 
 def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
-    """Return the number of CPU cores that a checkpoint's writer threads use while they write at the full
-    rate of storage.
+    """Return the number of CPU cores that a checkpoint's writer threads use while they write at the full rate of
+    storage.
     """
     measured = machine.writer_s_per_byte
     cost_s = WRITER_S_PER_BYTE if measured is None else measured.median

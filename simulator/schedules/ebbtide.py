@@ -1,6 +1,4 @@
-"""The builder of schedules for training under a plan: the ops of each training iteration, for a
-workload.
-"""
+"""The builder of schedules for training under a plan: the ops of each training iteration, for a workload."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -22,16 +20,13 @@ def build_schedule(
     """Return the schedule of ops that ebbtide's runtime executes under a plan, for a number of training
     iterations.
 
-    Three iterations are enough to see the steady state, since the first has no earlier updates to wait
-    for. The time of
-    an iteration is the time between the ends of the second and the third backward.
+    Three iterations are enough to see the steady state, since the first has no earlier updates to wait for. The
+    time of an iteration is the time between the ends of the second and the third backward.
 
     Args:
-        fused: True if one CPU kernel reads 16-bit gradients, scales, updates and writes 16-bit
-            parameters. False
-            shows the cost of DeepSpeed's separate passes in the same schedule.
-        arrival: Order in which subgroups' gradients become complete. None: as the workload's layers
-            say.
+        fused: True if one CPU kernel reads 16-bit gradients, scales, updates and writes 16-bit parameters.
+            False shows the cost of DeepSpeed's separate passes in the same schedule.
+        arrival: Order in which subgroups' gradients become complete. None: as the workload's layers say.
 
     Raises:
         PlanError: The plan has another number of subgroups than the workload.
@@ -72,8 +67,8 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
 
 
 class EbbtideLoop(PlannedLoop):
-    """The simulated training loop of ebbtide under a plan. A subgroup's placement decides about the ops of
-    its update.
+    """The simulated training loop of ebbtide under a plan. A subgroup's placement decides about the ops of its
+    update.
     """
 
     def __init__(
@@ -136,11 +131,9 @@ class EbbtideLoop(PlannedLoop):
             self.issue.gradient(subgroup)
 
     def _make_room(self, op: int) -> None:
-        """Record a copy of gradients to the host, and let the training thread wait if too many bytes are being
-        copied.
+        """Record a copy of gradients to the host, and let the training thread wait if too many bytes are being copied.
 
-        The limit is `GRADIENTS_UNDER_WAY_BYTES`. It may be exceeded by less than one layer's part of a
-        gradient.
+        The limit is `GRADIENTS_UNDER_WAY_BYTES`. It may be exceeded by less than one layer's part of a gradient.
         """
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)
@@ -195,7 +188,6 @@ class EbbtideLoop(PlannedLoop):
     def may_overwrite(self, subgroup: int) -> list[int]:
         """Return the checkpoint ops that must end before an update may overwrite a subgroup's state.
 
-        This training loop has no checkpoints, so the list is empty. See
-        `ebbtide.simulator.schedules.checkpointed`.
+        This training loop has no checkpoints, so the list is empty. See `ebbtide.simulator.schedules.checkpointed`.
         """
         return []

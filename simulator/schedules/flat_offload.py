@@ -1,9 +1,8 @@
-"""The builder of schedules for ZeRO-1 and 2 with optimizer state in host memory, as DeepSpeed 0.19.8
-runs them.
+"""The builder of schedules for ZeRO-1 and 2 with optimizer state in host memory, as DeepSpeed 0.19.8 runs
+them.
 
-Gradients are converted to fp32 on the GPU and copied to the host once. The partition of each rank
-is updated
-as a whole, copied to the GPU, and gathered by all ranks. Source: ``DeepSpeedZeroOptimizer`` of
+Gradients are converted to fp32 on the GPU and copied to the host once. The partition of each rank is
+updated as a whole, copied to the GPU, and gathered by all ranks. Source: ``DeepSpeedZeroOptimizer`` of
 ``deepspeed/runtime/zero/stage_1_and_2.py``.
 """
 
@@ -61,11 +60,10 @@ class FlatOffloadLoop(StockLoop):
         super().__init__(workload.one_subgroup, options)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Return the ops that were appended so far as a schedule, with the host memory that is in use
-        throughout an iteration.
+        """Return the ops that were appended so far as a schedule, with the host memory that is in use throughout an
+        iteration.
 
-        That memory holds optimizer state, fp32 gradients and the 16-bit copy of new parameters. With
-        several
+        That memory holds optimizer state, fp32 gradients and the 16-bit copy of new parameters. With several
         micro-batches it also holds the sum of their gradients.
         """
         w = self.workload
@@ -82,9 +80,8 @@ class FlatOffloadLoop(StockLoop):
     def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
         """Append to the schedule the copies of one layer's gradients between GPU and host in one micro-batch.
 
-        Before the last micro-batch there are none if the gradient sum stays on the GPU. After the last
-        micro-batch the sum is
-        copied to the host in fp32. The copies run on the stream of backward.
+        Before the last micro-batch there are none if the gradient sum stays on the GPU. After the last micro-batch
+        the sum is copied to the host in fp32. The copies run on the stream of backward.
         """
         after = self._others_copy(layer, micro_step, after)
         elements = self.workload.layers[layer].params
@@ -101,13 +98,11 @@ class FlatOffloadLoop(StockLoop):
         return self._waited_for(layer, moved)
 
     def _others_copy(self, layer: int, micro_step: int, after: int) -> int:
-        """Append to the schedule this rank's wait while other ranks copy a layer's gradients. Return the op
-        that ends the wait.
+        """Append to the schedule this rank's wait while other ranks copy a layer's gradients. Return the op that ends
+        the wait.
 
-        A slice of DeepSpeed's flat buffer holds consecutive parameters. So the ranks copy one after the
-        other, each
-        on the stream of its reductions, and all wait at the next bucket's reduction. With ``overlap_comm``
-        that
+        A slice of DeepSpeed's flat buffer holds consecutive parameters. So the ranks copy one after the other, each
+        on the stream of its reductions, and all wait at the next bucket's reduction. With ``overlap_comm`` that
         stream is not the one of backward.
         """
         elements = self.workload.layers[layer].params_of_others
@@ -123,8 +118,8 @@ class FlatOffloadLoop(StockLoop):
         return self.out.add(OpKind.GRADIENT_PASS, lane, elements * width, rate, waits, layer=layer)
 
     def _parameters_to_device(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append to the schedule the copy of updated parameters to the GPU, as the simulated version of
-        DeepSpeed makes it.
+        """Append to the schedule the copy of updated parameters to the GPU, as the simulated version of DeepSpeed
+        makes it.
         """
         fresh = self.flat.parameters == "fresh_16_bit"
         pageable = fresh or not self.flat.pinned

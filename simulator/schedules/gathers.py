@@ -34,8 +34,7 @@ class GatherRules:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The parameter gathers of ZeRO-3 in one micro-batch's forward and backward, if nothing was gathered
-    before.
+    """The parameter gathers of ZeRO-3 in one micro-batch's forward and backward, if nothing was gathered before.
 
     Attributes:
         times: Number of gathers of each parameter.
@@ -49,12 +48,11 @@ class Gathered:
     live: int | None
 
     def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
-        """Return the numbers of a layer's parameter elements that ZeRO-3 keeps gathered, and that backward
-        gathers again.
+        """Return the numbers of a layer's parameter elements that ZeRO-3 keeps gathered, and that backward gathers
+        again.
 
         Args:
-            pieces: Key of each parameter, and the number of its elements on this rank. A parameter that no
-                module
+            pieces: Key of each parameter, and the number of its elements on this rank. A parameter that no module
                 uses is never gathered.
 
         Returns:
@@ -70,11 +68,9 @@ class Gathered:
 def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:
     """Return the parameter gathers of DeepSpeed's ZeRO-3 in a forward and its backward.
 
-    A module without parameters counts too, because it triggers a prefetch. A module's parameters are
-    released
-    before the next module begins. One exception is not simulated: if activation checkpointing stops
-    early, after
-    the last tensor that it needs, DeepSpeed does not release the module.
+    A module without parameters counts too, because it triggers a prefetch. A module's parameters are released
+    before the next module begins. One exception is not simulated: if activation checkpointing stops early,
+    after the last tensor that it needs, DeepSpeed does not release the module.
 
     Args:
         modules: Parameters of each module, in the order in which forward and backward use modules.
@@ -116,8 +112,8 @@ class _Coordinator:
         self.most = max(self.most, self.available)
 
     def fetch(self, step: int, module: Module) -> None:
-        """Gather those parameters of one module that ZeRO-3 has not gathered yet, when forward or backward
-        uses the module.
+        """Gather those parameters of one module that ZeRO-3 has not gathered yet, when forward or backward uses the
+        module.
 
         Args:
             step: Position of the module in the order in which a forward and its backward use modules.
@@ -135,8 +131,8 @@ class _Coordinator:
         return key, n
 
     def ask_ahead(self) -> None:
-        """Prefetch (gather early) the parameters that forward and backward use next, up to the size of the
-        prefetch bucket.
+        """Prefetch (gather early) the parameters that forward and backward use next, up to the size of the prefetch
+        bucket.
         """
         room = min(self.rules.live - self.available, self.rules.ahead)
         wanted: dict[Hashable, int] = {}
@@ -149,8 +145,8 @@ class _Coordinator:
         self._gather(wanted)
 
     def release(self, step: int, module: Module) -> None:
-        """Release a module's gathered parameters after their use, except those that ZeRO-3 keeps because they
-        are used again soon.
+        """Release a module's gathered parameters after their use, except those that ZeRO-3 keeps because they are used
+        again soon.
 
         Args:
             step: Position from which later uses count, in the order in which a forward and its backward use

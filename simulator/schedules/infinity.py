@@ -1,14 +1,11 @@
-"""The builder of schedules for ZeRO-3 with parameters or activations in host memory, or optimizer
-state on NVMe.
+"""The builder of schedules for ZeRO-3 with parameters or activations in host memory, or optimizer state on
+NVMe.
 
 These are DeepSpeed's ``offload_param``, ``activation_checkpointing.cpu_checkpointing``, and
-``offload_optimizer.device: nvme`` (Rajbhandari et al., ZeRO-Infinity, SC 2021). They are simulated
-here for
-training without a plan. A plan has its own settings for parameters in host memory (`plan.ways`) and
-for state
-on storage (placement ``stored``). Offloaded activations work under a plan with identical results
-(tests/runtime/contract/test_activation_offload.py), but the times of such training are not
-predicted.
+``offload_optimizer.device: nvme`` (Rajbhandari et al., ZeRO-Infinity, SC 2021). They are simulated here for
+training without a plan. A plan has its own settings for parameters in host memory (`plan.ways`) and for
+state on storage (placement ``stored``). Offloaded activations work under a plan with identical results
+(tests/runtime/contract/test_activation_offload.py), but the times of such training are not predicted.
 """
 
 from dataclasses import dataclass, replace
@@ -195,9 +192,8 @@ class InfinityLoop(StockLoop):
     def _parameters_to_device(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
         """Append to the schedule the copy of a subgroup's updated parameters to the GPU.
 
-        Return the op after which a forward can use the parameters. Parameters that stay in host memory are
-        not copied. They
-        can be used after the last op in ``waits``.
+        Return the op after which a forward can use the parameters. Parameters that stay in host memory are not
+        copied. They can be used after the last op in ``waits``.
         """
         if self.where.parameters == "cpu":
             return waits[-1]

@@ -43,8 +43,8 @@ class TrainingLoop(ABC):
         """Append the ops of a number of training iterations to a schedule.
 
         Raises:
-            ValueError: There are too many forwards and backwards of layers to simulate in reasonable time
-                and memory.
+            ValueError: There are too many forwards and backwards of layers to simulate in reasonable time and
+                memory.
         """
         w = self.workload
         passes = 2 * iterations * w.gradient_accumulation_steps * len(w.layers)
@@ -69,16 +69,15 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append ops to the schedule for one layer's gradients of a micro-batch, after they are reduced over
-        the ranks.
+        """Append ops to the schedule for one layer's gradients of a micro-batch, after they are reduced over the
+        ranks.
 
         Called during backward for each layer, the last layer first.
         """
 
     @abstractmethod
     def step(self) -> None:
-        """Append to the schedule the end of an iteration: the gradient norm, the updates, and the return of
-        `step()`.
+        """Append to the schedule the end of an iteration: the gradient norm, the updates, and the return of `step()`.
 
         The method sets the attributes step_end and parameters_new.
         """
@@ -96,14 +95,14 @@ class TrainingLoop(ABC):
 
     @property
     def gradients_done(self) -> list[int]:
-        """Return the ops that must end before the gradient norm: the last backward, and the last reduction
-        between nodes.
+        """Return the ops that must end before the gradient norm: the last backward, and the last reduction between
+        nodes.
         """
         return [self.backward_done, *([] if self.reduce_done is None else [self.reduce_done])]
 
     def forward(self, micro_step: int) -> None:
-        """Append a micro-batch's forward to a schedule, layer by layer. A layer waits only for updates of its
-        own parameters.
+        """Append a micro-batch's forward to a schedule, layer by layer. A layer waits only for updates of its own
+        parameters.
         """
         w = self.workload
         for number, layer in enumerate(w.layers):
@@ -122,9 +121,7 @@ class TrainingLoop(ABC):
             self.after_forward(number, op)
 
     def issued_behind(self) -> list[int]:
-        """Return the ops of the training thread that must end before the next layer's forward or backward
-        starts.
-        """
+        """Return the ops of the training thread that must end before the next layer's forward or backward starts."""
         return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:

@@ -1,5 +1,5 @@
-"""Builders of schedules for DeepSpeed's own offloading strategies (as of version 0.19.8) and for
-published improvements.
+"""Builders of schedules for DeepSpeed's own offloading strategies (as of version 0.19.8) and for published
+improvements.
 """
 
 from collections.abc import Sequence
@@ -121,8 +121,7 @@ class StockLoop(TrainingLoop):
     def _residents(self, count: int) -> int:
         """Return the number of the given subgroups that keep their optimizer state in GPU memory.
 
-        DeepSpeed 0.19.8 rounds this number down. Older builds round the number of subgroups in host memory
-        down.
+        DeepSpeed 0.19.8 rounds this number down. Older builds round the number of subgroups in host memory down.
         """
         if self.options.counts_host:
             return count - int(self.options.host_ratio * count + 1e-9)
@@ -212,10 +211,9 @@ class StockLoop(TrainingLoop):
     def _goes_to_host(self, subgroup: int) -> bool:
         """Return True if a subgroup's gradients are copied to host memory in the simulated DeepSpeed run.
 
-        They are not if the subgroup's state is in GPU memory. If updates on the CPU and the GPU run at the
-        same time
-        (``interleaved`` in `StockOptions`), the gradients of a subgroup that the GPU updates stay on the
-        GPU too.
+        They are not if the subgroup's state is in GPU memory. If updates on the CPU and the GPU run at the same
+        time (``interleaved`` in `StockOptions`), the gradients of a subgroup that the GPU updates stay on the GPU
+        too.
         """
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 
@@ -223,8 +221,8 @@ class StockLoop(TrainingLoop):
         return self.options.updates == "interleaved" and subgroup in self.staged
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay there for
-        updates on the GPU.
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay there for updates
+        on the GPU.
 
         Memory for the whole gradient of a subgroup is allocated when the first layer's part of it is ready.
         """
@@ -236,8 +234,8 @@ class StockLoop(TrainingLoop):
         return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
-        """Append to the schedule one layer's part of the seconds that a profile measured for DeepSpeed's
-        copies of gradients.
+        """Append to the schedule one layer's part of the seconds that a profile measured for DeepSpeed's copies of
+        gradients.
         """
         w = self.workload
         part = w.layers[layer].params / (w.params * w.gradient_accumulation_steps)
@@ -252,8 +250,8 @@ class StockLoop(TrainingLoop):
         )
 
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
-        """Append to the schedule a copy of gradients to the host that the host thread waits for, and a
-        conversion to fp32.
+        """Append to the schedule a copy of gradients to the host that the host thread waits for, and a conversion to
+        fp32.
 
         One CPU core converts. The host thread launches nothing else meanwhile.
         """
@@ -341,8 +339,8 @@ class StockLoop(TrainingLoop):
         return self._parameters_to_device(subgroup, [after, done])
 
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append to the schedule the update of a subgroup on the CPU by DeepSpeed: unscale, Adam, and
-        conversion to 16 bits.
+        """Append to the schedule the update of a subgroup on the CPU by DeepSpeed: unscale, Adam, and conversion to 16
+        bits.
 
         The machine's rate for DeepSpeed's CPU update covers all three.
         """
@@ -402,8 +400,8 @@ class StockLoop(TrainingLoop):
         )
 
     def _update_device(self, subgroup: int, waits: Sequence[int], gradient_bytes: int = 0) -> int:
-        """Append to the schedule the update of a subgroup by the GPU, which frees ``gradient_bytes`` of GPU
-        memory at its end.
+        """Append to the schedule the update of a subgroup by the GPU, which frees ``gradient_bytes`` of GPU memory at
+        its end.
         """
         return self.out.add(
             OpKind.UPDATE_DEVICE,
@@ -417,8 +415,8 @@ class StockLoop(TrainingLoop):
         )
 
     def _stage(self, subgroup: int, after: int) -> int:
-        """Append to the schedule a staged update: a subgroup's state is copied to the GPU, updated there, and
-        copied back.
+        """Append to the schedule a staged update: a subgroup's state is copied to the GPU, updated there, and copied
+        back.
 
         If the fp32 gradient is in host memory, it is copied too.
         """
@@ -449,8 +447,8 @@ class DeviceLoop(TrainingLoop):
     """The simulated training loop without offload: all optimizer state is in GPU memory."""
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients, which stay there
-        until the step.
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients, which stay there until the
+        step.
         """
         if micro_step > 0:
             return 0

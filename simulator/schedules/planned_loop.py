@@ -1,9 +1,8 @@
-"""The base of simulated training loops under a plan: forward, backward, gradient reductions and waits
-for updates.
+"""The base of simulated training loops under a plan: forward, backward, gradient reductions and waits for
+updates.
 
 The ops of a subgroup's gradient and update are added by subclasses: by the builder of schedules
-(`ebbtide.simulator.schedules.ebbtide`), and by the compiled simulator by way of a recorded
-iteration
+(`ebbtide.simulator.schedules.ebbtide`), and by the compiled simulator by way of a recorded iteration
 (`ebbtide.simulator.schedules.tape`). Forward and backward are written only here.
 """
 
@@ -23,8 +22,7 @@ class Part(NamedTuple):
 
     Attributes:
         number: Position among all parts of a workload.
-        last: True for the part of the subgroup's first layer. It comes last in backward and completes
-            the
+        last: True for the part of the subgroup's first layer. It comes last in backward and completes the
             gradient.
     """
 
@@ -81,8 +79,7 @@ class PlannedLoop(TrainingLoop):
     def prefetch(self) -> None:
         """Start copying optimizer state from host memory to the GPU, for updates on the GPU in this step.
 
-        This begins when the last layer's backward of the last micro-batch has ended, because the runtime
-        notices by
+        This begins when the last layer's backward of the last micro-batch has ended, because the runtime notices by
         that layer's gradient that this backward has begun.
         """
 
@@ -91,8 +88,8 @@ class PlannedLoop(TrainingLoop):
         """Append to the schedule the updates that follow the gradient norm, which is the op ``norm``.
 
         Returns:
-            Two values by subgroup: the op after which its parameters are new (a dict), and the last op of
-                its update.
+            Two values by subgroup: the op after which its parameters are new (a dict), and the last op of its
+            update.
         """
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
@@ -129,9 +126,8 @@ class PlannedLoop(TrainingLoop):
         """Append to the schedule the training thread's time to launch a layer's kernels after it waited for
         parameters.
 
-        The thread waits for the copy of the layer's parameters to the GPU, or until the last op of their
-        update is launched.
-        Before that, no kernel of the layer is queued on the GPU.
+        The thread waits for the copy of the layer's parameters to the GPU, or until the last op of their update is
+        launched. Before that, no kernel of the layer is queued on the GPU.
         """
         return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
@@ -142,8 +138,8 @@ class PlannedLoop(TrainingLoop):
             self.gradient_reduced(part, micro_step, after)
 
     def step(self) -> None:
-        """Append to the schedule the gradient norm, and then all updates on the CPU and on the GPU in the
-        plan's order.
+        """Append to the schedule the gradient norm, and then all updates on the CPU and on the GPU in the plan's
+        order.
         """
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()])
         new, self.ends = self.updates(norm)

@@ -1,5 +1,5 @@
-"""The offloading strategies that can be simulated, by name: DeepSpeed's own, published improvements,
-and ebbtide.
+"""The offloading strategies that can be simulated, by name: DeepSpeed's own, published improvements, and
+ebbtide.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,16 +20,13 @@ LARGEST_STRIDE = 100  # published runs have some that are larger than their numb
 
 
 def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule:
-    """Return the schedule of ops of an offloading strategy: ``build_strategy("twin_flow", workload,
-    ratio=0.4)``.
+    """Return the schedule of ops of an offloading strategy: ``build_strategy("twin_flow", workload, ratio=0.4)``.
 
-    All strategies take the option ``iterations`` (default 3). `STRATEGIES` lists the names and further
-    options.
+    All strategies take the option ``iterations`` (default 3). `STRATEGIES` lists the names and further options.
 
     Raises:
-        ValueError: The strategy or an option does not exist, an option is out of its range, or
-            DeepSpeed does not
-            have the strategy at the workload's ZeRO stage.
+        ValueError: The strategy or an option does not exist, an option is out of its range, or DeepSpeed does
+            not have the strategy at the workload's ZeRO stage.
     """
     if name not in STRATEGIES:
         raise RuleError(
@@ -122,8 +119,8 @@ def zero3_offload_unpinned(
 
 
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
-    """Return the schedule of ZeRO-3 offload with a simulated time of gradient copies, even if a profile
-    measured this time.
+    """Return the schedule of ZeRO-3 offload with a simulated time of gradient copies, even if a profile measured
+    this time.
     """
     options = StockOptions(gradients="asynchronous")
     return _stock(workload, "zero3_offload_async", options, iterations)
@@ -313,9 +310,8 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
 
 
 def spread(staged: int, count: int) -> list[Placement]:
-    """Return ``count`` placements of subgroups: ``staged`` of them ``device`` (updated on the GPU), evenly
-    spread among
-    ``host``.
+    """Return ``count`` placements of subgroups: ``staged`` of them ``device`` (updated on the GPU), evenly spread
+    among ``host``.
     """
     return ["device" if (i + 1) * staged // count > i * staged // count else "host" for i in range(count)]
 
@@ -350,16 +346,12 @@ _STAGES: Mapping[str, tuple[int, ...]] = {"zero_offload": (1, 2), "no_offload": 
 
 
 def stages(name: str) -> tuple[int, ...]:
-    """Return the numbers of the ZeRO stages at which an offloading strategy exists in DeepSpeed or
-    ebbtide.
-    """
+    """Return the numbers of the ZeRO stages at which an offloading strategy exists in DeepSpeed or ebbtide."""
     return _STAGES.get(name, (3,))
 
 
 def stock_offload(stage: int) -> str:
-    """Return the name of the strategy that simulates DeepSpeed's own offload of optimizer state at a ZeRO
-    stage.
-    """
+    """Return the name of the strategy that simulates DeepSpeed's own offload of optimizer state at a ZeRO stage."""
     return "zero3_offload" if stage == 3 else "zero_offload"
 
 

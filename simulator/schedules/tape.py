@@ -1,10 +1,9 @@
-"""The recording of one training iteration as a list of ops, to which a simulator adds the ops that
-depend on a plan.
+"""The recording of one training iteration as a list of ops, to which a simulator adds the ops that depend on a
+plan.
 
-For the recording, the training loop runs for two iterations without a plan. The second iteration
-shows which
-ops of its own and of the previous iteration each op waits for. A marker stands wherever ops of a
-plan belong.
+For the recording, the training loop runs for two iterations without a plan. The second iteration shows
+which ops of its own and of the previous iteration each op waits for. A marker stands wherever ops of a plan
+belong.
 """
 
 from collections.abc import Sequence
@@ -18,9 +17,7 @@ from ebbtide.simulator.workload import Workload
 
 
 class What(IntEnum):
-    """The kind of an entry in a recorded training iteration: an op, or a marker for ops that depend on the
-    plan.
-    """
+    """The kind of an entry in a recorded training iteration: an op, or a marker for ops that depend on the plan."""
 
     OP = 0
     GRADIENT = 1  # a part of a subgroup's gradient is reduced, at the op that it waits for
@@ -51,8 +48,7 @@ class Place:
 
 
 def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> list[Place]:
-    """Record one training iteration as a list of ops, with markers in place of the ops that depend on a
-    plan.
+    """Record one training iteration as a list of ops, with markers in place of the ops that depend on a plan.
 
     Raises:
         ValueError: There are more forwards and backwards of layers than `TrainingLoop.run` simulates.

@@ -1,12 +1,10 @@
-"""The order of writing a checkpoint's bytes to storage, and the choice of bytes that are copied before
-an update.
+"""The order of writing a checkpoint's bytes to storage, and the choice of bytes that are copied before an
+update.
 
-This module simulates `ebbtide.runtime.checkpoint.stream.persist.BlockWriter`. State is written from
-its live memory in
-the order of the plan's updates. If a subgroup's update is due before its state is written, the rest
-of the
-state is copied into reserved memory. If that memory is full, the update waits until the rest is
-written.
+This module simulates `ebbtide.runtime.checkpoint.stream.persist.BlockWriter`. State is written from its
+live memory in the order of the plan's updates. If a subgroup's update is due before its state is written,
+the rest of the state is copied into reserved memory. If that memory is full, the update waits until the
+rest is written.
 """
 
 import heapq
@@ -23,13 +21,12 @@ _NOTHING = 1e-6  # bytes; less is rounding
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of one subgroup's state that a checkpoint writes without interruption. Times are seconds since
-    the save.
+    """Bytes of one subgroup's state that a checkpoint writes without interruption. Times are seconds since the
+    save.
 
     Attributes:
-        part: ``live``: written before the subgroup's update is due. ``copied``: written from a copy
-            that was made
-            before the update. ``urgent``: written from the live state while the update waits.
+        part: ``live``: written before the subgroup's update is due. ``copied``: written from a copy that was
+            made before the update. ``urgent``: written from the live state while the update waits.
     """
 
     subgroup: int
@@ -68,8 +65,8 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The rates of a checkpoint in bytes per second: of normal writes, of urgent writes, and of copies in
-    host memory.
+    """The rates of a checkpoint in bytes per second: of normal writes, of urgent writes, and of copies in host
+    memory.
 
     A write is urgent if an update waits for it.
     """
@@ -138,8 +135,8 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Save the rest of a subgroup's state for the checkpoint, just before the subgroup's update overwrites
-        the state.
+        """Save the rest of a subgroup's state for the checkpoint, just before the subgroup's update overwrites the
+        state.
 
         As many bytes as fit are copied to reserved host memory. The other bytes are written to storage.
 

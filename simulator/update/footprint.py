@@ -1,5 +1,5 @@
-"""The computation of the bytes that training under a plan needs in each memory. No other module
-computes these bytes.
+"""The computation of the bytes that training under a plan needs in each memory. No other module computes these
+bytes.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ ByKind = dict[str, dict[Kind, int]]  # the same, by memory and kind
 
 
 def footprint(workload: Workload, plan: Plan) -> Footprint:
-    """Return the bytes of GPU memory, host memory and storage that one rank uses throughout an iteration
-    under a plan.
+    """Return the bytes of GPU memory, host memory and storage that one rank uses throughout an iteration under a
+    plan.
     """
     return totals(footprint_by_kind(workload, plan))
 
@@ -104,8 +104,8 @@ def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[in
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in
-    host memory.
+    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in host
+    memory.
 
     The elements of the layers that run are copied to the GPU, and take GPU memory all the same.
 
@@ -120,8 +120,8 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
 
 def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool) -> int:
-    """Return the number of one layer's parameter elements that are copied from host memory to the GPU for
-    a forward or backward.
+    """Return the number of one layer's parameter elements that are copied from host memory to the GPU for a
+    forward or backward.
 
     Args:
         layer: Layer of the workload.
@@ -138,8 +138,8 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
 
 
 def fetches_of_a_step(workload: Workload) -> list[float]:
-    """Return, for each layer, the number of copies per step of a parameter to the GPU, if it is kept in
-    host memory.
+    """Return, for each layer, the number of copies per step of a parameter to the GPU, if it is kept in host
+    memory.
     """
     micro_batches = range(workload.gradient_accumulation_steps)
     return [
@@ -183,11 +183,11 @@ class Holding:
         kept: int = 1,
         state_stays: bool = False,
     ) -> Self:
-        """Return the bytes per parameter that training with an optimizer needs in each memory, at a precision
-        and ZeRO stage.
+        """Return the bytes per parameter that training with an optimizer needs in each memory, at a precision and ZeRO
+        stage.
 
-        Below ZeRO-3, DeepSpeed's flat partitions in host memory have space for all state, even if it is in
-        GPU memory.
+        Below ZeRO-3, DeepSpeed's flat partitions in host memory have space for all state, even if it is in GPU
+        memory.
 
         Args:
             state_stays: True if there is such space under ZeRO-3 too (`Workload.state_stays`).
@@ -370,8 +370,7 @@ def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
 
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
-    """Return a plan's numbers and sizes of subgroups, for each placement and parameter location, as
-    `tally` does.
+    """Return a plan's numbers and sizes of subgroups, for each placement and parameter location, as `tally` does.
 
     The first value is for updates that wait for the gradient norm, the second for early updates.
     """
@@ -405,8 +404,7 @@ def tally(
 ) -> tuple[list[int], list[int], list[int]]:
     """Return three lists: the number of subgroups, their elements, and the elements of the largest one.
 
-    Each list has a value for each of `plain_ways`, the combinations of a placement and a parameter
-    location.
+    Each list has a value for each of `plain_ways`, the combinations of a placement and a parameter location.
 
     Args:
         sizes, placements: Elements and placement of each subgroup.
@@ -424,18 +422,16 @@ def tally(
 def kept_steps(keep: int) -> int:
     """Return the number of finished steps with state on the drives, if a plan keeps ``keep`` checkpoints.
 
-    The number is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the
-    drives.
+    The number is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the drives.
     """
     return max(1, keep)
 
 
 def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage: int) -> bool:
-    """Return True if gradients of the previous step's micro-batches stay in host memory while those of
-    this step arrive.
+    """Return True if gradients of the previous step's micro-batches stay in host memory while those of this step
+    arrive.
 
-    That is so if the gradients of micro-batches are accumulated in host memory. The reason is that
-    DeepSpeed
+    That is so if the gradients of micro-batches are accumulated in host memory. The reason is that DeepSpeed
     applies the old gradient again if the last micro-batch of a step does not use a parameter.
     """
     return micro_batches > 1 and not adds_on_device(stage, gradient_bytes, wire_bytes)

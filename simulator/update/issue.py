@@ -1,11 +1,9 @@
 """The state machine that decides which op of the optimizer's updates is issued next, in simulation and
 training.
 
-The builder of simulated schedules and the runtime's executor report events to it: a gradient is
-complete, or the
-gradient norm is known. The machine then calls their function ``add`` for each op. The builder
-appends the op to a
-schedule, and the executor submits it to run.
+The builder of simulated schedules and the runtime's executor report events to it: a gradient is complete,
+or the gradient norm is known. The machine then calls their function ``add`` for each op. The builder
+appends the op to a schedule, and the executor submits it to run.
 """
 
 from __future__ import annotations
@@ -84,8 +82,8 @@ class Issue(Generic[Op]):
         self._coming: deque[int] = deque()
 
     def ahead(self, behind: Op | None = None) -> None:
-        """Issue the ops of updates that may already start for the next optimizer step, such as reads of state
-        from drives.
+        """Issue the ops of updates that may already start for the next optimizer step, such as reads of state from
+        drives.
         """
         for subgroup in self._first(ahead=True):
             self._start(subgroup, behind)
@@ -94,9 +92,8 @@ class Issue(Generic[Op]):
         """Start copying state to the GPU for updates there, when the first gradient of the last micro-batch is
         complete.
 
-        Subgroups that are updated early come first. Further calls in the same step do nothing. State that
-        is still in
-        its staging buffer (GPU memory for one subgroup) after a skipped step is not copied again.
+        Subgroups that are updated early come first. Further calls in the same step do nothing. State that is still
+        in its staging buffer (GPU memory for one subgroup) after a skipped step is not copied again.
 
         Args:
             early: False if all updates of this step wait for the gradient norm.
@@ -133,8 +130,8 @@ class Issue(Generic[Op]):
             op: Op that computes the norm.
 
         Returns:
-            Two values by subgroup: the op after which its parameters are new (a dict), and the last op of
-                its update.
+            Two values by subgroup: the op after which its parameters are new (a dict), and the last op of its
+            update.
         """
         late = {s for s in self.arrival if self.early.get(s, (0,))[0] < self._now[s].before_norm}
         new: dict[int, Op] = {}
@@ -200,13 +197,11 @@ class Issue(Generic[Op]):
     def _first(self, *, ahead: bool) -> Iterator[int]:
         """Yield the subgroups that get a buffer for their state before the gradient norm is known.
 
-        Their state is copied or read into this buffer, where the update after the gradient norm finds it.
-        Subgroups
+        Their state is copied or read into this buffer, where the update after the gradient norm finds it. Subgroups
         that are updated early are not included.
 
         Args:
-            ahead: True for buffers that are already taken at the end of the previous step (`Slot.ahead`),
-                False for
+            ahead: True for buffers that are already taken at the end of the previous step (`Slot.ahead`), False for
                 those that are taken during backward.
         """
         left = dict(self.limits)

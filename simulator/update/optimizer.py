@@ -1,8 +1,7 @@
-"""The table of optimizers: the fp32 state of each, per parameter, and the bytes that an update reads
-and writes.
+"""The table of optimizers: the fp32 state of each, per parameter, and the bytes that an update reads and
+writes.
 
-All such numbers of bytes come from this module. A new optimizer needs only a new row in
-`OPTIMIZERS`.
+All such numbers of bytes come from this module. A new optimizer needs only a new row in `OPTIMIZERS`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class OptimizerState:
 
     @property
     def tensor_count(self) -> int:
-        """Return the number of fp32 tensors in an optimizer's state: the moments and, if it has one, the
-        master parameter.
+        """Return the number of fp32 tensors in an optimizer's state: the moments and, if it has one, the master
+        parameter.
         """
         return len(self.tensors) + self.master
 
@@ -41,8 +40,8 @@ class OptimizerState:
 
     @property
     def staged_bytes(self) -> int:
-        """Return the bytes of fp32 state per parameter that are copied to the GPU, and later back, for an
-        update on the GPU.
+        """Return the bytes of fp32 state per parameter that are copied to the GPU, and later back, for an update on
+        the GPU.
         """
         return self.state_bytes
 
@@ -54,8 +53,8 @@ class OptimizerState:
         return 2 * self.state_bytes + gradient_bytes + wire_bytes
 
     def adams(self, gradient_bytes: int, wire_bytes: int) -> float:
-        """Return the cost of updating one parameter with this optimizer, relative to an Adam update: the ratio
-        of memory traffic.
+        """Return the cost of updating one parameter with this optimizer, relative to an Adam update: the ratio of
+        memory traffic.
 
         Updates are limited by memory bandwidth, and a machine's update rates are measured with Adam.
         """

@@ -1,7 +1,6 @@
 """The order of updating subgroups of optimizer state, separately for the CPU's updates and the GPU's.
 
-Backward completes the last layers' gradients first, but the next forward needs the first layers'
-parameters
+Backward completes the last layers' gradients first, but the next forward needs the first layers' parameters
 first. The machine determines which order is better, so the order is part of the plan.
 """
 
@@ -84,9 +83,8 @@ def _walk(first: int, last: int) -> range:
 def compact(sequence: Sequence[int]) -> Direction | Spans:
     """Return an order of updating subgroups in its shortest form, as a plan file stores it.
 
-    ``forward`` is the order of the layers, ``arrival`` is the reverse. Any other order is returned as
-    spans: pairs of
-    the first and the last of consecutive subgroups.
+    ``forward`` is the order of the layers, ``arrival`` is the reverse. Any other order is returned as spans:
+    pairs of the first and the last of consecutive subgroups.
     """
     rank = {subgroup: i for i, subgroup in enumerate(sorted(sequence))}
     ranks = [rank[subgroup] for subgroup in sequence]
@@ -110,19 +108,17 @@ def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ..
     """Return all subgroups in the order of the completion of their gradients during backward.
 
     Args:
-        layers_of_subgroups: For each subgroup, in the order of the layers, the layers that have
-            parameters in it.
+        layers_of_subgroups: For each subgroup, in the order of the layers, the layers that have parameters in
+            it.
     """
     first = [layers[0] if layers else -1 for layers in layers_of_subgroups]
     return tuple(sorted(range(len(first)), key=lambda s: (first[s], s), reverse=True))
 
 
 def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[int, ...]:
-    """Merge the order of the CPU's updates and the order of the GPU's updates into one sequence of all
-    subgroups.
+    """Merge the order of the CPU's updates and the order of the GPU's updates into one sequence of all subgroups.
 
-    Both queues take turns as in the order of the layers. They do not wait for each other, so only the
-    order
+    Both queues take turns as in the order of the layers. They do not wait for each other, so only the order
     within each queue matters. Some users, such as the writers of a checkpoint, need one sequence.
 
     Raises:

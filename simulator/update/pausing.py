@@ -1,18 +1,12 @@
 """The rule that decides, for each optimizer step, whether early updates are allowed.
 
-Early updates start before the gradient norm is known. If a step clips or overflows, they are
-dropped and
-redone, which costs time. The rule keeps an account of time. A step whose early updates are kept
-adds the time
-that they saved, a step whose early updates are redone subtracts the time that they cost, and each
-step adds a
-small allowance. Early updates are allowed only while the account covers the cost of redoing one
-step's updates.
-So, for any fraction of clipping steps, training loses at most the initial balance and the
-allowances, compared
-with the same plan without early updates. If early updates are kept often enough to save time on
-average, the
-account stays full and they are never paused.
+Early updates start before the gradient norm is known. If a step clips or overflows, they are dropped and
+redone, which costs time. The rule keeps an account of time. A step whose early updates are kept adds the
+time that they saved, a step whose early updates are redone subtracts the time that they cost, and each step
+adds a small allowance. Early updates are allowed only while the account covers the cost of redoing one
+step's updates. So, for any fraction of clipping steps, training loses at most the initial balance and the
+allowances, compared with the same plan without early updates. If early updates are kept often enough to
+save time on average, the account stays full and they are never paused.
 """
 
 from __future__ import annotations
@@ -42,22 +36,21 @@ class StepTimes(NamedTuple):
 
     @property
     def saves(self) -> float:
-        """Return the time that early updates save in a step that does not clip, as a fraction of the time
-        without early updates.
+        """Return the time that early updates save in a step that does not clip, as a fraction of the time without
+        early updates.
         """
         return (self.plain_s - self.right_s) / self.plain_s
 
     @property
     def costs(self) -> float:
-        """Return the time that early updates cost in a step that clips, as a fraction of the time without
-        early updates.
+        """Return the time that early updates cost in a step that clips, as a fraction of the time without early
+        updates.
         """
         return max(0.0, (self.wrong_s - self.plain_s) / self.plain_s)
 
     @property
     def break_even(self) -> float:
-        """Return the fraction of clipping steps at which early updates save as much time as they cost, on
-        average.
+        """Return the fraction of clipping steps at which early updates save as much time as they cost, on average.
 
         In a step that clips or overflows, early updates are redone, which costs time.
         """
@@ -104,12 +97,11 @@ class PauseRule:
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:
-        """Add to the balance of saved time what the early updates of a finished step saved, or subtract what
-        they cost.
+        """Add to the balance of saved time what the early updates of a finished step saved, or subtract what they
+        cost.
 
         Args:
-            right: True if the early updates were kept. False if they were redone, because the step clipped
-                or
+            right: True if the early updates were kept. False if they were redone, because the step clipped or
                 overflowed. None if the step had none.
         """
         self.balance += ALLOWANCE
@@ -122,8 +114,7 @@ class PauseRule:
         """Return the fraction of steps that clip or overflow, for the search of a new plan.
 
         It is the fraction counted in training so far, mixed with an assumed one that weighs as much as
-        `ASSUMED_STEPS`
-        counted steps.
+        `ASSUMED_STEPS` counted steps.
         """
         return (self.clipped + ASSUMED_CLIP_RATE * ASSUMED_STEPS) / (self.steps + ASSUMED_STEPS)
 

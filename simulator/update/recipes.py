@@ -1,12 +1,8 @@
-"""Recipes: the sequences of ops for a subgroup's gradient and update, for each placement of optimizer
-state.
+"""Recipes: the sequences of ops for a subgroup's gradient and update, for each placement of optimizer state.
 
-A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what
-it waits
-for. The builder of schedules, the compiled simulator and the computation of memory read `RECIPES`.
-The
-runtime's executor follows them through the schedule. The lower bounds read the same ops and
-`Bytes`.
+A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what it waits
+for. The builder of schedules, the compiled simulator and the computation of memory read `RECIPES`. The
+runtime's executor follows them through the schedule. The lower bounds read the same ops and `Bytes`.
 """
 
 from __future__ import annotations
@@ -55,8 +51,8 @@ class Slot(StrEnum):
 
     @property
     def ahead(self) -> bool:
-        """Return True if a buffer of this kind may be filled for the next optimizer step as soon as the buffer
-        is free.
+        """Return True if a buffer of this kind may be filled for the next optimizer step as soon as the buffer is
+        free.
 
         That is not so for buffers in GPU memory, because activations need the memory until the end of their
         backward.
@@ -120,12 +116,11 @@ def _adams(amounts: Bytes) -> float:
 
 
 def _unfused(amounts: Bytes) -> float:
-    """Return the bytes of host memory traffic per parameter of DeepSpeed's separate passes: unscale,
-    update, conversion.
+    """Return the bytes of host memory traffic per parameter of DeepSpeed's separate passes: unscale, update,
+    conversion.
 
-    The unscale pass reads and writes the fp32 gradient. The conversion to 16 bits reads the master, and
-    writes a
-    cache line that it fetches first.
+    The unscale pass reads and writes the fp32 gradient. The conversion to 16 bits reads the master, and writes
+    a cache line that it fetches first.
     """
     return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
 
@@ -254,8 +249,7 @@ class Recipe:
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return a recipe's op that copies from host memory to another memory (GPU or storage), which reads
-    DRAM.
+    """Return a recipe's op that copies from host memory to another memory (GPU or storage), which reads DRAM.
 
     Args:
         lane: Lane (queue of ops) of the copy, if it is not the usual one for copies to that memory.
@@ -266,8 +260,7 @@ def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | N
 
 
 def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return a recipe's op that copies from another memory (GPU or storage) to host memory, which writes
-    to DRAM.
+    """Return a recipe's op that copies from another memory (GPU or storage) to host memory, which writes to DRAM.
 
     Args:
         lane: Lane (queue of ops) of the copy, if it is not the usual one for copies from that memory.
@@ -313,8 +306,7 @@ def _behind_the_norm(publish: Step) -> Step:
 def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, ...]:
     """Return the ops of a subgroup's update on the GPU that starts before the gradient norm is known.
 
-    New state is copied to another host buffer than that of the old state. New parameters are copied
-    along, and
+    New state is copied to another host buffer than that of the old state. New parameters are copied along, and
     wait there until the norm is known.
     """
 
@@ -459,12 +451,10 @@ def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOS
 
 
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
-    """Return a dict from each kind of buffer to the number that may be filled before the gradient norm is
-    known.
+    """Return a dict from each kind of buffer to the number that may be filled before the gradient norm is known.
 
-    Early updates are not counted. The plan limits staging buffers by ``prefetch``, because they share
-    GPU memory
-    with activations. Buffers in host memory may all be taken.
+    Early updates are not counted. The plan limits staging buffers by ``prefetch``, because they share GPU
+    memory with activations. Buffers in host memory may all be taken.
 
     Args:
         slots: Number of buffers of each kind, from `slot_limits`.

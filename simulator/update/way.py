@@ -46,27 +46,25 @@ class Way(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Return a number below 128 that encodes a `Way` of updating a subgroup: placement, parameter location
-        and flags.
+        """Return a number below 128 that encodes a `Way` of updating a subgroup: placement, parameter location and
+        flags.
         """
         code = PLACEMENT_CODES[self.placement] + LOCATION_CODES[self.parameters]
         return code + self.early * EARLY + self.sum_on_device * SUMMED
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe (the sequence of ops) for updating a subgroup with this placement, parameter
-        location and flags.
+        """Return the recipe (the sequence of ops) for updating a subgroup with this placement, parameter location and
+        flags.
         """
         return recipe_of(self.placement, self.parameters, updated_early=self.early, summed=self.sum_on_device)
 
     @property
     def unfused(self) -> Recipe:
-        """Return the recipe (the sequence of ops) for this way of updating, with DeepSpeed's separate CPU
-        passes.
+        """Return the recipe (the sequence of ops) for this way of updating, with DeepSpeed's separate CPU passes.
 
-        These passes replace ebbtide's fused kernel for the placement ``host``. The recipes of other
-        placements do not
-        change.
+        These passes replace ebbtide's fused kernel for the placement ``host``. The recipes of other placements do
+        not change.
         """
         return recipe_of(
             self.placement, self.parameters, fused=False, updated_early=self.early, summed=self.sum_on_device
@@ -74,13 +72,12 @@ class Way(NamedTuple):
 
     @property
     def redo(self) -> Recipe:
-        """Return the recipe (the sequence of ops) of an update after the gradient norm, for a subgroup with
-        early updates.
+        """Return the recipe (the sequence of ops) of an update after the gradient norm, for a subgroup with early
+        updates.
 
-        This recipe is needed in two cases: in steps without early updates, and if a step clips or
-        overflows, so that the early
-        update is discarded and redone. On the CPU the new parameters then always have a buffer of their
-        own.
+        This recipe is needed in two cases: in steps without early updates, and if a step clips or overflows, so
+        that the early update is discarded and redone. On the CPU the new parameters then always have a buffer of
+        their own.
         """
         plain = self._replace(early=False).recipe
         update = plain.steps[0]

@@ -57,15 +57,13 @@ NAMES: Mapping[Resource, str] = {
 
 @dataclass(frozen=True)
 class Blocks:
-    """Groups of neighboring layers ("blocks") in the linear program for the lower bound of an iteration's
-    time.
+    """Groups of neighboring layers ("blocks") in the linear program for the lower bound of an iteration's time.
 
     Attributes:
         share: Fraction of this rank's elements in each block.
         tail_s: Seconds of a forward that remain when it reaches the last layer of each block.
         head_s: Seconds of a backward that remain when the gradients of that layer are complete.
-        fetches: Least number of copies of a parameter to the GPU per step, if it is kept in host
-            memory.
+        fetches: Least number of copies of a parameter to the GPU per step, if it is kept in host memory.
     """
 
     share: Floats
@@ -130,15 +128,14 @@ class Problem:
         self.early, self.kept = ({way: self.rows.new(shape[0]) for way in self.held} for _ in range(2))
 
     def mean(self, weight: float) -> list[Term]:
-        """Return the linear program's terms for the mean seconds of a step, without its forwards and backwards
-        outside the window.
-
-        The terms are the window, from the gradient norm to the end of the next forward, and waits outside
+        """Return the linear program's terms for the mean seconds of a step, without its forwards and backwards outside
         the window.
 
+        The terms are the window, from the gradient norm to the end of the next forward, and waits outside the
+        window.
+
         Args:
-            weight: Fraction of all steps that are of this program's kind (steps that clip, or steps that do
-                not).
+            weight: Fraction of all steps that are of this program's kind (steps that clip, or steps that do not).
         """
         return [(self.window, weight), (self.waited, weight)]
 
@@ -147,21 +144,20 @@ class Problem:
         return list(dict.fromkeys(r for op in self.ops for r, seconds in op.seconds.items() if seconds))
 
     def used_by_passes(self, resource: Resource) -> bool:
-        """Return True if forward and backward use all of a resource while they run: the GPU, or the cores if
-        there is no GPU.
+        """Return True if forward and backward use all of a resource while they run: the GPU, or the cores if there is
+        no GPU.
         """
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
-        """Return the linear program's terms for the work of a resource (in seconds) before the next forward of
-        some blocks.
+        """Return the linear program's terms for the work of a resource (in seconds) before the next forward of some
+        blocks.
 
         Args:
             resource: Lane or shared capacity that does the work.
             least: Moment of the step. Work that can start before this moment does not count.
-            blocks: Blocks of layers that are updated by the work. If these are all, work is included that
-                may end after
-                the next forward, if a buffer must be emptied for another subgroup.
+            blocks: Blocks of layers that are updated by the work. If these are all, work is included that may end
+                after the next forward, if a buffer must be emptied for another subgroup.
         """
         terms: list[Term] = []
         total = self.work.params
@@ -202,14 +198,11 @@ def every_element_is_updated_once(p: Problem) -> None:
 
 
 def buffers_hold_what_is_in_them(p: Problem) -> None:
-    """Add the rule to the lower bound that buffers never hold more elements of optimizer state than fit
-    into them.
+    """Add the rule to the lower bound that buffers never hold more elements of optimizer state than fit into them.
 
-    The rule holds at two moments. When the gradient norm is known, state that was copied in before is
-    still in a
-    buffer, since its update follows the norm. When the next forward has ended, state that has not been
-    copied out is
-    still in a buffer, since its update came before.
+    The rule holds at two moments. When the gradient norm is known, state that was copied in before is still in
+    a buffer, since its update follows the norm. When the next forward has ended, state that has not been copied
+    out is still in a buffer, since its update came before.
     """
     for some in (p.early, p.kept):
         for slot, size in p.slots.items():
@@ -220,12 +213,10 @@ def buffers_hold_what_is_in_them(p: Problem) -> None:
 
 
 def the_window_has_a_forward(p: Problem) -> None:
-    """Add the rule to the lower bound that the window is at least a forward and the idle time of a
-    pipeline.
+    """Add the rule to the lower bound that the window is at least a forward and the idle time of a pipeline.
 
-    The window is the time from the gradient norm to the end of the next forward. Forward and idle time
-    both follow the
-    norm, and run on the GPU's lane one after the other.
+    The window is the time from the gradient norm to the end of the next forward. Forward and idle time both
+    follow the norm, and run on the GPU's lane one after the other.
     """
     p.rows.at_most(-p.forward_s - p.work.pipeline_idle_s, (p.window, -1.0), name="training loop")
 
@@ -260,9 +251,8 @@ def all_work_fits_into_the_iteration(p: Problem) -> None:
     """Add the rule to the lower bound that each resource has time for all work of an iteration within the
     iteration.
 
-    In a steady state an iteration contains one iteration's amount of work, though some belongs to the
-    step before. A
-    resource that forward and backward use entirely has no time for other work while they run.
+    In a steady state an iteration contains one iteration's amount of work, though some belongs to the step
+    before. A resource that forward and backward use entirely has no time for other work while they run.
     """
     for resource in p.resources:
         each = [(p.x[:, op.way], op.times * op.seconds.get(resource, 0.0) * p.work.params) for op in p.ops]

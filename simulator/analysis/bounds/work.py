@@ -20,8 +20,8 @@ Resource = Lane | str  # a lane, or a shared capacity such as "dram"
 
 
 class Since(IntEnum):
-    """The earliest moment of an iteration at which a piece of work can start, for the lower bound. Earlier
-    ones are less.
+    """The earliest moment of an iteration at which a piece of work can start, for the lower bound. Earlier ones
+    are less.
     """
 
     ANY = 0  # in the iteration
@@ -57,8 +57,8 @@ class Work:
 
 
 class Costs:
-    """A calculator of the least seconds that an op takes for one parameter element, for the lower bound of
-    an iteration.
+    """A calculator of the least seconds that an op takes for one parameter element, for the lower bound of an
+    iteration.
 
     Latencies are left out, because a plan may have subgroups of any size.
     """
@@ -72,12 +72,10 @@ class Costs:
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
     def step(self, step: Step) -> dict[Resource, float]:
-        """Return the least seconds that one op of an update takes for one parameter element, as a dict by
-        resource.
+        """Return the least seconds that one op of an update takes for one parameter element, as a dict by resource.
 
-        The op takes no less than alone, and no less than its use of a shared capacity demands. An op on the
-        CPU may use
-        any number of threads, so each resource's least value over these numbers is taken.
+        The op takes no less than alone, and no less than its use of a shared capacity demands. An op on the CPU may
+        use any number of threads, so each resource's least value over these numbers is taken.
         """
         some = [
             self._of(
@@ -97,9 +95,7 @@ class Costs:
         return {resource: min(each[resource] for each in some) for resource in some[0]}
 
     def fetch(self) -> dict[Resource, float]:
-        """Return the least seconds of copying one parameter from host memory to the GPU, as a dict by
-        resource.
-        """
+        """Return the least seconds of copying one parameter from host memory to the GPU, as a dict by resource."""
         wire = self.bytes.wire
         return self._of(Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, wire, "h2d_bytes_per_s", dram_bytes=wire))
 
@@ -111,8 +107,8 @@ class Costs:
 
 
 def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield the ops for updating one parameter element in a way, except copies of its 16-bit parameter for
-    the passes.
+    """Yield the ops for updating one parameter element in a way, except copies of its 16-bit parameter for the
+    passes.
 
     A way is a combination of placement, parameter location and flags.
 
@@ -136,8 +132,8 @@ def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator
 
 
 def _gradients(number: int, recipe: Recipe, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield the ops that copy one element's gradient between GPU and host memory, in the last micro-batch
-    and in all others.
+    """Yield the ops that copy one element's gradient between GPU and host memory, in the last micro-batch and in
+    all others.
     """
     for step in recipe.gradient_steps:
         summed, last = (wait in step.waits for wait in (Wait.SUM, Wait.LAST))

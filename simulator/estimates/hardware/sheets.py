@@ -96,8 +96,8 @@ class Sheet:
     def compute(self) -> Compute:
         """Return the fractions of a GPU's data sheet speed that training reaches, for the GPU of this machine.
 
-        The fractions are listed by names of GPUs. If several of these names are a prefix of this GPU's
-        name, the longest counts.
+        The fractions are listed by names of GPUs. If several of these names are a prefix of this GPU's name, the
+        longest counts.
         """
         named = [name for name in COMPUTE if self.device_name.startswith(name)]
         return COMPUTE[max(named, key=len)]
