@@ -2,12 +2,16 @@
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint was not written, or cannot be used. The message says what to change."""
+    """An error: a checkpoint was not written, or cannot be used. The message says what to change."""
 
 
 class ManifestError(CheckpointError):
-    """A checkpoint's manifest is incomplete, altered, or written by a newer version of ebbtide."""
+    """An error: a checkpoint's manifest is incomplete, altered, or written by a newer version of
+    ebbtide.
+    """
 
 
 class Cancelled(CheckpointError):  # noqa: N818 - not a fault
-    """A checkpoint in progress was cancelled because a newer one began (setting ``checkpoint.busy: replace``)."""
+    """An error: a checkpoint in progress was cancelled because a newer one began (setting
+    ``checkpoint.busy: replace``).
+    """

@@ -30,7 +30,10 @@ class Files:
         return function(*args)
 
     def point(self, name: str) -> None:
-        """Mark a named moment of a checkpoint's commit (`POINTS`). This method does nothing. Tests override it."""
+        """Mark a named moment of a checkpoint's commit (one of `POINTS`). This method does nothing.
+
+        Tests override it, for example to end the process at this moment.
+        """
 
     def _retry(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         while True:
@@ -56,7 +59,10 @@ class Files:
         self._retry("allocate", os.posix_fallocate, descriptor, 0, size_bytes)
 
     def fdatasync(self, descriptor: int) -> None:
-        """Flush a file's data to disk. The file's length must not have changed. A failed flush is never retried."""
+        """Flush a file's data to disk. The file's length must not have changed.
+
+        A failed flush is never retried, since the kernel may have dropped the unwritten pages.
+        """
         self._retry("fdatasync", os.fdatasync, descriptor)
 
     def fsync(self, descriptor: int) -> None:

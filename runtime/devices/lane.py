@@ -22,7 +22,7 @@ class Event(Protocol):
 
 
 class BackgroundError(RuntimeError):
-    """An optimizer update failed in the background. The training state is no longer usable."""
+    """An error: an optimizer update failed in the background. The training state is no longer usable."""
 
 
 class Completion:
@@ -73,7 +73,7 @@ class Completion:
             raise BackgroundError(f"{self.label!r} failed in the background: {why}") from self.error
 
     def wait_host(self) -> None:
-        """Block the calling thread until the operation has ended."""
+        """Block the calling thread until this operation of a lane has ended."""
         self.wait_issued()
         if self.event is not None:
             self.event.synchronize()
@@ -91,7 +91,7 @@ class Completion:
 
     @property
     def ended(self) -> bool:
-        """Return whether the operation has ended. This does not wait."""
+        """Return whether this operation of a lane has ended. This does not wait."""
         return self.issued.is_set() and (self.event is None or self.event.query())
 
 

@@ -129,9 +129,9 @@ class WatchedPasses:
     def begins(self, kind: OpKind, iteration: int) -> None:
         """Record the start of a forward, a backward or an exchange of parameters in a training iteration.
 
-        A forward is recorded if no backward of the iteration has begun. It takes the place of an earlier one, which
-        was an evaluation or has failed. Of the other kinds, the first one of an iteration is recorded. DeepSpeed may
-        call this method several times in one backward.
+        A forward is recorded if no backward of the iteration has begun. It takes the place of an earlier one,
+        which was an evaluation or has failed. Of the other kinds, the first one of an iteration is recorded.
+        DeepSpeed may call this method several times in one backward.
         """
         last = OpKind.BACKWARD if kind == OpKind.FORWARD else kind
         if (last, iteration) in self._noted:

@@ -166,7 +166,9 @@ class Executor:
             self.prepare_device()
 
     def prepare_device(self) -> None:
-        """Compile the GPU kernels that updates may run, so that no training step waits for it."""
+        """Compile the GPU kernels that optimizer updates may run, so that no training step waits for the
+        compiler.
+        """
         dtypes = self.states[0].gradient.dtype, self.states[0].wire.dtype
         self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
 

@@ -59,12 +59,18 @@ class Recorder:
         self._end(OpKind.BACKWARD)
 
     def gather_begins(self) -> None:
-        """Record that the ranks begin to exchange updated parameters at the end of a step, if steps are watched."""
+        """Record that the ranks begin to exchange updated parameters at the end of a step.
+
+        Nothing is recorded unless steps are recorded in detail (see `watch`).
+        """
         if self.device.watched is not None:
             self.device.watched.begins(OpKind.PARAMETER_GATHER, self.iteration)
 
     def gather_ends(self) -> None:
-        """Record that the exchange of updated parameters among the ranks has ended, if steps are watched."""
+        """Record that the exchange of updated parameters among the ranks has ended.
+
+        Nothing is recorded unless steps are recorded in detail (see `watch`).
+        """
         if self.device.watched is not None:
             self.device.watched.ends(OpKind.PARAMETER_GATHER)
 
@@ -89,7 +95,9 @@ class Recorder:
             self.device.watched.forget(self.iteration - 1)
 
     def gradient_made(self, places: Callable[[], Sequence[Place]]) -> None:
-        """Record that backward has computed the gradient of a parameter, if steps are watched.
+        """Record that backward has computed the gradient of a parameter.
+
+        Nothing is recorded unless steps are recorded in detail (see `watch`).
 
         Args:
             places: Function that returns the parts of subgroups that the gradient fills.

@@ -446,7 +446,11 @@ class Session:
         self.pausing.stepped(False if self.executor.skip() else None)
 
     def stepped(self) -> None:
-        """Call the functions of ``after_step``, after the training framework has completed its optimizer step."""
+        """Call the functions that must run after each optimizer step (``after_step``), such as the start of
+        a checkpoint.
+
+        The training framework must have completed its optimizer step.
+        """
         for call in self.after_step:
             call()
 
@@ -539,7 +543,10 @@ class Session:
                 self._store.close()
 
     def host_bytes(self) -> int:
-        """Return the bytes of host memory that a plan's optimizer state, gradients, buffers and parameters take."""
+        """Return the bytes of host memory that a plan's optimizer state, gradients, buffers and parameters
+        take in total
+        on this rank.
+        """
         unified = self.device.unified
         total, wires = 0, dict[int, int]()  # some may share theirs
         for state in self.executor.states:

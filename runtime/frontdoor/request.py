@@ -14,7 +14,10 @@ DEVICES = ("auto", "emulated")
 
 
 class RequestError(PlanError):
-    """An unusable value under the config's key ``"ebbtide"``. The message names it and the allowed values."""
+    """An error for an unusable value under the config's key ``"ebbtide"``.
+
+    The message names the value and the allowed values.
+    """
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class MissingCompilerError(RuntimeError):
-    """The CPU kernels cannot be built, because a C++ compiler is missing or fails."""
+    """An error: the CPU kernels cannot be built, because a C++ compiler is missing or fails."""
 
 
 def _compiler() -> str:

@@ -30,7 +30,7 @@ _OPTIMIZER = 1_000_033  # an id that no optimizer of this process has
 
 
 class UnknownRoundingError(RuntimeError):
-    """The DeepSpeed CPU op that is loaded rounds in an order that ebbtide's kernels cannot reproduce."""
+    """An error: DeepSpeed's loaded CPU op rounds in an order that ebbtide's kernels cannot reproduce."""
 
 
 class UpdateRule(ABC):

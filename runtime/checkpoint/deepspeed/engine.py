@@ -125,7 +125,9 @@ class LazyCheckpointEngine(CheckpointEngine):
         return self.last
 
     def finish(self) -> None:
-        """Wait until no checkpoint is being written, or until the writing of a checkpoint makes no more progress.
+        """Wait until no checkpoint is being written, or until the writing of the checkpoint makes no more
+        progress.
+
         Raise no error.
         """
         job = self._job

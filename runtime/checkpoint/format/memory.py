@@ -116,7 +116,10 @@ def _side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
 
 
 def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
-    """Return a writable buffer over existing memory. The caller must keep the memory alive."""
+    """Return a writable buffer over ``size_bytes`` bytes of host memory at ``address``.
+
+    The caller must keep the memory alive.
+    """
     return (ctypes.c_char * size_bytes).from_address(address)
 
 
@@ -163,7 +166,7 @@ class Slots:
             self._memory.close()
 
     def take(self) -> int | None:
-        """Return the address of a free host buffer, or None if all are in use."""
+        """Return the address of a free host buffer of the set, or None if all buffers are in use."""
         with self._lock:
             if not self._free:
                 return None

@@ -19,7 +19,9 @@ CHUNK_BYTES = 16 * 2**20
 
 @contextlib.contextmanager
 def safe_globals() -> Iterator[None]:
-    """Allow ``torch.load(weights_only=True)`` to read DeepSpeed's own files and plain data inside the block."""
+    """Allow ``torch.load(weights_only=True)`` to read DeepSpeed's own files and plain data inside the
+    ``with`` block.
+    """
     # At its end torch's context forbids all that it was given, whoever allowed it before.
     allowed = torch.serialization.get_safe_globals()
     missing = [c for c in plain_classes() if c not in allowed]
@@ -29,7 +31,9 @@ def safe_globals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_weights() -> Iterator[None]:
-    """Make every ``torch.load``, also in DeepSpeed's code, use ``weights_only=True`` inside the block."""
+    """Make every ``torch.load``, also in DeepSpeed's code, use ``weights_only=True`` inside the ``with``
+    block.
+    """
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     forced_off = os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"

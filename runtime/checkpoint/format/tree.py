@@ -23,7 +23,7 @@ def tensors_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 
 def of_the_kind(like: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, as a `torch.nn.Parameter` if ``like`` is one."""
+    """Return ``tensor``, wrapped in a `torch.nn.Parameter` if the tensor ``like`` is a parameter."""
     if isinstance(like, torch.nn.Parameter):
         return torch.nn.Parameter(tensor, requires_grad=like.requires_grad)
     return tensor

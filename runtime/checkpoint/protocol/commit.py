@@ -190,8 +190,11 @@ class Commit:
         real.fsync_folder(a.save_dir)
 
     def close(self, *, committed: bool) -> None:
-        """End an attempt to save on rank 0. Older checkpoints that were deleted during the save are dropped or
-        restored.
+        """End an attempt to save a checkpoint on rank 0.
+
+        Older checkpoints that were deleted during the save are removed for good if the new one was
+        committed, and
+        restored if not.
         """
         if self._attempt.rank != 0:
             return

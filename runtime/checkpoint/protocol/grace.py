@@ -10,7 +10,10 @@ _came_s = 0.0
 
 
 def tell() -> None:
-    """Record that the process has received SIGTERM, and when. Later calls change nothing."""
+    """Record that the process has received SIGTERM, and when, so that waits for other ranks become shorter.
+
+    Later calls change nothing.
+    """
     global _came_s
     if not sigterm_came.is_set():
         _came_s = time.monotonic()

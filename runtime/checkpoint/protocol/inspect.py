@@ -39,7 +39,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem with one file of a checkpoint."""
+    """A problem with one file of a checkpoint, such as damage or absence."""
 
     path: str
     reason: str

@@ -31,8 +31,9 @@ def committed(save_dir: Path) -> list[Committed]:
 
 
 def renamed(save_dir: Path) -> list[Committed]:
-    """Return the checkpoints with folders that were renamed. They can be loaded by name and are never deleted as
-    old.
+    """Return the checkpoints of a folder whose own folders were renamed after the commit.
+
+    They can be loaded by name and are never deleted as old.
     """
     return [c for c in _whole(save_dir) if c.manifest.tag != c.folder.name]
 

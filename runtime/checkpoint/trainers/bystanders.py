@@ -55,7 +55,9 @@ def foreign_trainer() -> str | None:
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """Mark the code inside the block as ebbtide's own, which never waits for a checkpoint's commit."""
+    """Mark the code inside the ``with`` block as ebbtide's own, which never waits for a checkpoint's
+    commit.
+    """
     before = getattr(_mine, "busy", False)
     _mine.busy = True
     try:

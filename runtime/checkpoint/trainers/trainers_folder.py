@@ -27,10 +27,12 @@ _notes: dict[Path, Note] = {}
 
 
 def being_made(path: Path) -> None:
-    """Write a note that a checkpoint folder is incomplete, just before the Trainer makes the folder.
+    """Write a note that a checkpoint folder is incomplete, just before a transformers Trainer makes the
+    folder.
 
     Raises:
-        OSError: The disk is full. The folder's content would not fit either, and without a note the next run
+        OSError: The disk is full. The folder's content would not fit either, and without a note the next
+            run
             would mistake the folder for a checkpoint.
     """
     if TRAINERS_FOLDER.fullmatch(path.name) and not path.exists() and _may_exist(sys._getframe(1)):
@@ -55,10 +57,13 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Remove from each complete checkpoint folder of the Trainer the note which says that it is incomplete.
+    """Remove the note that says that a checkpoint folder is incomplete from each complete checkpoint folder
+    of a
+    transformers Trainer.
 
     Args:
-        path: A checkpoint folder from which the note is removed although the folder is incomplete. The save of
+        path: A checkpoint folder from which the note is removed although the folder is incomplete. The save
+            of
             DeepSpeed's files has written its own note there.
         over: If True, training is over, and all notes of this module are removed.
     """
