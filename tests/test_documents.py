@@ -67,7 +67,9 @@ def test_blocks_run(page, deepspeed_ops, new_shell, tmp_path):
 
 
 def check_that_plans_are_in_force(block, said):
-    """Check that every `tune run -- python` command of a code block has trained and has logged its plan once."""
+    """Check that every `tune run -- python` command of a page's code block has trained under a plan: the log
+    names the plan once per command.
+    """
     commands = len(re.findall(r"^tune run -- python ", block, re.MULTILINE))
     lines = [line for line in said.splitlines() if re.search(r"\b\d+ subgroups on ", line)]
     assert len(lines) == commands or not commands, said
@@ -76,7 +78,9 @@ def check_that_plans_are_in_force(block, said):
 
 
 class Shell:
-    """A runner of a page's code blocks in one folder. Servers run in the background, on a free port."""
+    """A runner of the code blocks of one page of the documentation, in one folder. Servers run in the
+    background, on a free port.
+    """
 
     def __init__(self, folder, environment):
         self.folder, self.environment, self.port = folder, environment, str(free_port())

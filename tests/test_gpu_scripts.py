@@ -1,4 +1,6 @@
-"""Tests that the packages which are carried to a GPU machine without a network are all that it lacks."""
+"""Tests of the packages that are carried to a GPU machine without a network: together with those on the
+machine, they are all that ebbtide needs.
+"""
 
 import re
 import subprocess

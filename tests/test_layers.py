@@ -1,5 +1,5 @@
-"""Tests of the layers of the packages: imports point downward, no modules import each other in a cycle,
-and light packages load nothing heavy.
+"""Tests of the layers of ebbtide's packages: imports point downward, no modules import each other in a
+cycle, and light packages load nothing heavy.
 """
 
 import ast
@@ -68,8 +68,8 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 
 def statements(tree: ast.AST, lazily: bool) -> list[ast.Import | ast.ImportFrom]:
-    """Return the import statements that run when a module is loaded. With ``lazily``, also return those
-    inside functions.
+    """Return the import statements in a module's syntax tree that run when the module is loaded. With
+    ``lazily``, also return those inside functions.
     """
     found, queue = [], list(ast.iter_child_nodes(tree))
     while queue:
@@ -156,8 +156,8 @@ def test_light_packages_load_nothing_heavy():
 
 @cache
 def graph_of_imports() -> dict[str, set[str]]:
-    """Return, for each module of the project, the modules of the project that it imports: when it is
-    loaded, inside functions, or only for type checking.
+    """Return a dict from each module of the project to the set of the project's modules that it imports: when
+    it is loaded, inside functions, or only for type checking.
     """
     known = modules()
     graph = {}
@@ -219,7 +219,9 @@ NO_ROOM = {"simulator.update"}
 
 @pytest.mark.parametrize("package", ["ebbtide", "profiler", "runtime", "simulator", "studies"])
 def test_rooms_import_each_other_in_one_direction(package):
-    """Check that a package's folders, and its modules outside of them, do not import each other in a cycle."""
+    """Check that the folders of each package of ebbtide, and the package's modules outside of folders, do not
+    import each other in a cycle.
+    """
 
     def place(module: str) -> str:
         room = _room(module, package)

@@ -1,5 +1,5 @@
-"""Tests of commands in a new shell, as a newcomer runs them: no launcher, no rank in the environment,
-and nothing configured.
+"""Tests of ebbtide's commands in a new shell, as a newcomer runs them: no launcher, no rank in the
+environment, and nothing configured.
 
 `test_documents.py` trains under a plan in such a shell, with the commands of the pages.
 """

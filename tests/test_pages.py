@@ -1,5 +1,5 @@
-"""Tests of the pages under docs/: their commands parse and run, their links lead somewhere, and the
-messages that they quote exist in the code.
+"""Tests of the pages under docs/: the commands on them parse and run, the links lead somewhere, and the
+quoted messages exist in the code.
 """
 
 import ast
@@ -34,7 +34,9 @@ def fenced(text, language):
 
 
 def in_blocks(name=""):
-    """Return the whole `tune` commands in code blocks, as a reader would copy them, of all pages or of one."""
+    """Return all whole `tune` commands in the code blocks of one page of the documentation, or of all pages,
+    as a reader would copy them.
+    """
     pages = [page for page in [*PAGES, ROOT / "examples" / "README.md"] if page.name == (name or page.name)]
     texts = [page.read_text() for page in pages]
     return sorted({c for t in texts for c in re.findall(r"^(?: {4})?(tune .*)$", t, re.MULTILINE)})
@@ -47,7 +49,9 @@ def in_prose():
 
 
 def command_of(line):
-    """Return the click command of a `tune` command line, and the words that follow the command's name."""
+    """Return the click command that a `tune` command line runs, and the list of words that follow the
+    command's name.
+    """
     words, command, context = shlex.split(line)[1:], main, click.Context(main)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         found = command.get_command(context, words[0])

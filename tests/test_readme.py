@@ -1,4 +1,4 @@
-"""Tests of the README's first screen, links and commands. test_documents.py runs its code blocks."""
+"""Tests of the README's first screen, links and commands. test_documents.py runs the README's code blocks."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Tests that `make setup` names what a machine lacks before it installs anything."""
+"""Tests that `make setup` names the programs that a machine lacks before it installs anything."""
 
 import shutil
 import subprocess
@@ -13,8 +13,8 @@ _OLD = '#!/bin/sh\n[ "$1" = --version ] && { echo "Python 3.9.2"; exit 0; }\nexi
 
 @pytest.fixture
 def machine(tmp_path):
-    """Make a folder that is the whole PATH. Return it, and a function that runs a copy of the setup script
-    that cannot touch the real .venv.
+    """Make a folder of programs that is the whole PATH, as of a bare machine. Return the folder, and a
+    function that runs a copy of the setup script, which cannot touch the real .venv.
     """
     programs = tmp_path / "bin"
     programs.mkdir()

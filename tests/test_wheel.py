@@ -1,4 +1,4 @@
-"""Tests of the wheel in an environment of its own, with no checkout near it."""
+"""Tests of ebbtide's wheel, installed into an environment of its own with no checkout near it."""
 
 import subprocess
 import sysconfig

@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def save(folder, commits, stop=False):
-    """Write ``commits`` checkpoints of 8 MiB and commit each, then write another one without committing it.
+    """Write ``commits`` checkpoints of 8 MiB, each committed by the file ``latest``, then write another one
+    without committing it.
 
     Writing is slow, so that an observer sees a partial checkpoint.
 

@@ -1,3 +1,3 @@
-"""Fixture for the tests of the studies: plan searches use little effort."""
+"""A fixture for the tests of the studies, which reduces the effort of plan searches."""
 
 from tests.effort import effort  # noqa: F401

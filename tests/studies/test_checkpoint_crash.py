@@ -1,7 +1,8 @@
-"""Tests of the crash study: real training is killed with SIGKILL, resumed, and compared bit for bit.
+"""Tests of the study of crashes during checkpoint saves: real training is killed with SIGKILL, resumed,
+and compared bit for bit.
 
-Only a few kills are made here. The fast replay (tests/runtime/checkpoint/test_crash_replay.py) covers every
-named point of a save, and the study's option `--kills` makes more kills.
+Only a few kills are made here. The fast replay (tests/runtime/checkpoint/test_crash_replay.py) covers
+every named point of a save, and the study's option `--kills` makes more kills.
 """
 
 import json

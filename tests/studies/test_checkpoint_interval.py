@@ -1,4 +1,6 @@
-"""Tests of the checkpoint interval study on a tiny model: real kills, and figures that are consistent."""
+"""Tests of the study of the interval between checkpoints, on a tiny model: real kills of training, and
+figures that are consistent.
+"""
 
 import json
 import math

@@ -1,5 +1,5 @@
-"""Tests that the studies of checkpoint stalls run from start to end on a tiny model. Their figures are not
-asserted.
+"""Tests that the two studies of checkpoint stalls run from start to end on a tiny model. The measured
+stalls are not checked.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tests of the study that runs DeepSpeed's own tests under plans: the engines that get a plan, and the counts
-of its results.
+"""Tests of the study that runs DeepSpeed's own test suite with ebbtide plans: which engines get a plan,
+and the counts of passed and failed tests.
 """
 
 import json
@@ -24,7 +24,7 @@ class FusedLamb(torch.optim.SGD):
 
 
 def config_of(stage):
-    """Return a config as DeepSpeed's own tests use, without offloading."""
+    """Return a DeepSpeed config for a ZeRO stage as DeepSpeed's own tests use it, without offloading."""
     config = ds_config(stage=max(stage, 1), micro_batch=2)
     for key in ("offload_optimizer", "sub_group_size"):
         del config["zero_optimization"][key]

@@ -1,4 +1,4 @@
-"""Tests of the demo's own logic: comparisons, the kill during a save, tables and pictures."""
+"""Tests of the code of `make demo`: comparisons, the kill during a save, tables and pictures."""
 
 import io
 import json
@@ -264,7 +264,7 @@ def test_an_impossible_number_of_rounds_is_refused(capsys):
 
 @pytest.mark.slow
 def test_the_whole_demo_on_a_small_model(quick_demo):
-    """Check the output of the whole demo on a small model, with real processes and a real SIGKILL: all files are
+    """Check the output of `make demo` on a small model, with real processes and a real SIGKILL: all files are
     written, and resumed training is bit-identical.
     """
     left = {path.name for path in (quick_demo / "runs" / "demo").iterdir()}

@@ -1,4 +1,4 @@
-"""Tests of worker processes that are forked from a process with all imports done."""
+"""Tests of the studies' worker processes, which are forked from a process with all imports done."""
 
 import signal
 import time

@@ -1,5 +1,5 @@
-"""Test of the study that compares the speed of `tune run` with direct calls of ebbtide's library, with both
-in this process. The results of both are identical bit for bit.
+"""Test of the study that compares the speed of training under `tune run` with direct calls of ebbtide's
+library, with both in this process. The training results of both are identical bit for bit.
 """
 
 import io
@@ -12,7 +12,7 @@ from studies.front_door_speed import DOORS, FIGURES, WARMUP, measure, over_pairs
 
 
 class Told:
-    """A stand-in for a training process. It returns answers that were recorded before."""
+    """A stand-in for a training process of the study. It returns recorded answers in place of training."""
 
     def __init__(self, text):
         lines = [line for line in text.splitlines() if line.startswith("answer ")]

@@ -1,5 +1,5 @@
-"""Tests of the goodput study: a published case, scaling that is monotone, and rules of thumb that never beat
-the best interval.
+"""Tests of the study of goodput under failures: a published case, scaling that is monotone, and rules of
+thumb that never beat the best checkpoint interval.
 """
 
 import json

@@ -93,8 +93,8 @@ def test_every_way_to_wait_for_the_device_is_counted(monkeypatch):
 
 
 def test_bits_are_compared_where_every_sum_has_one_order():
-    """Check that runs to be compared bit for bit use strictly deterministic algorithms. If PyTorch only warns,
-    flash and memory-efficient attention may sum in any order.
+    """Check that the GPU suite uses strictly deterministic algorithms for runs that are compared bit for bit.
+    If PyTorch only warns, flash and memory-efficient attention may sum in any order.
     """
     before = torch.are_deterministic_algorithms_enabled()
     same_sums()
@@ -106,8 +106,9 @@ def test_bits_are_compared_where_every_sum_has_one_order():
 
 @pytest.mark.parametrize(("variant", "pinned"), [("ebbtide", False), ("stock", True)])
 def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, variant, pinned):
-    """Check that a trial under a plan starts without memory pinned by torch. torch never releases that memory
-    and rounds it up to powers of two, and the plan pins its own.
+    """Check that a trial of the GPU suite under a plan switches off DeepSpeed's pinned memory. torch never
+    releases memory that it has pinned and rounds its size up to powers of two, and the plan pins memory of
+    its own.
     """
     configs = []
 
@@ -134,8 +135,8 @@ def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, 
 
 
 def test_forked_studies_leave_the_driver_alone(monkeypatch):
-    """Check that `warm_up` does not ask the CUDA driver for GPUs. If a process does so before it forks, its
-    children cannot use them.
+    """Check that the GPU suite's `warm_up` does not ask the CUDA driver for GPUs. If a process does so before
+    it forks, its children cannot use the GPUs.
     """
     from studies.checkpoints.run import warm_up
 

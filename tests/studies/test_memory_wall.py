@@ -1,4 +1,6 @@
-"""Tests of the memory wall study: figures computed from samples, and one real run at a tiny size."""
+"""Tests of the study of the paper Breaking the Memory Wall: figures computed from samples, and one real
+run at a tiny size.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Test of the study of parameters in host memory, at its smallest size."""
+"""Test of the study of offloading parameters to host memory, at its smallest size."""
 
 import pytest
 import torch

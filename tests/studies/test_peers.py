@@ -1,5 +1,5 @@
-"""Tests of the comparison with other offloading systems: figures computed from rows, and two real systems
-at a tiny size.
+"""Tests of the study that compares ebbtide with other offloading systems: figures computed from rows of
+results, and two real systems at a tiny size.
 """
 
 import importlib
@@ -98,8 +98,8 @@ def test_no_bit_is_judged_where_stock_differs_from_itself(suite, monkeypatch):
 
 
 def test_torchaos_engine_trains_a_model_as_plain_torch_does():
-    """Check the adapter for torchao's offloading optimizer. torchao needs a GPU, so torch's own AdamW takes its
-    place here.
+    """Check that the study's adapter for torchao's offloading optimizer trains a model. torchao needs a GPU,
+    so torch's own AdamW takes its place here.
     """
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
@@ -115,8 +115,8 @@ def test_torchaos_engine_trains_a_model_as_plain_torch_does():
 
 
 def in_this_process(monkeypatch):
-    """Replace `Suite.run`, which starts a process, by a call in this process. So the test saves five imports of
-    DeepSpeed.
+    """Replace `Suite.run` of the GPU suite, which starts a process, by a call in this process, so that the
+    test saves five imports of DeepSpeed.
     """
 
     def run(self, name, command, limit_s):
@@ -129,8 +129,9 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.slow
 def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
-    """Check the comparison of stock DeepSpeed and ebbtide with real training on the emulated device: all rows
-    are bit-identical. Trials in processes of their own are tested in `tests/studies/test_gpu.py`.
+    """Check the study's comparison of stock DeepSpeed and ebbtide with real training on the emulated device:
+    the training results in all rows are bit-identical. Trials in processes of their own are tested in
+    `tests/studies/test_gpu.py`.
     """
     path = tmp_path / "peers.json"
     in_this_process(monkeypatch)

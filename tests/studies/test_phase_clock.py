@@ -6,7 +6,9 @@ from studies.bench.phase_clock import PhaseClock, medians, timed_step
 
 
 class _Engine:
-    """An engine that moves a fake clock forward by a known time in each phase."""
+    """A stand-in for a training engine that moves a fake clock forward by a known time in each phase: forward,
+    backward and step.
+    """
 
     def __init__(self, now):
         self.now = now

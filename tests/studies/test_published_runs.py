@@ -1,5 +1,5 @@
-"""Tests of the study of published runs: reading the files, comparing ebbtide's predictions with the runs, and
-the command.
+"""Tests of the study of published step times of Deep Optimizer States: reading the files, comparing
+ebbtide's predictions with the runs, and the command.
 """
 
 import csv
@@ -201,8 +201,9 @@ def test_what_no_model_can_be_is_an_error_with_its_line(tmp_path, capsys, change
 
 
 def test_each_stride_is_simulated(runs):
-    """Check that each stride of Deep Optimizer States is simulated. At stride 1 all subgroups are updated on the
-    GPU, and a larger stride keeps fewer gradients there.
+    """Check that the study simulates each stride of Deep Optimizer States, which updates every n-th subgroup
+    on the GPU at stride n. At stride 1 all subgroups are updated on the GPU, and a larger stride keeps
+    fewer gradients there.
     """
     run, machine = (next(r for r in runs if r.testbed == "a100" and r.stride == 2), machine_of("a100"))
     gradients = [predict(replace(run, stride=k), machine)["memory_gb"] for k in (1, 2, 3, 10)]
@@ -331,10 +332,11 @@ def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
 
 
 def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
-    """Check the spread that prediction intervals assume between measurement campaigns on different nodes.
+    """Check the spread between measurement campaigns on different nodes that ebbtide's prediction intervals
+    assume.
 
-    This spread must equal that of MLPerf times between nodes of different makers. The published runs on which the
-    intervals are judged are not used for the spread.
+    This spread must equal that of MLPerf times between nodes of different makers. The published runs on
+    which the intervals are judged are not used for the spread.
     """
     sigma, freedom = between_makers()
     assert round(sigma, 2) == CAMPAIGN_SPREAD
@@ -342,7 +344,8 @@ def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
 
 
 def test_the_spread_between_two_nodes_by_hand(tmp_path):
-    """Check the spread of benchmark times between nodes of different makers against a value worked out by hand.
+    """Check the computed spread of MLPerf times between nodes of different makers against a value worked out
+    by hand.
 
     The times of two nodes are 10% apart. A third node does not count, because it ran another batch size.
     """

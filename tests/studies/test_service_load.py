@@ -1,4 +1,6 @@
-"""Tests of the service's load study at a small size: all requests are answered, and killed workers come back."""
+"""Tests of the study that puts load on the HTTP service, at a small size: all requests are answered, and
+killed workers come back.
+"""
 
 import json
 import random

@@ -1,5 +1,5 @@
-"""Tests of the study that kills training with state on a drive: a few SIGKILLs lose nothing, and a broken
-store is detected.
+"""Tests of the study that kills training with optimizer state on a drive: a few SIGKILLs lose no committed
+step, and a broken store of state is detected.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Tests of the study of optimizer state on a drive: the runs it trains, the share of state it stores, and the
-figures it compares.
+"""Tests of the study of training with optimizer state on a drive: the runs it trains, the share of state
+it stores, and the figures it compares.
 """
 
 import pytest
@@ -60,8 +60,8 @@ def test_a_plan_that_the_tuner_has_made_is_trained(tmp_path):
 
 
 def test_the_floor_is_what_was_measured_of_both_at_once():
-    """Check the shortest time in which a drive reads and writes 4 GB at its measured rates. Reading takes 4 s,
-    writing 1 s, and both at once 5 s, so overlapping them saves nothing.
+    """Check the computed lower bound of the time in which a drive reads and writes 4 GB at its measured rates.
+    Reading alone takes 4 s, writing 1 s, and both at once 5 s, so overlapping them saves nothing.
     """
     alone = {"read_bytes_per_s": Quantity.exact(1e9), "write_bytes_per_s": Quantity.exact(4e9)}
     disk = StorageRates(**alone, duplex_factor=Quantity.exact(duplex_factor(5.0, [1.0], [4.0])))
@@ -80,10 +80,11 @@ def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bi
 
 
 def test_each_run_is_judged_by_the_disk_that_it_had():
-    """Check that the study compares each run with a lower bound from the drive's rate during that run.
+    """Check that the study of state on a drive compares each run with a lower bound from the drive's rate
+    during that run.
 
-    In the main case, the drive gets three times slower over three runs, and the updates of each run take 1.1 times the
-    run's lower bound.
+    In the main case, the drive gets three times slower over three runs, and the updates of each run take
+    1.1 times the run's lower bound.
     """
 
     def disk(rate):

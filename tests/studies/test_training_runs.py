@@ -53,8 +53,8 @@ def test_rows_that_no_constant_was_found_on_are_predicted(judged, family):
 
 
 def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged):
-    """Check that offloaded runs are simulated with the DeepSpeed version they ran on. With today's version nearly
-    all of them would be predicted too fast.
+    """Check that the study simulates published runs with offload as the DeepSpeed version that they ran on.
+    With today's version nearly all of them would be predicted too fast.
     """
     figures = families.by_family(judged)["offloaded"]["held_out"]
     assert figures["median_abs_pct_error"] <= 16
@@ -83,9 +83,10 @@ def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
 
 
 def test_a_spread_by_hand(judged, monkeypatch):
-    """Check the spread of prediction errors between two sources of runs: one is predicted exactly, and the other
-    takes half of its predicted time. Of two sources the interval misses none. If two were enough, Student's quantile
-    for two degrees of freedom, 2.92, would replace 1.645.
+    """Check the computed spread of prediction errors between two sources of published runs: the runs of one
+    source are predicted exactly, and those of the other take half of the predicted time. With two sources
+    the interval must cover both. If two sources were enough for a quantile, Student's for two degrees of
+    freedom, 2.92, would replace 1.645.
     """
     own = {run.fields["source"].split("/blob/")[0]: run for run, _ in judged if run.family == "offloaded"}
     one, other = (dataclasses.replace(run, fields={**run.fields, "held_out": "0"}) for run in [*own.values()][:2])
@@ -108,10 +109,11 @@ def test_what_was_inferred_is_left_out_of_the_figures_beside(runs):
 
 
 def test_device_memory_of_rows_held_out_is_predicted_from_published_cells_alone(runs):
-    """Check that peak GPU memory is predicted from published settings alone, with a median error of at most 8%.
+    """Check that peak GPU memory of published runs is predicted from published settings alone, with a median
+    error of at most 8%.
 
-    The runs were held out of all fits. The allocator's slack was found on fitted runs. The prediction includes it only
-    for runs that report the memory of the whole GPU.
+    The runs were held out of all fits. The allocator's slack was found on fitted runs. The prediction
+    includes it only for runs that report the memory of the whole GPU.
     """
     seen = [(run, predict_training(run)) for run in runs if run.measured_gib]
     found = families.memory(seen)["held_out"]

@@ -1,4 +1,6 @@
-"""Tests of the studies of the plan search and of the simulator's speed, at a small size."""
+"""Tests of the studies of the plan search and of the simulator's speed, on small models and with few
+cases.
+"""
 
 import importlib
 import json

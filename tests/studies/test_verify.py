@@ -1,4 +1,6 @@
-"""Tests of the study of `tune verify`: a defect put into a real engine is found and named."""
+"""Tests of the study of `tune verify`: `tune verify` finds and names a defect that the study puts into a
+real engine.
+"""
 
 import json
 from dataclasses import replace

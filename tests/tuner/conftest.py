@@ -1,3 +1,5 @@
-"""Fixture for the tuner's tests: a plan search uses little effort, unless a test judges its plans."""
+"""A fixture for the tuner's tests that reduces the effort of plan searches, except in tests that judge the
+plans.
+"""
 
 from tests.effort import effort  # noqa: F401

@@ -1,5 +1,5 @@
-"""Tests of simulated annealing on plans: the result fits into memory, is no slower than the plan it starts
-from, and depends only on the seed.
+"""Tests of the plan search by simulated annealing: the resulting plan fits into memory, is no slower than
+the plan from which the search starts, and depends only on the seed.
 """
 
 import math
@@ -22,9 +22,11 @@ GIB = 2**30
 
 
 def begun(seed=0):
-    """Return a search for a plan of twenty subgroups. So far it has only simulated updates of all subgroups on the CPU.
+    """Return a plan search for twenty subgroups that has so far simulated one plan: updates of all subgroups
+    on the CPU.
 
-    The GPU memory could hold the optimizer state of eight subgroups throughout training (placement ``resident``).
+    The GPU memory could hold the optimizer state of eight subgroups throughout training (placement
+    ``resident``).
     """
     work, on = workload(), machine(device_memory_bytes=9 * GIB, host_adam_params_per_s=1e9)
     search = Search(work, on, Limits.of(work, on), seed)
@@ -89,8 +91,8 @@ def test_moves_turn_the_bits_that_they_may_turn_and_make_ways_that_there_are(ear
 
 
 def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
-    """Check random moves of the annealing over all placements: each subgroup stays in exactly one update
-    queue, the one that belongs to its placement.
+    """Check random moves of the plan search by annealing over all placements: each subgroup stays in exactly
+    one update queue, the one that belongs to its placement.
     """
     rng, state = Random(1), Moved.of(codes(9), None, 2, 1)
     seen = set()
@@ -123,8 +125,8 @@ def test_guesses_mix_every_placement_that_there_is_and_try_slots():
 
 
 def test_options_are_tried_where_they_help():
-    """Check that the search sets the number of host threads and the overlap with forward to the best values. In this
-    test one thread is faster than all threads.
+    """Check that the plan search sets the number of host threads and the overlap with forward to the fastest
+    values. In this test one thread is faster than all threads.
     """
     work = workload(6)
     by_threads = {1: Quantity.exact(9e9), 4: Quantity.exact(2e9)}

@@ -1,5 +1,5 @@
-"""Tests of calibration on measured runs: rates that produced the times are found again, and logs in the
-formats of real tools are read.
+"""Tests of `tune calibrate`, which fits a machine's rates to measured runs: rates that produced the times
+are found again, and logs in the formats of real tools are read.
 """
 
 import json
@@ -68,8 +68,8 @@ def test_what_the_runs_do_not_show_stays():
 
 
 def test_the_whole_of_a_run_does_not_count_beside_its_phases():
-    """Check that calibration uses the measured iteration time only for the time outside the phases, `loop_s`. If
-    that time also adjusted other rates, the longest phases would count twice.
+    """Check that calibration uses the measured iteration time of a run only for the time outside the phases,
+    `loop_s`. If the iteration time also adjusted other rates, the longest phases would count twice.
     """
     machine = preset("h100-node")
     seen = observed(machine, 1)
@@ -110,8 +110,8 @@ def test_runs_that_contradict_each_other_are_named():
     ],
 )
 def test_a_machine_far_from_its_sheet_is_followed(name, factors):
-    """Check that calibration follows three consistent runs that take two or three times as long as predicted,
-    whichever of the possible rates it changes.
+    """Check that calibration accepts three consistent runs that take two or three times as long as predicted,
+    and corrects the prediction to their times, by whichever of the possible rates.
     """
     machine = preset(name)
     runs = [observed(machine, n, factors=factors) for n in (1, 2, 4)]
@@ -125,8 +125,8 @@ def test_a_machine_far_from_its_sheet_is_followed(name, factors):
 
 
 def test_what_no_rate_explains_is_said_and_widens_the_interval():
-    """Check that calibration reports a step time that no rates can explain, and widens the prediction interval.
-    The step takes 0.3 of the predicted time, for which the node's DRAM bandwidth is too low.
+    """Check that calibration reports a step time that no rates can explain, and widens the prediction
+    interval. The step takes 0.3 times the predicted time, for which the node's DRAM bandwidth is too low.
     """
     machine = preset("a100-node")
     runs = [observed(machine, n, factors={"step": 0.3}) for n in (1, 2, 4)]
@@ -183,8 +183,8 @@ def test_a_rate_that_is_above_its_limit_already_stays():
 
 
 def test_what_runs_tell_in_part_moves_a_rate_in_part():
-    """Check that calibration on a single run, with a step 15% longer than predicted, corrects the prediction in
-    part and not completely.
+    """Check that calibration on a single run, with a step 15% longer than predicted, corrects the predicted
+    step time by only a part of the 15%.
     """
     machine = preset("h100-node")
     seen = observed(machine, 1, factors={"step": 1.15})
@@ -263,8 +263,8 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
 
 @pytest.mark.parametrize(("name", "ranks"), [("a100-node", 4), ("a100-node", 8), ("h100-node", 4)])
 def test_a_plan_has_the_interval_that_was_judged(name, ranks):
-    """Check that a plan's prediction interval is as wide as the interval that is judged against published runs.
-    The interval is narrower if the times of the layers are measured.
+    """Check that a plan's prediction interval is as wide as the interval that the study of published runs
+    judges. A plan's interval is narrower if the times of the layers are measured.
     """
     machine = preset(name)
     work = workload_from_model(

@@ -1,5 +1,5 @@
-"""Tests of the joint search for checkpoint interval, write cap and copy budget: as good as a full grid,
-within memory, and with simulated costs.
+"""Tests of the plan's joint search for checkpoint interval, write cap (limit of the write rate) and copy
+budget (memory for copies): as good as a full grid, within memory, and with simulated costs.
 """
 
 from itertools import product

@@ -1,4 +1,6 @@
-"""Tests of each `tune` command with good and bad input: exit code 0 or 2, and never a traceback."""
+"""Tests of each `tune` command with good and with bad input: the exit code is 0 or 2, and there is never a
+traceback.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""Tests of `tune search`: the fastest configuration, the reasons why others do not fit, and real trial runs."""
+"""Tests of `tune search` over training configurations: the fastest configuration, the reasons why others
+do not fit, and real trial runs.
+"""
 
 import json
 import re
@@ -136,10 +138,10 @@ def test_the_least_that_is_missing_is_told():
 
 @pytest.mark.parametrize("gib", [None, 20])
 def test_the_search_finds_what_simulating_everything_finds(gib):
-    """Check that `tune search` finds the same as simulating every configuration, with fewer simulations.
+    """Check that `tune search` has the same results as simulating every configuration, with fewer simulations.
 
-    Compared are the fastest configuration, the cost of each value of a setting, the configurations that trade speed for
-    memory, and the remarks.
+    Compared are the fastest configuration, the cost of each value of a setting, the configurations that
+    trade speed for memory, and the remarks.
     """
     little = question(device_memory_bytes=gib and gib * 2**30)
     space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 16)
@@ -162,7 +164,7 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
 
 
 def _kinds(remarks):
-    """Return the subject of each remark that `tune search` prints.
+    """Return a list of the subjects of the remarks that `tune search` prints.
 
     A prediction error in the subject is cut off, because remarks on an exhaustive simulation have none.
     """
@@ -412,8 +414,9 @@ def test_a_fixed_config_is_simulated_as_it_is(tmp_path, config):
 
 @pytest.mark.parametrize("config", [offloads(CPU, offload_param=CPU), offloads({**CPU, "ratio": 0.5})])
 def test_a_config_that_trains_under_a_plan_is_searched_under_one(tmp_path, config):
-    """Check that a DeepSpeed config with offloaded parameters or a Twin-Flow ratio is searched with ebbtide
-    plans. The result is faster than simulating that config with stock DeepSpeed.
+    """Check that `tune search` simulates a DeepSpeed config with offloaded parameters or a Twin-Flow ratio
+    under ebbtide plans. The resulting iteration is shorter than that of `tune simulate`, which simulates
+    stock DeepSpeed.
     """
     ended = searched(tmp_path, config, "--free", "micro_batch")
     rows = json.loads(ended.stdout)["outcomes"]

@@ -1,5 +1,5 @@
-"""Tests of the planning decision that all entry points share: it refuses quickly what cannot fit, and more
-freedom never makes its plan slower.
+"""Tests of the decision for a plan that the command line, Python and the service share: it refuses quickly
+a job that cannot fit, and more freedom never makes the plan slower.
 """
 
 import ebbtide.tuner
@@ -33,8 +33,8 @@ def test_what_cannot_fit_is_refused_before_anything_is_simulated(monkeypatch):
 
 
 def test_smaller_subgroups_fit_where_large_ones_do_not():
-    """Check that smaller subgroups make a plan possible that does not fit otherwise: 8e9 parameters and 16
-    micro-batches, on a 24 GB GPU with 128 GiB of host memory.
+    """Check that smaller subgroups make a plan possible for a job that fits into memory with no plan
+    otherwise: 8e9 parameters and 16 micro-batches, on a 24 GB GPU with 128 GiB of host memory.
     """
     work, have = job("Llama 3 8B", "rtx4090", accumulation=16)
     with pytest.raises(ImpossibleError):
@@ -77,7 +77,9 @@ def test_a_full_answer_is_never_slower_than_a_quick_one(model, about, device_gib
 
 
 def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
-    """Check that a full search returns the quick search's plan if its own plan is slower."""
+    """Check that a full plan search returns the quick search's plan if the full search finds only a slower
+    one.
+    """
     work, have = job("Llama 3.2 1B", "rtx4090")
     quick = decide(Question.of(work, have, effort=decision.QUICK))
     searched, calls = decision._searches, []

@@ -1,5 +1,5 @@
-"""Tests that a plan keeps the gradient sums of micro-batches on the GPU if memory allows that and the
-iteration gets faster.
+"""Tests that the plan search keeps the gradient sums of micro-batches on the GPU if memory allows that and
+the iteration gets faster.
 """
 
 import ebbtide.tuner

@@ -1,5 +1,5 @@
-"""Tests that all entry points (commands, Python and HTTP) give the same answer to a question, with the same
-memory to the byte.
+"""Tests that all entry points (commands, Python and HTTP) answer the same question about a job with the
+same plan and predictions, and with the same memory to the byte.
 """
 
 import json
@@ -25,7 +25,7 @@ ASKED = ("Llama 3.2 3B", "rtx4090", 1024, 10**9)
 
 
 def silent(*_):
-    """Ignore progress reports."""
+    """Do nothing with a progress report of a search."""
 
 
 @pytest.fixture(scope="module")

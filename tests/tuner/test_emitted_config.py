@@ -1,5 +1,5 @@
-"""Tests of `tune plan --emit-deepspeed`: keys that the Trainer fills in stay `"auto"`, and keys that the
-plan decides are set.
+"""Tests of the DeepSpeed config that `tune plan --emit-deepspeed` writes: keys that the Trainer fills in
+stay `"auto"`, and keys that the plan decides are set.
 """
 
 import json

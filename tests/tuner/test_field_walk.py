@@ -1,5 +1,5 @@
-"""Tests that every field of a machine, a workload, a plan and of the configs changes a result or is refused.
-A new field fails until it has a line in this file.
+"""Tests that every field of a machine, a workload, a plan and of the configs changes a result or is
+refused. A new field fails the tests until it has a line in this file.
 """
 
 import io
@@ -101,7 +101,9 @@ def timed(work, on, plan, strategies):
 
 
 def expected_s(work, on, plan):
-    """Return the mean iteration time of a plan, and the time of an iteration that does not clip."""
+    """Return two predicted times of a plan in seconds: the mean time of an iteration over clipped and
+    unclipped ones, and the time of an iteration that does not clip.
+    """
 
     def run(plan):
         return simulate_fast(build_schedule(work, plan), on)
@@ -110,9 +112,8 @@ def expected_s(work, on, plan):
 
 
 def comes_in(work, plan):
-    """Return the bytes of parameters that a simulated schedule copies to the GPU for its forwards and backwards.
-
-    Return also the plan's bytes of GPU memory, by kind.
+    """Return the bytes of parameters that a plan's simulated schedule copies to the GPU for its forwards and
+    backwards, and a dict of the plan's bytes of GPU memory by kind.
     """
     ops = build_schedule(work, plan).ops
     fetched = sum(op.work for op in ops if op.kind is OpKind.PARAMETER_FETCH)
@@ -381,7 +382,7 @@ def test_every_field_of_a_workload(name, plain):
 
 
 def allowed(build, *names):
-    """Call ``build`` and return its result, or None if it refuses a field with an error.
+    """Call ``build`` and return its result, or None if ``build`` refuses a field with an error.
 
     The error must contain one of the field names ``names``.
     """
@@ -426,7 +427,7 @@ def test_every_field_of_a_plan(name):
 
 @pytest.mark.parametrize("name", sorted(CheckpointPlan.model_fields))
 def test_every_field_of_a_checkpoint_plan(name):
-    """Check that the tests give a value to each checkpoint setting of a plan (`CheckpointPlan`).
+    """Check that some test gives a value to each checkpoint setting of a plan (`CheckpointPlan`).
 
     For each setting, `CHECKPOINT` names the folder of tests that must do so.
     """
@@ -531,7 +532,7 @@ def with_key(key, value):
 
 @pytest.mark.parametrize("key", sorted(DS))
 def test_every_key_of_a_deepspeed_config_counts_or_is_told(key):
-    """Check that each key of a DeepSpeed config changes the workload or is listed in the workload's
+    """Check that each key of a DeepSpeed config changes the estimated workload or is listed in the workload's
     provenance as not simulated.
     """
     given, on = with_key(key, DS[key]), base_machine()

@@ -1,5 +1,5 @@
-"""Tests of a user's first mistakes in the shell: wrong paths, misspelt names, taken ports, and commands
-that succeed without saying anything.
+"""Tests of `tune` with a user's first mistakes in the shell: wrong paths, misspelt names, taken ports, and
+commands that succeed without saying anything.
 """
 
 import json
@@ -143,8 +143,8 @@ def test_what_is_mixed_up_is_refused_before_any_search(configs, arguments, told,
 
 @pytest.fixture
 def foreign(tmp_path):
-    """Return a folder with a model file. Its names have non-ASCII characters, and its text begins with the
-    byte-order mark of Windows.
+    """Return a folder with a model file. The names of folder, file and model have non-ASCII characters, and
+    the text begins with the byte-order mark of Windows.
     """
     folder = tmp_path / "ein Ordner ä"
     folder.mkdir()
@@ -155,8 +155,8 @@ def foreign(tmp_path):
 
 @pytest.mark.parametrize("locale", [{}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
 def test_names_of_any_language_in_any_locale(foreign, locale):
-    """Check that the commands read and write files with non-ASCII names and texts in any locale. Files are
-    always in UTF-8.
+    """Check that the `tune` commands read and write files with non-ASCII names and texts in any locale. Files
+    are always in UTF-8.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("LC_", "LANG"))} | locale
 

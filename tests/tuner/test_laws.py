@@ -1,4 +1,6 @@
-"""Tests of monotonicity: with more memory, bandwidth or freedom, the plan search never finds a slower plan."""
+"""Tests that the plan search is monotone: with more memory, bandwidth or freedom, it never finds a slower
+plan.
+"""
 
 import random
 from functools import cache
@@ -15,7 +17,9 @@ SEEDS = range(4)
 
 
 def job(seed):
-    """Return a workload of few subgroups that compete for GPU memory, host memory and the link, and a machine."""
+    """Return a random small workload and machine for the plan search. Its few subgroups compete for GPU
+    memory, host memory and the link.
+    """
     rng = random.Random(seed)
     count, size = rng.randint(4, 9), rng.choice([2, 4, 8]) * 10**7
     forward_s = rng.uniform(0.003, 0.03) * size / 4e7
@@ -91,8 +95,8 @@ def test_more_is_never_slower(law):
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
-    """Check that a plan is no slower because it may use early updates, gradient sums on the GPU, or staged
-    updates. Each of them is forbidden once for comparison.
+    """Check that the plan search never finds a slower plan because it may use early updates, gradient sums on
+    the GPU, or staged updates. Each of the three is forbidden once for comparison.
     """
     work, machine = job(seed)
     work = work.model_copy(update={"clip_rate": 0.0, "gradient_accumulation_steps": 2})
@@ -109,8 +113,8 @@ def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
 
 
 def test_parameters_that_may_move_begin_where_those_that_may_not_have_ended():
-    """Check that a search that may move parameters to host memory also considers the best plan of the search
-    that may not. So its answer is never slower.
+    """Check that a plan search that may move parameters to host memory also considers the best plan of the
+    search that may not. So its answer is never slower.
     """
     work, machine = job(2)
     bound, free = (decide(Question.of(work, machine, offload_parameters=free, effort=0.3)) for free in (False, True))

@@ -1,4 +1,6 @@
-"""Tests of the location of the 16-bit parameters (GPU or host memory) that a search chooses."""
+"""Tests of the parameter locations (GPU or host memory) that the plan search chooses for the 16-bit
+parameters.
+"""
 
 import ebbtide.tuner
 import numpy as np
@@ -61,8 +63,8 @@ def test_what_fits_nowhere_says_what_is_missing():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_plan_is_faster_than_the_bound_of_its_homes(seed):
-    """Check random plans with parameters in host memory against two lower bounds: for their own parameter
-    locations, and for any locations.
+    """Check that no random plan with parameters in host memory has a shorter iteration than either of two
+    lower bounds: for the plan's own parameter locations, and for any locations.
     """
     rng = np.random.default_rng(seed)
     for _ in range(5):

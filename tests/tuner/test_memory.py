@@ -1,4 +1,4 @@
-"""Tests of the margin of GPU and host memory that a plan leaves free."""
+"""Tests of the margin of GPU memory and of host memory that a plan leaves free for safety."""
 
 import pytest
 from ebbtide.simulator import Quantity

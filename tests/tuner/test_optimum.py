@@ -1,4 +1,4 @@
-"""Tests that branch and bound, and the plan search, find the same optimum as trying every plan."""
+"""Tests that branch and bound, and the plan search, find the same fastest plan as simulating every plan."""
 
 import random
 from itertools import product
@@ -61,8 +61,8 @@ def test_branch_and_bound_against_brute_force_and_the_search(number):
 
 
 def test_fewer_sums_on_the_device_than_fit_may_be_better():
-    """Check a case in which the best plan keeps no gradient sum on the GPU although sums would fit. The gain is
-    0.25%, because ops then overlap differently.
+    """Check a case in which the fastest plan keeps no gradient sum on the GPU although sums would fit. The
+    gain over keeping sums there is 0.25%, because ops then overlap differently.
     """
     rng = random.Random(411)
     workload, machine = random_workload(rng), random_machine(rng)

@@ -1,6 +1,7 @@
 """Tests that every option of every `tune` command changes the result or is refused.
 
-The options are read from click's command tree, so a new option fails until it has a line in this file.
+The options are read from click's command tree, so a new option fails the tests until it has a line in
+this file.
 """
 
 import csv
@@ -25,8 +26,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Changes:
-    """An option (``more``) that must change a command's outcome. The arguments ``beside`` are given in both runs
-    that are compared.
+    """A test case of an option (``more``) that must change a `tune` command's outcome. The arguments
+    ``beside`` are given in both runs that are compared.
     """
 
     more: tuple[str, ...]
@@ -35,7 +36,7 @@ class Changes:
 
 @dataclass(frozen=True)
 class Refused:
-    """An option that the command must refuse with an error that names the flag."""
+    """A test case of an option that the `tune` command must refuse with an error that names the flag."""
 
     more: tuple[str, ...]
     says: str
@@ -235,7 +236,7 @@ POSITIONAL = {("show", "plan_file"): 1, ("report", "plan_file"): 1, ("calibrate"
 
 
 def leaves(command: click.Command, path: str = "") -> dict[str, click.Command]:
-    """Return every command that is no group, keyed by the words that follow ``tune``."""
+    """Return a dict of every `tune` command that is no group, keyed by the words that follow ``tune``."""
     if not isinstance(command, click.Group):
         return {path: command}
     context = click.Context(command)
@@ -256,7 +257,7 @@ def test_the_table_has_every_option(name):
 
 @pytest.fixture(scope="module")
 def ground(tmp_path_factory):
-    """Return a folder with all input files that the commands read."""
+    """Return a folder with all input files that the tested `tune` commands read."""
     folder = tmp_path_factory.mktemp("walk")
     (folder / "m.json").write_text(json.dumps(TINY))
     (folder / "wide.json").write_text(json.dumps({**TINY, "layers": 3}))
@@ -288,7 +289,9 @@ def ground(tmp_path_factory):
 
 @dataclass
 class Recorder:
-    """A recorder that replaces functions which need a machine, a server or a process. It records their arguments."""
+    """A recorder that replaces functions of `tune` which need a machine, a server or a process. It records the
+    arguments of each call.
+    """
 
     calls: list = field(default_factory=list)
 
@@ -302,8 +305,8 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Replace those calls of the commands that leave this process or take long. Return the recorder of their
-    arguments.
+    """Replace those calls of the `tune` commands that leave this process or take long. Return the recorder of
+    their arguments.
     """
     seen = Recorder()
     for target, result in {
@@ -349,7 +352,9 @@ def calibrated(machine, seen):
 
 
 def outcome(ground, recorder, arguments):
-    """Run a command. Return its exit code, its output, the files it wrote and the calls it made."""
+    """Run a `tune` command. Return its exit code, its output, a dict of the files it wrote, and a list of the
+    replaced calls it made.
+    """
     runner = CliRunner()
     with runner.isolated_filesystem() as folder:
         for path in ground.iterdir():

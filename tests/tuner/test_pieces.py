@@ -1,5 +1,5 @@
-"""Tests of plans whose subgroups are parts of DeepSpeed's subgroups: DeepSpeed keeps its `sub_group_size`,
-and the plan is as fast as with a smaller one.
+"""Tests of the plan search for plans whose subgroups are parts of DeepSpeed's subgroups: DeepSpeed keeps
+its `sub_group_size`, and the plan is as fast as with a smaller `sub_group_size`.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Tests that no flag can build a plan whose predicted peak memory exceeds the plan's own limits."""
+"""Tests that no flag of `tune plan` can build a plan whose predicted peak memory exceeds the plan's own
+limits.
+"""
 
 import ebbtide.tuner
 import pytest

@@ -68,8 +68,8 @@ def test_parameters_move_where_that_is_asked_for():
 
 
 def test_sums_of_micro_batches_stay_where_device_memory_is_given():
-    """Check that the short search keeps gradient sums on the GPU if it is given more GPU memory, and otherwise
-    keeps the choice of the running plan.
+    """Check that the short plan search keeps gradient sums on the GPU if it is given more GPU memory than the
+    running plan uses, and otherwise keeps the choice of the running plan.
     """
     workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
     slow = machine.with_rates(h2d_bytes_per_s=4e9, d2h_bytes_per_s=4e9)
@@ -82,8 +82,8 @@ def test_sums_of_micro_batches_stay_where_device_memory_is_given():
 
 
 def test_ranks_can_vote_on_what_it_says_of_plans_that_guess():
-    """Check that comparing the times of the short search gives a Python bool. The ranks vote with a torch
-    tensor of it, which torch does not build from a numpy bool.
+    """Check that comparing two times of the short plan search gives a Python bool. The ranks vote with a torch
+    tensor made of this bool, and torch does not build one from a numpy bool.
     """
     workload, machine = random_pair(np.random.default_rng(1), counts=(8, 8))
     current = on_the_host(workload, speculate=3)

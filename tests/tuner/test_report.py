@@ -1,4 +1,4 @@
-"""Tests of the output of `tune plan`: tables of memory by kind."""
+"""Tests of the tables of memory by kind that `tune plan` prints."""
 
 import io
 

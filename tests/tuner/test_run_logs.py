@@ -1,4 +1,6 @@
-"""Tests of logs and tables of measured runs for calibration: values read, values doubted, and files refused."""
+"""Tests of how `tune calibrate` reads logs and tables of measured runs: values read, values doubted, and
+files refused.
+"""
 
 import json
 from dataclasses import replace
@@ -49,8 +51,8 @@ def seen_in(tmp_path, text, described=TWO, name="train.log"):
 
 
 def test_the_lines_of_older_deepspeed_are_read():
-    """Check that the timer lines of DeepSpeed before 0.9 are read. These versions used other names of phases
-    and wrote the rank twice.
+    """Check that calibration reads the timer lines in logs of DeepSpeed before 0.9. These versions used other
+    names of phases and wrote the rank twice.
     """
     line = (
         "[2023-06-21 07:39:09,439] [INFO] [logging.py:96:log_dist] [Rank 0] rank=0 time (ms) | "
@@ -65,8 +67,8 @@ def test_the_lines_of_older_deepspeed_are_read():
 
 
 def test_the_loop_is_what_the_times_of_day_show(tmp_path):
-    """Check that the iteration time comes from the log's times of day. The logged samples per second leave out
-    the time between steps, here one second.
+    """Check that calibration takes the iteration time from the times of day in a run's log. The logged samples
+    per second leave out the time between steps, here one second.
     """
     (seen,) = seen_in(tmp_path, REAL)
     phases = {k: v for k, v in seen.measured_s.items() if k != "iteration"}
@@ -263,8 +265,8 @@ def test_another_unit_is_refused_by_what_the_machine_predicts(tmp_path):
 
 
 def test_what_is_left_is_told_as_a_ratio(tmp_path):
-    """Check the report of a calibration on runs that no rates explain together. The report states the ratio between
-    measured and predicted time that is left, and the runs that contradict each other.
+    """Check what calibration reports about runs that no rates explain together: the ratio between measured and
+    predicted time that is left, and the runs that contradict each other.
     """
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items() if phase != "iteration"}
     rows = [[f * v for v in ms.values()] for f in (0.25, 4.0)]
@@ -289,8 +291,8 @@ def test_the_loop_is_among_the_changes_and_a_long_one_is_told(tmp_path):
 
 
 def test_the_phases_of_a_calibrated_machine_are_those_of_the_log(tmp_path):
-    """Check that a calibrated machine predicts the log's forward time, and shows the time between phases
-    separately as loop time.
+    """Check that a machine calibrated on a log predicts the log's forward time, and that predictions show the
+    time between phases separately as loop time.
     """
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items()}
     ms["iteration"] += 500

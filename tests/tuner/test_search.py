@@ -1,5 +1,5 @@
-"""Tests of the plan search: its plans fit into memory, are no slower than any alternative, and depend only on
-the seed.
+"""Tests of the plan search: the plans fit into memory, are no slower than any alternative, and depend only
+on the seed.
 """
 
 import ebbtide.tuner
@@ -123,8 +123,8 @@ def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
 
 
 def test_one_memory_holds_what_device_and_host_take_together():
-    """Check a machine whose GPU and host share one memory. A plan fits there only if the sum of its GPU peak and
-    its host peak fits.
+    """Check plans for a machine whose GPU and host share one memory. A plan fits there only if the sum of its
+    GPU peak and its host peak fits.
     """
     work = workload(10)
     there = machine(unified_memory=True, device_shares_host_cores=True)
@@ -202,8 +202,8 @@ def test_it_tells_how_far_it_is():
 
 
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():
-    """Check the error if GPU memory and host memory would each suffice for some plan, but no plan fits into
-    both.
+    """Check the error of the plan search if GPU memory alone and host memory alone would each suffice for some
+    plan, but no plan fits into both.
     """
     work = workload(10)  # 3.6 GB of state, 0.6 of gradients
     with pytest.raises(ImpossibleError, match=r"memory is 0\.[1-9]\d GiB short"):

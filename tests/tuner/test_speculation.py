@@ -1,5 +1,5 @@
-"""Tests of plans with early updates (updates before the gradient norm is known): chosen if faster on the
-average over clipped and unclipped steps, and within memory.
+"""Tests that the plan search chooses early updates (updates before the gradient norm is known) if they are
+faster on the average over clipped and unclipped steps, and within memory.
 """
 
 from functools import cache
@@ -48,8 +48,8 @@ def test_ten_percent_are_assumed_and_told_if_no_clip_rate_is_given():
 
 
 def test_pieces_of_deepspeeds_subgroups_are_updated_early_too():
-    """Check that a plan that cuts DeepSpeed's subgroups into parts has the same early updates and time as
-    other plans.
+    """Check that a plan that cuts DeepSpeed's subgroups into parts has the same early updates and predicted
+    time as a plan with subgroups of that size.
     """
     pieces = ebbtide.tuner.plan(small().model_copy(update={"state_stays": True}), machine(), memory_margin=0)
     assert pieces.ways == planned(None).ways
@@ -72,8 +72,9 @@ def test_where_no_step_clips_the_plan_guesses_and_is_faster():
 
 
 def test_guesses_are_spread_where_the_next_forward_would_wait_for_what_lies_before_them():
-    """Check that early updates are spread over the layers if that is faster than updating the last layers early.
-    Host updates take as long as forward and backward here, so the next forward would wait for the first layers.
+    """Check that the plan search spreads early updates over the layers if that is faster than updating the
+    last layers early. Host updates take as long as forward and backward here, so the next forward would
+    wait for the first layers.
     """
     work = workload(8, size=5 * 10**7, forward_s=0.02, clip_rate=0.0)
     on = machine(room=3).with_rates(host_adam_params_per_s=5 * 10**7 / 0.06)
@@ -118,9 +119,11 @@ def test_the_expected_iteration_is_the_mean_over_steps_that_clip_and_that_do_not
 
 
 def test_one_figure_everywhere():
-    """Check that a plan's predicted iteration time equals the time in the plan's row of `compare`.
+    """Check that a plan's predicted iteration time equals the iteration time in the plan's row of the table
+    that `compare` returns.
 
-    That table compares the plan with other ways to train, and with variants of the plan. No variant may be faster.
+    The table compares the plan with other ways to train, and with variants of the plan. No variant may be
+    faster.
     """
     work, on = small(0.2), machine()
     found = ebbtide.tuner.plan(work, on, memory_margin=0)

@@ -1,5 +1,5 @@
-"""Tests of plans with state on a drive: only the state that memory cannot hold, within the drive's limit, and
-the time it costs.
+"""Tests of the plan search with a drive for optimizer state: it stores only the state that memory cannot
+hold, within the drive's limit, and counts the time of reads and writes.
 """
 
 import math
@@ -72,8 +72,8 @@ def test_no_numbers_of_placements_are_better(stored):
 
 
 def test_as_little_is_stored_as_memory_allows(stored):
-    """Check that no stored subgroup could be in host memory instead: with any one of them, the host memory limit
-    would be exceeded.
+    """Check that the plan search stores no subgroup on a drive that could be in host memory instead: with any
+    one more, the host memory limit would be exceeded.
     """
     work = workload()
     limits = Limits.of(work, machine(), *SHORT.values())
@@ -142,8 +142,9 @@ def two_drives():
 
 
 def test_several_directories_are_as_fast_as_their_shares_let_them():
-    """Check the rates of two drives together. A byte read and written takes 1/4 ns on a drive that does both at
-    once, and 1/2 + 1 ns on one where they take turns, so the shares are 6/7 and 1/7.
+    """Check the rates of two storage directories on different drives together. A byte read and written takes
+    1/4 ns on a drive that does both at once, and 1/2 + 1 ns on one where they take turns, so the shares of
+    state are 6/7 and 1/7.
     """
     drives = two_drives()
     part = shares(drives)
@@ -181,8 +182,8 @@ def test_a_plan_names_its_folders_in_one_way():
 
 
 def test_a_search_stores_no_other_subgroups_than_it_may():
-    """Check that a plan search stores only the subgroups that are allowed to be stored, because a running store
-    has space for them.
+    """Check that the plan search stores on the drive only subgroups that it may store, because the store of a
+    run in progress has space for these only.
     """
     work, have = twenty(6), machine(**FAST)
     limits = Limits.of(work, have, 5 * GIB, 2 * GIB, storage_bytes=TB)

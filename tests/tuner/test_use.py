@@ -1,5 +1,5 @@
-"""Tests of the step from a plan to training: the Trainer's arguments and the DeepSpeed config have the
-plan's numbers.
+"""Tests of the step from a plan file to training: the Trainer's arguments and the DeepSpeed config have
+the plan's numbers.
 """
 
 from types import SimpleNamespace

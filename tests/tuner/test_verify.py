@@ -1,5 +1,5 @@
-"""Tests of `tune verify`: the values compared, the differences that count as rounding, and the run that is
-blamed for a defect.
+"""Tests of `tune verify`, which compares training runs with and without a plan: the values compared, the
+differences that count as rounding, and the run that is blamed for a defect.
 """
 
 import json
@@ -148,8 +148,9 @@ def test_rounding_is_no_defect_and_a_norm_far_off_is(tmp_path, stock, noise):
 
 @pytest.mark.parametrize(("bit", "verdict"), [(0, "rounding"), (21, "defect")])
 def test_a_change_in_one_place_only_is_a_defect_if_an_update_cannot_round_so(tmp_path, stock, noise, bit, verdict):
-    """Check how `tune verify` judges a single changed element in runs that may round differently, but were
-    identical before. The lowest bit counts as rounding, and a high mantissa bit as a defect.
+    """Check how `tune verify` judges a single changed element of the training state in two runs that may round
+    differently, but were identical before. A change of the lowest bit counts as rounding, and of a high
+    mantissa bit as a defect.
     """
 
     def change(state, wire, old, facts):
@@ -210,7 +211,7 @@ def doubled_update(state, wire, old, facts):
 
 
 def few_flips(state, wire, old, facts):
-    """Change the updates of a few elements to the opposite sign, as a different order of summation may do."""
+    """Change the updates of eight elements to the opposite sign, as a different order of summation may do."""
     state["head"][:8] += 2 * (old["head"] - state["head"])[:8]
 
 
@@ -227,9 +228,9 @@ def few_flips(state, wire, old, facts):
 def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_rounding(
     tmp_path, stock, change, rounds, verdict
 ):
-    """Check that `tune verify` finds a lost or doubled update of one tensor in step 4, although a flipped bit
-    has grown to a larger difference by then. A few changed signs, or a step skipped by one run, count as
-    rounding.
+    """Check that `tune verify` finds a lost or doubled update of one tensor in step 4, although the difference
+    that a flipped bit makes has grown larger by then. A few changed signs, or a step skipped by one run,
+    count as rounding.
     """
 
     def norm(state, wire, old, facts):
@@ -255,9 +256,11 @@ def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_round
     ("off", "sums", "verdict"), [(0.03, 1e-8, "defect"), (0.03, 1e-4, "rounding"), (0.001, 1e-8, "rounding")]
 )
 def test_equal_gradients_that_make_another_update_are_no_rounding(tmp_path, stock, off, sums, verdict):
-    """Check that `tune verify` reports a defect if one run's update is 3% larger although the gradient norms agree.
+    """Check that `tune verify` reports a defect if one run's update in a step is 3% larger than the other
+    run's although their gradient norms agree.
 
-    The difference counts as rounding if the gradient norms differ as well, or if the update is only 0.1% larger.
+    The difference counts as rounding if the gradient norms differ as well, or if the update is only 0.1%
+    larger.
     """
 
     def other_rate(state, wire, old, facts):
@@ -291,10 +294,11 @@ def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
 @pytest.mark.parametrize("odd", ["plan", "stock"])
 @pytest.mark.parametrize("against", [("stock",), ("stock", "no-offload")])
 def test_what_does_not_recur_is_blamed_on_the_run_that_had_it(tmp_path, odd, against):
-    """Check that `tune verify` blames a single wrong bit on the right run, even if a third run rounds differently.
+    """Check that `tune verify` blames a single wrong bit on the run that had the bit, even if a third run
+    rounds differently.
 
-    `tune verify` trains the two runs that differ a second time. Only the run with the wrong bit then gives another
-    result than before.
+    `tune verify` trains the two runs that differ a second time. Only the run with the wrong bit then gives
+    another result than before.
     """
     made, rounded = Trained(tmp_path, "right").run(), Trained(tmp_path, "third", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(5, flip("embed")).run()
@@ -329,10 +333,11 @@ def test_what_recurs_is_blamed_as_without_running_it_again(tmp_path, stock):
 
 @pytest.mark.parametrize(("off", "verdict"), [(2e-4, "rounding"), (1.5e-3, "defect")])
 def test_a_loss_is_measured_by_what_a_flipped_bit_makes_of_losses(tmp_path, stock, off, verdict):
-    """Check that `tune verify` judges a difference in loss by how much a flipped bit in the state changes losses.
+    """Check that `tune verify` judges a difference in loss between two runs by how much a flipped bit in the
+    training state changes the losses.
 
-    Here the flipped bit changes the loss of step 4 by 0.004%. A difference of 0.02% between two runs then counts as
-    rounding, and one of 0.15% as a defect.
+    Here the flipped bit changes the loss of step 4 by 0.004%. A difference of 0.02% between two runs then
+    counts as rounding, and one of 0.15% as a defect.
     """
 
     def jitter(step):
@@ -363,8 +368,8 @@ def test_a_learning_rate_that_differs_is_no_rounding(tmp_path, stock, noise):
 
 
 def test_wrong_scalars_move_all_masters_alike(tmp_path, stock, noise):
-    """Check that `tune verify` finds a 6% error of all updates, as by a wrong step count, although the error of
-    each single tensor could be rounding.
+    """Check that `tune verify` finds updates that are 6% too large in all tensors, as a wrong step count makes
+    them, although the difference in each single tensor is small enough to be rounding.
     """
 
     def ahead(state, wire, old, facts):
@@ -446,8 +451,8 @@ def other_data(number, state, wire, old, facts):
 )
 @pytest.mark.parametrize("stage", [2, None])
 def test_where_a_script_does_not_train_like_itself_nothing_is_said(tmp_path, monkeypatch, noise, at, code, says, stage):
-    """Check that `tune verify` reports neither success nor a defect if two equal runs of a script differ too
-    much. A small difference between them is only mentioned.
+    """Check that `tune verify` reports neither success nor a defect if two equal runs of the same script
+    differ too much. A small difference between the two runs is only mentioned.
     """
     made = []
 
@@ -555,8 +560,8 @@ STRICT, OWN = "True False False :4096:8", "False False True None"
     [(True, [], STRICT), (False, [], OWN), (True, ["--no-deterministic"], OWN), (False, ["--deterministic"], STRICT)],
 )
 def test_on_a_gpu_all_sides_train_deterministically(tmp_path, monkeypatch, gpu, words, flags):
-    """Check that `tune verify` sets deterministic flags on a GPU by default. Without them stock DeepSpeed
-    differs from itself, and a wrong bit would count as noise.
+    """Check that `tune verify` turns on torch's deterministic algorithms in all runs on a GPU by default.
+    Without them two runs of stock DeepSpeed differ, and a wrong bit would count as noise.
     """
     monkeypatch.setattr("ebbtide.tuner.verify.launch.has_gpu", lambda: gpu)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

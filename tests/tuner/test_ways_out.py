@@ -1,5 +1,5 @@
-"""Tests of the changes that are offered if nothing fits: each of them fits, is the smallest that does, and
-changes one setting if one suffices.
+"""Tests of the changes to training or machine that ebbtide offers if no plan fits into memory: each change
+fits, is the smallest that does, and changes one setting if one suffices.
 """
 
 import pytest
@@ -59,8 +59,8 @@ def test_every_change_that_is_offered_fits_when_simulated(model, name, sequence,
 
 
 def test_fewer_samples_are_offered_where_adding_them_up_takes_the_memory():
-    """Check that a smaller micro-batch is offered without gradient accumulation if host memory has no room for
-    sums of micro-batches. These sums are in fp32 and take 4 bytes of host memory per parameter.
+    """Check that ebbtide offers a smaller micro-batch without gradient accumulation if host memory has no room
+    for sums of micro-batches. These sums are in fp32 and take 4 bytes of host memory per parameter.
     """
     job = Job.of_deepspeed(MODELS["Mistral 7B"], sequence=4096, micro_batch=4)
 
@@ -141,8 +141,8 @@ LLAMA_7B = {
 
 
 def test_zero_3_comes_first_where_zero_2_does_not_fit_and_memory_is_the_least_as_sold():
-    """Check the changes offered for the case of DeepSpeed issue #3770: 7e9 parameters on two GPUs of 16 GB under
-    ZeRO-2. ZeRO-3 comes first, and GPU memory is offered in sizes that are sold.
+    """Check the changes that ebbtide offers for the case of DeepSpeed issue #3770: 7e9 parameters on two GPUs
+    of 16 GB under ZeRO-2. ZeRO-3 comes first, and GPU memory is offered in sizes that are sold.
     """
     job = Job.of_deepspeed(LLAMA_7B, sequence=512, data_parallel=2, zero_stage=2)
     asked = {"device_memory_bytes": 16 * GIB, "host_memory_bytes": 100 * GIB}

@@ -1,4 +1,4 @@
-"""Fixtures that start a real server in a separate process, as `tune serve` does."""
+"""Fixtures that start a real HTTP server of the service in a separate process, as `tune serve` does."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ class Server:
         return self.client.post(path, json=body, **options)
 
     def events(self, path):
-        """Yield the kind and data of each server-sent event."""
+        """Yield the kind and data of each server-sent event at a path of the service."""
         import json
 
         with self.client.stream("GET", path) as response:
@@ -75,7 +75,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """Yield a server that shows the example shipped with the package."""
+    """Yield a running server whose page shows the example shipped with the package."""
     from ebbtide.tuner.service.server import shipped_example
 
     database = tmp_path_factory.mktemp("service") / "service.db"

@@ -1,4 +1,4 @@
-"""Tests that the service gives the same answers as the Python API."""
+"""Tests that the HTTP service gives the same answers as ebbtide's Python API."""
 
 import csv
 import io
@@ -38,8 +38,8 @@ def test_simulate_is_the_api(server, strategy):
 
 @pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
 def test_what_a_question_costs_is_told_from_its_subgroups(size):
-    """Check that the estimated number of ops of a request is at least the real number, and at most four times
-    as large, also if its subgroups are small.
+    """Check that the service's estimate of a request's number of simulated ops is at least the real number,
+    and at most four times as large, also if the request has small subgroups.
     """
     config = {"bf16": {"enabled": True}, "zero_optimization": {"sub_group_size": size}}
     asked = Scenario(**LLAMA, ds_config=config)
@@ -139,8 +139,8 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
 
 
 def test_storage_takes_what_memory_cannot_hold(server):
-    """Check that a plan stores the state that memory cannot hold on a drive. The request gives the drive's size,
-    or its DeepSpeed config names an NVMe drive.
+    """Check that the service answers with a plan that stores on a drive the optimizer state that memory cannot
+    hold. The request gives the drive's size, or its DeepSpeed config names an NVMe drive.
     """
     asked = {**LLAMA, "host_memory_bytes": 2**35}
     assert server.post("/answer", asked).json()["verdict"] == "impossible"
@@ -313,7 +313,8 @@ def test_a_machine_that_was_pushed_can_be_asked_about(server):
 
 
 def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(server):
-    """Check that the service's timeline of stock DeepSpeed lasts as long as the answer's row of stock DeepSpeed says.
+    """Check that the service's timeline of stock DeepSpeed lasts as long as the iteration time in the row of
+    stock DeepSpeed in the same answer.
 
     The model has 8e9 parameters, which must be in host memory because the GPU has 24 GB.
     """

@@ -1,4 +1,6 @@
-"""Tests of the Python client against a real server: its results, and errors that state the rule."""
+"""Tests of ebbtide's Python client of the HTTP service against a real server: its results, and errors that
+state the rule.
+"""
 
 import pytest
 from click.testing import CliRunner

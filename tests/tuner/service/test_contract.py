@@ -88,8 +88,8 @@ def test_the_title_of_a_job_tells_what_was_asked(server):
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
-    """Start a server whose database has a machine from another version of ebbtide, and an unreadable one. Stop it
-    afterwards.
+    """Start a server of the service whose database has a machine that another version of ebbtide has saved,
+    and an unreadable machine. Stop the server afterwards.
     """
     path = tmp_path_factory.mktemp("old") / "jobs.db"
     Store(path).close()

@@ -1,4 +1,6 @@
-"""Tests of the service's errors: they name the field that the caller sent, and no internals of its libraries."""
+"""Tests of the HTTP service's error messages: they name the field that the caller sent, and no internals
+of the service's libraries.
+"""
 
 import asyncio
 import json
@@ -252,7 +254,9 @@ def test_numbers_beyond_what_can_be_computed_are_refused_in_our_words(server, mt
 
 
 def _slips(model):
-    """Return a misspelt name for each field of a model with a long enough name, together with the right name."""
+    """Return a pair of a misspelt and the right name for each field of a pydantic model with a long enough
+    name.
+    """
     return [(f"{name[:-2]}{name[-1]}", name) for name in model.model_fields if len(name) > 5]
 
 

@@ -1,4 +1,6 @@
-"""Tests of malicious or broken requests: the service refuses each with a 4xx status and keeps running."""
+"""Tests of malicious or broken HTTP requests: the service refuses each with a 4xx status and keeps
+running.
+"""
 
 import json
 import os

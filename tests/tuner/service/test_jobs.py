@@ -1,4 +1,6 @@
-"""Tests of jobs over HTTP: they can be watched and cancelled, and survive a killed worker or server."""
+"""Tests of jobs of the HTTP service: a caller can watch and cancel a job, and a job survives a killed
+worker or server.
+"""
 
 import asyncio
 import sqlite3
@@ -26,7 +28,9 @@ GRID = {**SMALL, "strategies": ["zero3_offload"], "changes": {"h2d_bytes_per_s":
 
 
 def ended(server, job, limit_s=60):
-    """Return the state of a job once it is done, failed or cancelled."""
+    """Follow the events of a job of the service. Return the state of the job once it is done, failed or
+    cancelled.
+    """
     deadline = time.monotonic() + limit_s
     for _, state in server.events(f"/jobs/{job}/events"):
         if state["state"] in ("done", "failed", "cancelled"):
@@ -259,8 +263,8 @@ def test_a_job_that_cannot_be_done_fails_with_the_reason(server):
 
 
 def _wait_until_gone(processes):
-    """Wait until worker processes have ended. A worker ends when its stdin closes. Otherwise it would go on
-    computing without its server.
+    """Wait until the service's worker processes have ended. A worker ends when its stdin closes. Otherwise it
+    would go on computing without its server.
     """
     assert processes
     deadline = time.monotonic() + 20
@@ -299,7 +303,7 @@ def test_a_killed_server_loses_no_job_and_counts_every_attempt(tmp_path):
 
 @pytest.mark.parametrize("path", ["/events", "/jobs/{job}/events"])
 def test_a_server_that_ends_ends_its_streams(tmp_path, path):
-    """Check that a server stops at once although a client reads an event stream. The stream is closed
+    """Check that the service stops at once although a client reads a job's event stream. The stream is closed
     properly, and the log has no error.
     """
     server = Server(tmp_path / "service.db")

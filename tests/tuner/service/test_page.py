@@ -1,4 +1,6 @@
-"""Tests of the web page in a real browser. Screenshots are saved in $EBBTIDE_SCREENSHOTS, if that is set."""
+"""Tests of the service's what-if page in a real browser. Screenshots are saved in $EBBTIDE_SCREENSHOTS, if
+that is set.
+"""
 
 import json
 import os
@@ -217,8 +219,8 @@ def test_a_lost_connection_is_told_until_it_is_back(page, server):
 
 
 def test_a_job_can_be_cancelled_while_it_reports(page, server):
-    """Check that the cancel button works while progress reports redraw the job's card. A click takes 110 ms,
-    during which reports arrive.
+    """Check that the cancel button of a job on the web page works while progress reports redraw the job's
+    card. The click takes 110 ms, during which reports arrive.
     """
     opened(page, server, "/?model=Llama+2+13B&machine=h100-node&gpus=4&micro_batch=4")
     page.click("#search-configurations")

@@ -52,8 +52,8 @@ def test_what_ran_when_the_server_ended_runs_again_and_is_counted(tmp_path):
 @pytest.mark.parametrize("ended", [True, False])
 def test_what_could_not_be_committed_is_not_in_the_way_of_what_comes(store, ended):
     class Full:
-        """A database connection whose first commit fails because the disk is full. If ``ended`` is set, SQLite has
-        rolled back its transaction already.
+        """A stand-in for a connection to the service's job database. Its first commit fails because the disk is
+        full. If ``ended`` is set, SQLite has rolled back the transaction already.
         """
 
         def __init__(self, db):
@@ -107,8 +107,8 @@ def test_old_finished_jobs_expire_and_open_ones_never(store):
 
 
 def test_a_job_is_there_for_who_added_it_while_another_reads_the_list(store):
-    """Check that jobs can be added and claimed while another thread lists jobs. Once, a job was claimed but
-    not found under these conditions, and never ran.
+    """Check that the service's database can add and claim jobs while another thread lists the jobs. In an
+    earlier version a job was then claimed but not found, and never ran.
     """
     for n in range(100):
         store.add_job("plan", "{}", f"job {n}")
