@@ -19,8 +19,7 @@ def show() -> None:
     """Print ebbtide's log messages from level INFO on rank 0, unless the script has configured logging.
 
     A level or a handler that the script has set for the logger ``"ebbtide"`` is kept. If the script has set
-    up
-    handlers for all loggers, ebbtide's messages go to these handlers.
+    up handlers for all loggers, ebbtide's messages go to these handlers.
     """
     logger = logging.getLogger("ebbtide")
     if logger.level != logging.NOTSET or _rank() != 0:

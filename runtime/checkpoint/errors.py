@@ -6,9 +6,7 @@ class CheckpointError(RuntimeError):
 
 
 class ManifestError(CheckpointError):
-    """An error: a checkpoint's manifest is incomplete, altered, or written by a newer version of
-    ebbtide.
-    """
+    """An error: a checkpoint's manifest is incomplete, altered, or written by a newer version of ebbtide."""
 
 
 class Cancelled(CheckpointError):  # noqa: N818 - not a fault

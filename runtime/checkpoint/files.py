@@ -17,9 +17,10 @@ _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 class Files:
-    """The system calls of the checkpoint engine, by name. The object is thread-safe and has no state.
+    """The system calls on files that the checkpoint engine makes, one method per call.
 
-    Subclasses for tests override `call` to make calls fail, and `point` to act at a named moment of a commit.
+    The object is thread-safe and has no state. Subclasses for tests override `call` to make calls fail, and
+    `point` to act at a named moment of a commit.
     """
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -72,9 +72,7 @@ class Device:
         return tensor
 
     def host_release(self, tensor: torch.Tensor) -> None:
-        """Undo the page lock of a host tensor's memory, so that the tensor from `host_empty` can be
-        freed.
-        """
+        """Undo the page lock of a host tensor's memory, so that the tensor from `host_empty` can be freed."""
 
     def device_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(elements, dtype=dtype)

@@ -42,8 +42,7 @@ class Mark:
         """Return the time, in seconds of the host's clock, at which the GPU reached ``event``.
 
         The time is measured from this object's reference event. It is precise if the two events are within
-        seconds of
-        each other.
+        seconds of each other.
         """
         return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
 
@@ -81,8 +80,7 @@ class Moment:
         """Return the time, in seconds of the host's clock, at which an operation has ended.
 
         Call this method only after the operation's end. The end should be within seconds of this moment,
-        because GPU
-        events measure long times imprecisely.
+        because GPU events measure long times imprecisely.
         """
         if self.mark is None or end.event is None:
             return end.end_s

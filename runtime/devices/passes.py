@@ -1,10 +1,8 @@
 """The forward and backward of watched training steps: their time on the GPU, less the time that the GPU
-waits for
-copies.
+waits for copies.
 
 The GPU waits if backward must not run ahead of the copies of gradients to host memory, or if a layer's
-parameters
-are still being copied to the GPU. Events on the training stream show these waits, without a
+parameters are still being copied to the GPU. Events on the training stream show these waits, without a
 synchronization.
 """
 
@@ -129,9 +127,9 @@ class WatchedPasses:
     def begins(self, kind: OpKind, iteration: int) -> None:
         """Record the start of a forward, a backward or an exchange of parameters in a training iteration.
 
-        A forward is recorded if no backward of the iteration has begun. It takes the place of an earlier one,
-        which was an evaluation or has failed. Of the other kinds, the first one of an iteration is recorded.
-        DeepSpeed may call this method several times in one backward.
+        A forward is recorded if no backward of the iteration has begun. It takes the place of an earlier
+        one, which was an evaluation or has failed. Of the other kinds, the first one of an iteration is
+        recorded. DeepSpeed may call this method several times in one backward.
         """
         last = OpKind.BACKWARD if kind == OpKind.FORWARD else kind
         if (last, iteration) in self._noted:

@@ -56,8 +56,7 @@ class StagedUpdate:
             starts before the gradient norm is known.
         into: The staging buffer's tensors for the state.
         wire: The staging buffer's tensor for new parameters, if the update starts before the gradient norm
-            is
-            known.
+            is known.
         came: The end of the copy of the state to the staging buffer.
         early: The update that starts before the gradient norm is known. None if the update waits for the
             norm.

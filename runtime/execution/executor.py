@@ -267,10 +267,8 @@ class Executor:
         """Keep the early updates that gave the result which the step needs, and drop the others.
 
         Early updates ran before the gradient norm was known. One is kept if the update that the step needs
-        has the
-        same hyperparameters, gradient scale, gradient and kernel. If the step clips, the scale differs, and
-        the early
-        update is dropped. Call this method before `launch`.
+        has the same hyperparameters, gradient scale, gradient and kernel. If the step clips, the scale
+        differs, and the early update is dropped. Call this method before `launch`.
 
         Args:
             jobs: For each subgroup, the update that the step needs.
@@ -555,7 +553,9 @@ class Executor:
         self._latest_fetch.wait_host()
 
     def wait_under_way(self) -> None:
-        """Wait until the operations that were started for the coming optimizer step have ended."""
+        """Wait until the operations that were started in advance for the coming optimizer step, such as
+        copies, have ended.
+        """
         for _, completion in self._issued:
             completion.wait_host()
 
@@ -582,10 +582,8 @@ class Executor:
         """Make the plan use the optimizer state that the caller has written for the given subgroups.
 
         DeepSpeed's functions, such as `safe_set_full_fp32_param`, write state in this way. No update of the
-        subgroups
-        may be running. Older copies of their state in staging buffers on the GPU become invalid. State that
-        belongs on
-        a drive is written there before the method returns.
+        subgroups may be running. Older copies of their state in staging buffers on the GPU become invalid.
+        State that belongs on a drive is written there before the method returns.
         """
         subgroups = list(subgroups)
         self.drop_early_updates(subgroups)
@@ -600,8 +598,8 @@ class Executor:
         """Make the plan use the optimizer state that a checkpoint load has written for all subgroups.
 
         Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a
-        drive is
-        written there, except state that is on the drive already, because the load took it over from there.
+        drive is written there, except state that is on the drive already, because the load took it over
+        from there.
         """
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()
@@ -613,8 +611,7 @@ class Executor:
         the original.
 
         The state is then copied to the GPU again. The method first waits until the running copies to
-        staging buffers
-        have ended.
+        staging buffers have ended.
         """
         self.drop_early_updates()
         for staged in self._staged.values():

@@ -54,8 +54,7 @@ class GradientOps:
         it.
 
         An update reads the saved gradient only if the last micro-batch gives the parameter no gradient. The
-        simulated
-        schedule has no such copy.
+        simulated schedule has no such copy.
         """
         op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
         self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, buffer, source)

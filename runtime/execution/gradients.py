@@ -59,12 +59,9 @@ class GradientBuffers(Generic[Piece]):
 
     Only the training thread calls the methods. ``ops`` runs the copies to host memory. A subgroup's update
     reads the gradient buffer after these copies have ended. The update ends before parameters can be
-    gathered for
-    the next backward, so that no gradient is overwritten before its use. If GPU memory for sums exists, the
-    sum of
-    micro-batches' gradients stays there until the last micro-batch. A framework that keeps more than
-    gradient sums
-    extends this class.
+    gathered for the next backward, so that no gradient is overwritten before its use. If GPU memory for
+    sums exists, the sum of micro-batches' gradients stays there until the last micro-batch. A framework
+    that keeps more than gradient sums extends this class.
     """
 
     device: Device
@@ -95,11 +92,9 @@ class GradientBuffers(Generic[Piece]):
 
         Args:
             gradient: Flat gradient in the accumulation dtype, on the GPU. It may be shorter than the
-                parameter's
-                part: the rest is padding and stays zero.
+                parameter's part: the rest is padding and stays zero.
             first: True for the first micro-batch of an optimizer step, which replaces the sum. Others are
-                added to
-                it.
+                added to it.
             boundary: True for the last micro-batch of an optimizer step.
         """
         total = self._take(piece, gradient, first=first, boundary=boundary)

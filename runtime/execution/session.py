@@ -40,15 +40,14 @@ class TrainingEngine(Protocol):
     """The interface that ebbtide needs of a training framework's optimizer to run a plan.
 
     Every call comes from the training thread. The framework keeps its own references to the optimizer
-    state,
-    for checkpoints and for other code that reads the state. `adopt` gives it the new tensors of a subgroup.
+    state, for checkpoints and for other code that reads the state. `adopt` gives it the new tensors of a
+    subgroup.
 
     Attributes:
         shares_state: True if the framework's buffers of optimizer state outlive a plan. In this case only
             gradients are released.
         overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not
-            wait
-            for its updates.
+            wait for its updates.
     """
 
     shares_state: bool
@@ -199,17 +198,15 @@ class Session:
 
     Attributes:
         after_step: Functions to call, in order, after each optimizer step, once step counter and
-            learning-rate
-            schedule have advanced. A change of the plan comes first, and checkpoints come last.
+            learning-rate schedule have advanced. A change of the plan comes first, and checkpoints come
+            last.
         before_switch: Functions to call before subgroups move to other buffers. Each one waits until some
             reader of the old buffers, such as a checkpoint, has finished.
         stored: The optimizer state on drives, which a checkpoint commits there without a copy.
         watch: The `ebbtide.runtime.replan.watch.Watch` that compares measured times of the plan with
-            predicted
-            ones. None if they are not compared.
+            predicted ones. None if they are not compared.
         set_aside: The plan to return to, while a temporary plan runs that leaves more GPU memory free.
-            Steps
-            under the temporary plan are not measured for planning.
+            Steps under the temporary plan are not measured for planning.
         overlaps: True if a plan's updates may continue during the next forward.
     """
 
@@ -477,8 +474,7 @@ class Session:
         No bit of the training result changes. Call this from the training thread outside of forward and
         backward:
         between two steps, or between two micro-batches of a step. It waits for running updates and for a
-        running
-        checkpoint, which still reads the old buffers.
+        running checkpoint, which still reads the old buffers.
 
         Raises:
             PlanError: The plan was made for other subgroups.
@@ -528,8 +524,7 @@ class Session:
 
     def close(self) -> None:
         """End the execution of a plan and close its store on drives. Afterwards raise the error of a
-        background update,
-        if one has failed.
+        background update, if one has failed.
         """
         if self.closed:
             return
@@ -544,8 +539,7 @@ class Session:
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory that a plan's optimizer state, gradients, buffers and parameters
-        take in total
-        on this rank.
+        take in total on this rank.
         """
         unified = self.device.unified
         total, wires = 0, dict[int, int]()  # some may share theirs

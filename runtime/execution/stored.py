@@ -29,9 +29,7 @@ logger = logging.getLogger("ebbtide")
 
 
 def free_host_bytes() -> int:
-    """Return the bytes of host memory that each rank on this host may still allocate, less a safety
-    margin.
-    """
+    """Return the bytes of host memory that each rank on this host may still allocate, less a safety margin."""
     mine = usable()
     return max(0, int(mine.free_bytes - UNKNOWN_MARGIN * mine.memory_bytes)) // local_ranks()
 

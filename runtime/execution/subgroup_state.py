@@ -100,8 +100,7 @@ class StateStore(Protocol):
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Write a subgroup's initial optimizer state to the drive. Return tensors that always show the
-        subgroup's latest
-        state on the drive.
+        subgroup's latest state on the drive.
         """
         ...
 
@@ -268,8 +267,7 @@ def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dt
 
 def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
     """Allocate GPU memory for the sums of micro-batches' gradients, for one subgroup after the other until
-    none is
-    free.
+    none is free.
 
     Return the number of subgroups that received memory.
     """

@@ -164,8 +164,7 @@ def also(name: str, wrap: Callable[[Any], None]) -> None:
 
 def own(name: str) -> Any:
     """Import and return an ebbtide module by name, even if ebbtide is neither installed nor on this
-    interpreter's
-    path.
+    interpreter's path.
     """
     if "ebbtide" not in sys.modules and importlib.util.find_spec("ebbtide") is None:
         packages = Path(__file__).resolve().parents[2]  # "ebbtide" itself in a wheel, its parent in a checkout
@@ -220,8 +219,7 @@ class _AfterImport:
 
 class _ThenWrap:
     """A module loader that first loads the module with its original loader and then calls a function that
-    changes
-    the module.
+    changes the module.
     """
 
     def __init__(self, loader: Any, wrap: Callable[[Any], None]) -> None:

@@ -26,8 +26,7 @@ class Request:
 
     Attributes:
         plan: The plan that the engine runs under. ``"auto"`` means: measure the first steps, then make a
-            plan
-            and switch to it. None keeps DeepSpeed's own optimizer, and ebbtide only saves checkpoints.
+            plan and switch to it. None keeps DeepSpeed's own optimizer, and ebbtide only saves checkpoints.
         checkpoint: Checkpoint settings that replace the plan's. None keeps the plan's settings.
         device: Device that the plan runs on. ``emulated`` makes real copies to an emulated GPU, for trials.
     """

@@ -1,6 +1,5 @@
 """The setup of a training process that `tune verify` starts: random seeds, a recorder of the training
-steps, and
-an exit after the last recorded step.
+steps, and an exit after the last recorded step.
 
 This module imports only Python's standard library, because `sitecustomize` loads it in every process.
 """
@@ -19,8 +18,7 @@ def enable(hook: Any) -> None:
     """Set up this process for `tune verify`: seed random generators and record the training steps.
 
     Python's generator is seeded now. numpy and torch are seeded when they are imported. Recording is set up
-    when
-    torch or DeepSpeed is imported.
+    when torch or DeepSpeed is imported.
     """
     job = json.loads(os.environ[VARIABLE])
     random.seed(job["seed"])

@@ -1,7 +1,7 @@
 """A warning for training processes that wait for another process to compile a DeepSpeed op.
 
-torch guards each build by a file named ``lock``. If a process is killed while it compiles, its lock
-file remains, and later processes wait forever without a message.
+torch guards each build by a file named ``lock``. If a process is killed while it compiles, its lock file
+remains, and later processes wait forever without a message.
 """
 
 import contextlib

@@ -26,8 +26,7 @@ def local_ranks() -> int:
     them.
 
     Accelerate also sets torchrun's variable in processes that torchrun did not start. That variable
-    therefore
-    has priority over other launchers' variables only if torchrun's id of the run is set too.
+    therefore has priority over other launchers' variables only if torchrun's id of the run is set too.
     """
     first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()
     said = (os.environ.get(variable) for variable in (*first, *LOCAL_SIZES))

@@ -18,15 +18,12 @@ def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
     Page-locking then affects no other tensor, and a checkpoint can write the memory with O_DIRECT without a
     copy. The memory uses huge pages if the system offers them: locking is faster, and a CPU update takes 7
-    to
-    10% less time (measured on two cores).
+    to 10% less time (measured on two cores).
 
     A forked process (a dataloader's worker) does not get these pages. With a fork, Linux would copy each
-    page
-    that either process writes to, and the GPU would continue to use the old page. A child process that
-    accesses
-    the optimizer's state gets a SIGSEGV. Start workers that save or read state by ``spawn``, or use
-    threads.
+    page that either process writes to, and the GPU would continue to use the old page. A child process that
+    accesses the optimizer's state gets a SIGSEGV. Start workers that save or read state by ``spawn``, or
+    use threads.
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
@@ -40,8 +37,7 @@ def discard(address: int, length_bytes: int) -> None:
 
     Use it for parts of a large buffer whose content has been moved, while other parts are still in use. The
     address range stays mapped. It reads as zeros, or keeps its content if the system ignores the request.
-    The
-    memory must not be page-locked.
+    The memory must not be page-locked.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + length_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
@@ -70,8 +66,7 @@ def lock(address: int, size_bytes: int) -> int:
     """Page-lock an address range of host memory for the current GPU. Return 0, or CUDA's error number.
 
     After a failure, the error would remain the thread's last CUDA error, and PyTorch would raise it at its
-    next
-    kernel. A small kernel is therefore launched here to clear the error.
+    next kernel. A small kernel is therefore launched here to clear the error.
     """
     error = int(torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0))
     if error:

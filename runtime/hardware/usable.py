@@ -92,8 +92,7 @@ def memory_limit(root: Path | None = None) -> tuple[int | None, int]:
     bytes.
 
     The pair is (None, 0) without a limit. The limit is the tightest one of the process's control group and
-    of its
-    parents, in version 2 or 1. Page cache that the kernel can drop does not count as used.
+    of its parents, in version 2 or 1. Page cache that the kernel can drop does not count as used.
     """
     limits = []
     for folder, limit, usage, prefix in _memory_folders(root or ROOT):

@@ -167,9 +167,7 @@ def device_update(
     scale: float = 1.0,
     tail: int = 0,
 ) -> None:
-    """Run one optimizer step on CUDA tensors, on the current stream, with the arguments of
-    `host_update`.
-    """
+    """Run one optimizer step on CUDA tensors, on the current stream, with the arguments of `host_update`."""
     n = grad.numel()
     if n == 0:
         return

@@ -155,8 +155,7 @@ def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
     master.
 
     To find them, one of torch's own optimizers is run once with a parameter of two elements. Others are
-    assumed
-    to keep as much as Adam.
+    assumed to keep as much as Adam.
     """
     rule = rule_class(optimizer)
     if rule is not None:

@@ -129,8 +129,7 @@ class UpdateRule(ABC):
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
         """Return the bytes of host memory for optimizer state that the plan does not place, because the
-        optimizer itself
-        keeps it.
+        optimizer itself keeps it.
 
         Args:
             sizes: Number of elements of each subgroup.
@@ -184,8 +183,7 @@ class UpdateRule(ABC):
         """Return how many of the last elements of ``begin:end`` DeepSpeed's scalar loop would update.
 
         Stock DeepSpeed updates ``elements`` elements as one tensor, in a vector loop that is followed by a
-        scalar
-        loop. The two loops round differently.
+        scalar loop. The two loops round differently.
         """
         return max(0, end - max(begin, self.tail_begin(elements)))
 

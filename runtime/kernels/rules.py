@@ -186,9 +186,7 @@ RULES: tuple[type[UpdateRule], ...] = (AdamRule, LionRule, AdagradRule)
 
 
 def rule_class(optimizer: Any) -> type[UpdateRule] | None:
-    """Return the class of the update rule that reproduces a DeepSpeed optimizer, or None if there is
-    none.
-    """
+    """Return the class of the update rule that reproduces a DeepSpeed optimizer, or None if there is none."""
     names = {cls.__name__ for cls in type(optimizer).__mro__}
     return next((rule for rule in RULES if rule.stock in names), None)
 

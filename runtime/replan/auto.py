@@ -71,8 +71,7 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
 @dataclass
 class _Automatic:
     """A counter of the first training steps, which are measured for ``plan="auto"``. After the last of
-    them, its method
-    `on_step` makes a new plan from the measured times and switches to it.
+    them, its method `on_step` makes a new plan from the measured times and switches to it.
     """
 
     session: Session
@@ -133,8 +132,7 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
 
 def _agreed(mine: Workload, session: Session) -> Workload:
     """Return this rank's measured workload, with the medians over ranks of the times of forward, backward
-    and
-    parameter exchange, and with the clip rate that was counted in training.
+    and parameter exchange, and with the clip rate that was counted in training.
     """
     nodes, ranks = nodes_and_ranks()
     own = mine.forward_s, mine.backward_s, mine.step_gather_s

@@ -26,10 +26,8 @@ def observed_workload(engine: TrainingEngine, passes: Sequence[Pass]) -> Workloa
     """Return a workload with the measured times of the first steps, from which a plan can be made.
 
     Its layers are the model's blocks and other modules, as in a profile. The times of forward and backward
-    are those
-    in which the GPU computes, as medians over steps. The gradients show how backward divides among the
-    layers.
-    Forward is divided likewise.
+    are those in which the GPU computes, as medians over steps. The gradients show how backward divides
+    among the layers. Forward is divided likewise.
 
     Args:
         passes: Forward and backward of watched steps. The first step, which compiles and warms up, does not
@@ -85,8 +83,7 @@ def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
     passes.
 
     They are the seconds between the end of the previous gradient and the end of this one. The result is a
-    dict. A
-    key is the part's subgroup and its first element in the subgroup.
+    dict. A key is the part's subgroup and its first element in the subgroup.
     """
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for one in backward:
@@ -158,8 +155,8 @@ def as_observed(machine: Machine, rates: Mapping[str, float], workload: Workload
     these steps.
 
     Other ranks and other ops share host memory with the ops that were measured. The machine's rate of a
-    kind of op
-    is the rate of one such op alone, so it is scaled to make the simulation agree with the measurement.
+    kind of op is the rate of one such op alone, so it is scaled to make the simulation agree with the
+    measurement.
     """
     for name, rate in rates.items():
         shown = _shown(machine, workload, plan).get(name)

@@ -75,8 +75,7 @@ def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
     ``machine``.
 
     Steps of a tiny model, or of a process that the system did not schedule, can give any rate. A rate that
-    no
-    machine can have is logged and dropped.
+    no machine can have is logged and dropped.
     """
     for name, value in rates.items():
         try:

@@ -25,10 +25,8 @@ def export(directory: Path, tag: str, target: Path) -> Path:
     ``latest``.
 
     Return the new folder. Training may continue meanwhile. If training overwrites the checkpoint's state on
-    the
-    drives before the end, nothing is left in ``target``. Files are copied one at a time through memory that
-    the
-    system can reclaim.
+    the drives before the end, nothing is left in ``target``. Files are copied one at a time through memory
+    that the system can reclaim.
 
     Raises:
         CheckpointError: The checkpoint is not complete, or ``target`` already has one with this name.

@@ -1,6 +1,4 @@
-"""A reader of one committed step of optimizer state on drives. Another process may train there
-meanwhile.
-"""
+"""A reader of one committed step of optimizer state on drives. Another process may train there meanwhile."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ def stored_problems(checkpoint: Path) -> list[str]:
     """Return the reasons why a checkpoint's optimizer state on drives is not complete, as a list of texts.
 
     Every byte of the state is read. The list is empty if the state is complete, or if the checkpoint's
-    files hold
-    all state.
+    files hold all state.
     """
     problems = []
     for path in stored_pages(checkpoint):
@@ -54,8 +51,8 @@ class StepReader:
     """A reader of a checkpoint's tensors on drives. It is not thread-safe.
 
     Training may continue meanwhile, and drops the checkpoint's step after it has committed newer steps.
-    Call
-    `check_there` at the end to check that everything that was read still belonged to the checkpoint's step.
+    Call `check_there` at the end to check that everything that was read still belonged to the checkpoint's
+    step.
 
     Raises:
         StorageError: The step is not on the drives any more, or the folder belongs to another run.
@@ -141,8 +138,7 @@ class StepReader:
 
     def tensor(self, subgroup: int, index: int) -> torch.Tensor:
         """Return an fp32 tensor of a checkpoint on a drive, memory-mapped while the reader is open. Do not
-        write to the
-        tensor.
+        write to the tensor.
         """
         if subgroup not in self._views:
             view = self._views[subgroup] = View(self._layout, subgroup, torch.float32)

@@ -293,8 +293,7 @@ class ExtentStore:
         so already.
 
         Views show such state without reading it through the store. With ``verify_reads``, state that was
-        written
-        but not read is checked too. This returns when all of it is read.
+        written but not read is checked too. This returns when all of it is read.
 
         Args:
             subgroups: Subgroups to verify. None verifies all.
@@ -322,8 +321,7 @@ class ExtentStore:
 
         Raises:
             StorageError: The drive failed, or made no progress for ``deadline_s``. Or no place became free,
-                because
-                a commit in progress never ended.
+                because a commit in progress never ended.
         """
         with self._condition:
             held = self._subgroups[subgroup]
@@ -429,8 +427,7 @@ class ExtentStore:
 
         Raises:
             StorageError: The directories hold steps of an earlier run that this run has not restored and
-                would
-                overwrite.
+                would overwrite.
         """
         with self._condition:
             if self._unclaimed:
@@ -494,8 +491,7 @@ class ExtentStore:
 
     def prepare(self, version: int, step: int, name: str, data: str = "") -> StepRecord:
         """Make a version of the state on the drives durable, as `commit` does, but keep all earlier steps
-        until
-        `settle`.
+        until `settle`.
 
         Args:
             version, step, data: The arguments of `commit`.

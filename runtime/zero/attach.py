@@ -174,24 +174,19 @@ def attach(
     """Run the optimizer of an existing DeepSpeed ZeRO engine under a plan, and return the engine.
 
     From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`,
-    whose
-    steps wait for their updates. The optimizer's use of host memory falls to 14 bytes per parameter (12 of
-    state,
-    2 of gradient) plus buffers, which are logged. During the change the use is at most 16 bytes per
-    parameter,
-    since state moves one subgroup at a time.
+    whose steps wait for their updates. The optimizer's use of host memory falls to 14 bytes per parameter
+    (12 of state, 2 of gradient) plus buffers, which are logged. During the change the use is at most 16
+    bytes per parameter, since state moves one subgroup at a time.
 
     Args:
         replan: If True, adapt the machine's rates to measured steps, and switch to a better plan between
-            steps,
-            on all ranks together. Requires ``machine`` and ``workload``.
+            steps, on all ranks together. Requires ``machine`` and ``workload``.
         machine: The machine that the plan was made for. If it is given with ``workload``, predicted and
             measured times go to DeepSpeed's monitor.
         workload: The workload that the plan was made for.
         checkpoint: Checkpoint settings that replace the plan's.
         overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code
-            that
-            reads ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
+            that reads ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
 
     Raises:
         ConfigError: A plan cannot be applied to the engine.
@@ -336,9 +331,7 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
 
 
 def session_of(engine: Any) -> Session:
-    """Return the session of a DeepSpeed engine to which a plan was attached: the object that runs the
-    plan.
-    """
+    """Return the session of a DeepSpeed engine to which a plan was attached: the object that runs the plan."""
     return engine.optimizer._ebbtide
 
 
@@ -408,8 +401,7 @@ def _report(session: Session) -> None:
 
 def host_bytes(optimizer: Any) -> int:
     """Return the bytes of host memory that a DeepSpeed optimizer under a plan takes for optimizer state,
-    gradients and
-    buffers.
+    gradients and buffers.
     """
     return int(optimizer._ebbtide.host_bytes())
 
@@ -442,8 +434,7 @@ def call_after_step(engine: Any, session: Session) -> None:
     step.
 
     The step counter and the learning-rate schedule match the optimizer state only after the engine's step.
-    They do
-    not match yet when the optimizer's own step returns.
+    They do not match yet when the optimizer's own step returns.
     """
     stock, held = engine.step, weakref.proxy(engine)
 

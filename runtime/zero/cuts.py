@@ -45,8 +45,7 @@ def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
     subgroup.
 
     ZeRO-3 has already divided them by its ``sub_group_size``. They are divided further if ``subgroup_size``
-    is
-    less.
+    is less.
     """
     numels = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
     if numels is None:

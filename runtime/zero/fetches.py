@@ -73,8 +73,7 @@ class Partitions:
         """Start to copy parameters to the GPU, if this rank holds them whole. Return handles to wait for.
 
         DeepSpeed can thus request parameters of later modules while the updates of these parameters still
-        run. Only
-        the module that uses them waits. Return None if DeepSpeed has to gather the parameters.
+        run. Only the module that uses them waits. Return None if DeepSpeed has to gather the parameters.
         """
         if not all(map(private.is_whole, params)):
             return None

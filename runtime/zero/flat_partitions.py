@@ -19,8 +19,7 @@ class FlatState:
     """The master parameters and moments in DeepSpeed's flat buffers, in memory from which the GPU can copy.
 
     DeepSpeed's checkpoints and other code read these buffers, so they exist under every plan. Only the
-    training
-    thread uses this object.
+    training thread uses this object.
 
     Attributes:
         cuts: By subgroup: (index of the fp32 tensor, offset in it, number of elements).
@@ -60,8 +59,7 @@ class FlatState:
 
     def publish(self, session: Session) -> None:
         """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code such as
-        DeepSpeed's
-        checkpoints that reads the flat buffers.
+        DeepSpeed's checkpoints that reads the flat buffers.
 
         State in the spare buffers of early updates moves to the flat buffers for good.
         """
@@ -92,8 +90,7 @@ class FlatState:
         plan's tensors.
 
         Call this method before a step's updates. Nothing is copied unless `publish` has copied the plan's
-        tensors to
-        the flat buffers since the last step.
+        tensors to the flat buffers since the last step.
         """
         if self.published and self.shadows:
             self._copy_back(session)
@@ -155,8 +152,7 @@ class FlatPartitions(FlatState):
 
 class HostSums(MutableMapping[int, torch.Tensor | None]):
     """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``, a dict from parameter id to the sum of
-    micro-batches'
-    gradients.
+    micro-batches' gradients.
 
     It holds the sums that DeepSpeed computes. For a sum that ebbtide computes it stores None, and code that
     reads the entry gets a copy of the sum.

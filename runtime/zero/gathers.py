@@ -19,8 +19,7 @@ class Gathers:
     Attributes:
         partitions: The memory of each parameter's partition.
         shows: True if a ``state_dict()`` shows the values of small parameters. False while DeepSpeed saves
-            or
-            loads a checkpoint, when small parameters must be partitioned like all others.
+            or loads a checkpoint, when small parameters must be partitioned like all others.
         moved: True if partitions have moved to other memory since parameters were gathered.
     """
 
@@ -48,10 +47,8 @@ class Gathers:
         """Arrange that ``wait`` is called with the parameters before every ZeRO-3 gather.
 
         Return a function that undoes this. A ``state_dict()`` or a copy of the model gathers nothing and
-        shows the
-        present values. With stock DeepSpeed the small parameters have values there, because they stay
-        gathered after a
-        step. The hooks therefore gather the small parameters first.
+        shows the present values. With stock DeepSpeed the small parameters have values there, because they
+        stay gathered after a step. The hooks therefore gather the small parameters first.
 
         Args:
             fetch: Function that may copy parameters to the GPU in place of a gather (see
@@ -92,14 +89,11 @@ class Gathers:
 
     def stand_in(self) -> None:
         """Give NaN tensors of the right shape to the small parameters, which stock DeepSpeed keeps gathered
-        after a
-        step.
+        after a step.
 
         The parameters get their values when some code gathers them. A Trainer counts ``p.numel()`` after
-        each step,
-        which needs the shape. Code that reads ``.data`` without a gather must not mistake an old value for
-        a new one,
-        so the values are NaN.
+        each step, which needs the shape. Code that reads ``.data`` without a gather must not mistake an old
+        value for a new one, so the values are NaN.
         """
         self._at_rest = False
         for parameter, stand_in in self._stand_ins:

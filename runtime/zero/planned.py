@@ -213,9 +213,7 @@ class PlannedZero:
     # -- readers -----------------------------------------------------------------------------
 
     def publish(self) -> None:
-        """Wait for running updates, so that DeepSpeed's own tensors show the latest step's optimizer
-        state.
-        """
+        """Wait for running updates, so that DeepSpeed's own tensors show the latest step's optimizer state."""
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
@@ -265,8 +263,7 @@ class PlannedZero:
 
 def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
     """Build a property for an attribute of DeepSpeed's optimizer, such that reading the attribute first
-    waits for
-    running updates.
+    waits for running updates.
 
     Ebbtide's own code reads the attribute through ``__dict__``, which does not wait.
 
@@ -319,8 +316,7 @@ def take_loaded_moments(inner: Any, rule: UpdateRule, master: torch.Tensor, buff
     """Copy moments that a checkpoint load has put into new tensors to the tensors that training uses.
 
     A checkpoint that stock DeepSpeed wrote before the first update has no moments. The moments are then set
-    to
-    zero.
+    to zero.
     """
     if rule.own_step:
         return

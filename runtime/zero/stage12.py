@@ -52,10 +52,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         run.
 
         The method distinguishes the same cases as stock DeepSpeed's method of this name, in the same order:
-        a compact
-        buffer for the gradients or none, the first, a later or the last micro-batch, and a parameter that
-        this rank
-        shares with another.
+        a compact buffer for the gradients or none, the first, a later or the last micro-batch, and a
+        parameter that this rank shares with another.
         """
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
         boundary = self.is_gradient_accumulation_boundary()
@@ -279,8 +277,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     def _link_all_hp_params(self) -> None:
         """Make DeepSpeed's links from parameters to their optimizer state anew. Access through the links
-        waits for running
-        updates.
+        waits for running updates.
         """
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False
@@ -358,8 +355,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         """Move parameters, gradients and optimizer state out of GPU memory until `reload_states`.
 
         DeepSpeed's own code moves the parameters, and the gradients that it sums in GPU memory. On a GPU no
-        step
-        can run until `reload_states` has moved them back.
+        step can run until `reload_states` has moved them back.
         """
         own = [kind for kind in DEEPSPEEDS_OWN if include is None or kind in include]
         self.publish()

@@ -24,9 +24,7 @@ from ebbtide.simulator.workload import ZeroStage
 
 
 class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
-    """DeepSpeed's ZeRO-3 optimizer under a plan, with changed gradient copies, updates and access to
-    state.
-    """
+    """DeepSpeed's ZeRO-3 optimizer under a plan, with changed gradient copies, updates and access to state."""
 
     _gathers: Gathers
     _pieces: stage3_buffers.Pieces
@@ -152,8 +150,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         """Finish the step, but do not gather the small parameters as stock DeepSpeed does here.
 
         They belong to many subgroups, so that gathering them here would wait for every update. The first
-        code that
-        reads them gathers them. If the plan does not overlap updates with forward, they are gathered here.
+        code that reads them gathers them. If the plan does not overlap updates with forward, they are
+        gathered here.
         """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
@@ -235,8 +233,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
         """Return the fp32 gradients of this rank's partitions, as a dict by DeepSpeed's subgroup index and
-        then by
-        parameter index.
+        then by parameter index.
         """
         return {
             index: {number: self._get_fp32_grad_state_partition(param, True)[0] for number, param in enumerate(group)}

@@ -53,8 +53,7 @@ class Pieces:
 
     def wire(self, subgroup: int) -> torch.Tensor | None:
         """Return the flat tensor of a subgroup's parameters on this rank. None if DeepSpeed's NVMe swapper
-        holds the
-        parameters.
+        holds the parameters.
         """
         if self.apart:
             return self.apart[subgroup]
@@ -99,8 +98,7 @@ class Pieces:
 
     def take_back(self) -> None:
         """Copy parameters that a checkpoint load has put into DeepSpeed's flat tensors to the tensors of
-        the plan's
-        subgroups.
+        the plan's subgroups.
         """
         for subgroup, wire in enumerate(self.apart):
             group, offset, elements = self.cuts[subgroup]
@@ -146,17 +144,14 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
 
 
 def swapped(optimizer: Any) -> list[int]:
-    """Return the subgroups whose parameters are only on a drive, where DeepSpeed's NVMe swapper keeps
-    them.
-    """
+    """Return the subgroups whose parameters are only on a drive, where DeepSpeed's NVMe swapper keeps them."""
     wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())  # below ZeRO-3 none
     return [index for index, wire in enumerate(wires) if wire is None]
 
 
 def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) -> bool:
     """Make DeepSpeed's references point to a subgroup's present tensors. Return whether the subgroup's
-    parameters have
-    moved.
+    parameters have moved.
 
     The references are the master, the moments, and the views of gradients and parameters.
     """
@@ -221,8 +216,7 @@ def _give_pages_back(part: torch.Tensor) -> None:
 
 def hand_back(optimizer: Any) -> None:
     """Restore DeepSpeed's own ZeRO-3 buffers after a plan could not be attached, so that the optimizer
-    trains without
-    a plan.
+    trains without a plan.
 
     The buffers are contiguous and include fp32 gradients. State and gradients are in host memory.
     """

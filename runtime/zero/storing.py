@@ -29,8 +29,7 @@ logger = logging.getLogger("ebbtide")
 
 def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: Path) -> Plan:
     """Return the plan under which the first steps of training are measured: as much optimizer state in host
-    memory as
-    fits.
+    memory as fits.
 
     The rest of the state is on a drive. If the folder has steps of an earlier run, the plan puts the same
     subgroups on the drive as that run.

@@ -220,8 +220,7 @@ class Windows(GradientBuffers[ZeroSlice]):
         again.
 
         DeepSpeed leaves the fp32 gradient of an unused parameter in place, scaled by the previous step, and
-        applies
-        it again.
+        applies it again.
         """
         for piece in self.slices.values():
             if piece.real and not (piece.touched or piece.empty) and piece.kept is None:
@@ -265,8 +264,7 @@ class Windows(GradientBuffers[ZeroSlice]):
 
     def keep(self, piece: ZeroSlice) -> torch.Tensor:
         """Return a parameter's fp32 gradient as DeepSpeed shows it. If the caller changes the tensor, the
-        next update
-        applies the changes.
+        next update applies the changes.
 
         Between a step and the next gradient, the tensor is the unscaled and clipped gradient of the step.
         """

@@ -49,13 +49,11 @@ class LazyCheckpointEngine(CheckpointEngine):
     """A checkpoint engine that saves in the background, commits atomically and loads only verified files.
 
     `install` creates this engine. DeepSpeed calls `create`, `makedirs`, `save` and `load`. The training
-    loop
-    calls `on_step`, `wait` and `close`. Only one checkpoint is written at a time.
+    loop calls `on_step`, `wait` and `close`. Only one checkpoint is written at a time.
 
     Attributes:
         client_state: Function that returns the ``client_state`` (such as the data position) for a save that
-            the
-            plan's checkpoint interval starts.
+            the plan's checkpoint interval starts.
         last: A report of the last committed checkpoint: its bytes, and the seconds that training waited for
             it.
     """
@@ -140,8 +138,7 @@ class LazyCheckpointEngine(CheckpointEngine):
 
     def close(self) -> None:
         """Wait until the checkpoint in progress is committed or has failed, and release the host memory
-        that is
-        reserved for copies of state.
+        that is reserved for copies of state.
 
         Raises:
             CheckpointError: A checkpoint failed, and this error has not been raised before.
@@ -361,8 +358,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         """Return the content of a checkpoint's file, as ``torch.load`` would.
 
         Where possible, a tensor is read directly into the model's or optimizer's own tensor, so that host
-        memory
-        holds no second copy.
+        memory holds no second copy.
         """
         return load_file(path, self._loading.into)
 

@@ -27,8 +27,7 @@ def install(
     Args:
         engine: The engine that ``deepspeed.initialize`` returned.
         checkpoint_plan: Settings of checkpoints: their interval, host memory for copies, a limit on the
-            write
-            rate, and what a save does while an earlier one is still being written.
+            write rate, and what a save does while an earlier one is still being written.
         live_state: The runtime's registry of optimizer state. None if the engine runs DeepSpeed's own
             optimizer. In that case the optimizer's ``step`` is wrapped, so that each step waits until a
             checkpoint in progress has read the state that the step overwrites.

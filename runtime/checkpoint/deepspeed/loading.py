@@ -111,8 +111,7 @@ class Loading:
 
     def stored_page(self, folder: Path) -> bytes | None:
         """Return the JSON page of a checkpoint that locates this rank's optimizer state on a drive. None if
-        the
-        checkpoint has no such page.
+        the checkpoint has no such page.
         """
         path = folder / stored_name(self._rank)
         return path.read_bytes() if path.exists() else None

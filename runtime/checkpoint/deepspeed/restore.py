@@ -44,13 +44,11 @@ class Choice:
 
 def newest_valid(directory: str | Path, check: Callable[[str], list[Problem]] | None = None) -> Choice:
     """Return the newest committed checkpoint of a folder whose files agree with the checkpoint's manifest
-    in every
-    byte.
+    in every byte.
 
     Args:
         check: Function that verifies the checkpoint with a given tag. The default function reads all its
-            files.
-            With several ranks, pass a function that reads only this rank's share of the files.
+            files. With several ranks, pass a function that reads only this rank's share of the files.
     """
     directory = Path(directory)
     check_one = check or (lambda tag: verify(directory, tag))

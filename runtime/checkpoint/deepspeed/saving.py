@@ -144,7 +144,8 @@ class Save:
 
 
 def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str:
-    """Check the tag under which a checkpoint is to be saved, and return it.
+    """Return the tag under which a checkpoint is to be saved, after a check. Without a tag it is
+    ``global_stepN``.
 
     Raises:
         ValueError: No folder to save to is given. DeepSpeed raises the same error.

@@ -37,8 +37,7 @@ class Block:
     Attributes:
         subgroups: Subgroups of optimizer state that have bytes in the block.
         slot: Address of the block's copy in the host memory that is reserved for copies. None if the block
-            is
-            not copied.
+            is not copied.
     """
 
     file: int
@@ -97,8 +96,7 @@ class PlannedFile:
 
 def cut(files: Sequence[PlannedFile], block_bytes: int = BLOCK_BYTES) -> list[Block]:
     """Divide the files of a checkpoint into blocks. Return all blocks in a list, file by file, by position
-    in the
-    file.
+    in the file.
     """
     blocks: list[Block] = []
     for number, planned in enumerate(files):

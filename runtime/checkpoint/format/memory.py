@@ -131,8 +131,7 @@ class Slots:
 
     Args:
         pinned: False for buffers that no GPU copy uses. Pinning takes milliseconds, in which the driver
-            serves
-            no other call.
+            serves no other call.
     """
 
     def __init__(self, count: int, slot_bytes: int, *, pinned: bool = True) -> None:

@@ -110,8 +110,7 @@ class Pace:
 
         Args:
             hurry: Function that returns whether to end the wait early, because an update waits for the
-                bytes or the
-                checkpoint has failed.
+                bytes or the checkpoint has failed.
         """
         if self._bytes_per_s is None:
             return

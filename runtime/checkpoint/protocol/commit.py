@@ -46,8 +46,7 @@ LATEST_GRACE_S = 10.0
 @dataclass(frozen=True)
 class Attempt:
     """An attempt to save a checkpoint: its folder, tag, step and identifier. All ranks have the same values
-    except
-    ``rank``.
+    except ``rank``.
     """
 
     save_dir: Path
@@ -193,8 +192,7 @@ class Commit:
         """End an attempt to save a checkpoint on rank 0.
 
         Older checkpoints that were deleted during the save are removed for good if the new one was
-        committed, and
-        restored if not.
+        committed, and restored if not.
         """
         if self._attempt.rank != 0:
             return

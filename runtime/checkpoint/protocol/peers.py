@@ -1,6 +1,4 @@
-"""Messages that the ranks exchange when a checkpoint begins, through a process group only for
-checkpoints.
-"""
+"""Messages that the ranks exchange when a checkpoint begins, through a process group only for checkpoints."""
 
 import secrets
 from dataclasses import dataclass

@@ -101,8 +101,7 @@ class Note:
         """Mark a checkpoint folder as one that a transformers Trainer makes.
 
         It counts as complete only once it has the last file that the Trainer writes. Call this method
-        before
-        `write`.
+        before `write`.
         """
         if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
             self._awaits = TRAINERS_LAST
@@ -157,8 +156,7 @@ class Note:
         """End the attempt to save a checkpoint.
 
         If the checkpoint was committed, the older checkpoints that were deleted during the save are removed
-        for
-        good. Otherwise they are restored.
+        for good. Otherwise they are restored.
         """
         with self._keeping:
             self._over.set()
@@ -240,8 +238,7 @@ def settle(save_dir: Path) -> None:
     deleted.
 
     Return immediately if there is nothing to do. Ranks may call it concurrently: the first one does the
-    work,
-    the others wait.
+    work, the others wait.
     """
     with _alone(save_dir / NOTES) as notes:
         if notes is not None:

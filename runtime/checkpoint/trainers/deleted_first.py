@@ -1,13 +1,10 @@
 """The protection of checkpoints that a trainer deletes before it saves the next one.
 
 Accelerate with ``total_limit`` and many training loops delete an old checkpoint first. In stock DeepSpeed
-the
-next checkpoint is complete when its save returns. With ebbtide it is complete only when it is committed in
-the
-background. If the process is killed before the commit, the older checkpoint must still exist. Checkpoints
-that
-this process has saved or resumed from are therefore kept by hard links in a sibling folder until the next
-commit. After a crash `rotation.restore_deleted` restores them.
+the next checkpoint is complete when its save returns. With ebbtide it is complete only when it is committed
+in the background. If the process is killed before the commit, the older checkpoint must still exist.
+Checkpoints that this process has saved or resumed from are therefore kept by hard links in a sibling folder
+until the next commit. After a crash `rotation.restore_deleted` restores them.
 """
 
 import contextlib

@@ -32,8 +32,7 @@ def finish_at_sigterm(saving: Saving) -> None:
     ends.
 
     SIGTERM comes from preemption or from a launcher after a failure. Afterwards the process dies of SIGTERM
-    as
-    usual. A script's own SIGTERM handler is kept.
+    as usual. A script's own SIGTERM handler is kept.
     """
     _savers.add(saving)
     if threading.current_thread() is not threading.main_thread():

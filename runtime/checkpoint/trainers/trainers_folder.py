@@ -1,12 +1,9 @@
 """The protection of a transformers Trainer's checkpoint folder from the moment that the folder is made.
 
 The Trainer makes ``checkpoint-500`` and writes the model's config to the folder before it calls DeepSpeed.
-It
-writes ``trainer_state.json`` last. If the process is killed in between, the folder remains. The Trainer
-would
-take the folder for its newest checkpoint but could not resume from it. A note, written when the folder is
-made,
-tells the next run that the folder never became a checkpoint (see `rotation.settle`).
+It writes ``trainer_state.json`` last. If the process is killed in between, the folder remains. The Trainer
+would take the folder for its newest checkpoint but could not resume from it. A note, written when the
+folder is made, tells the next run that the folder never became a checkpoint (see `rotation.settle`).
 """
 
 import contextlib
@@ -32,8 +29,7 @@ def being_made(path: Path) -> None:
 
     Raises:
         OSError: The disk is full. The folder's content would not fit either, and without a note the next
-            run
-            would mistake the folder for a checkpoint.
+            run would mistake the folder for a checkpoint.
     """
     if TRAINERS_FOLDER.fullmatch(path.name) and not path.exists() and _may_exist(sys._getframe(1)):
         settle()
@@ -58,13 +54,11 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
     """Remove the note that says that a checkpoint folder is incomplete from each complete checkpoint folder
-    of a
-    transformers Trainer.
+    of a transformers Trainer.
 
     Args:
         path: A checkpoint folder from which the note is removed although the folder is incomplete. The save
-            of
-            DeepSpeed's files has written its own note there.
+            of DeepSpeed's files has written its own note there.
         over: If True, training is over, and all notes of this module are removed.
     """
     if not _notes:

@@ -1,4 +1,3 @@
 """Checks before a plan takes over a DeepSpeed engine: of DeepSpeed's version and private members, the
-config and
-the plan.
+config and the plan.
 """

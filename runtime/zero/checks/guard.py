@@ -115,8 +115,7 @@ def check_model(model: Any, config: Mapping[str, Any]) -> None:
 
 def check_engine(engine: Any) -> UpdateRule:
     """Check that a plan can be applied to an existing DeepSpeed engine. Return the update rule of the
-    engine's
-    optimizer.
+    engine's optimizer.
 
     Raises:
         ConfigError: The engine is not ZeRO-1, 2 or 3 with an optimizer offloaded to the CPU.

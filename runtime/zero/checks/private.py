@@ -1,8 +1,8 @@
 """The private members of DeepSpeed that ebbtide uses, each with the DeepSpeed versions that have it.
 
 `check_version` and `check_members` are called before an engine is taken over. They refuse a DeepSpeed
-outside the tested range, and a DeepSpeed that lacks a member that its version should have. DeepSpeed's
-own subclasses (SuperOffload, ZenFlow) use the name-mangled members too.
+outside the tested range, and a DeepSpeed that lacks a member that its version should have. DeepSpeed's own
+subclasses (SuperOffload, ZenFlow) use the name-mangled members too.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -256,8 +256,7 @@ def checked_norm(optimizer: Any) -> torch.Tensor | None:
     overflow.
 
     Set ``overflow`` and the loss scale of DeepSpeed's optimizer as the installed DeepSpeed's own step does.
-    Since
-    DeepSpeed 0.19.8 an invalid norm counts as an overflow too.
+    Since DeepSpeed 0.19.8 an invalid norm counts as an overflow too.
     """
     if not hasattr(optimizer, "_loss_scale_update_and_overflow_cleanup"):
         if optimizer._overflow_check_and_loss_scale_update():
@@ -366,8 +365,7 @@ def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
     """Return the modules that forward and backward ran, in order, as DeepSpeed has recorded them.
 
     Each module is a list of its parameters. A parameter is given as its `get_param_id` and its total number
-    of
-    elements. None if DeepSpeed has not recorded the modules yet.
+    of elements. None if DeepSpeed has not recorded the modules yet.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
@@ -451,8 +449,7 @@ def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
     """Make DeepSpeed gather parameters in the precision of their partitions inside the ``with`` block.
 
     With ``torch_autocast`` and several ranks, DeepSpeed would otherwise gather them in the precision in
-    which
-    forward computes.
+    which forward computes.
     """
     named = {p: p.comm_dtype for p in params if hasattr(p, "comm_dtype")}
     for param in named:
