@@ -120,9 +120,13 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
 
 
 def without(args: Any, name: str) -> Any:
-    """Return the script's parsed arguments without the attribute that names a DeepSpeed config file.
+    """Return a copy of the script's parsed arguments that names no DeepSpeed config file: the attribute is
+    None.
 
     DeepSpeed accepts only one config, and ebbtide passes its own changed config separately.
+
+    Args:
+        name: Name of the attribute that holds the path of the config file.
     """
     mine = copy.copy(args)
     setattr(mine, name, None)

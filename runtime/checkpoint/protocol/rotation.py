@@ -234,8 +234,8 @@ def _origin(save_dir: Path, place: Path) -> Path:
 
 
 def settle(save_dir: Path) -> None:
-    """Clean up a folder of checkpoints after a crash: restore checkpoints that an uncommitted save has
-    deleted.
+    """Clean up a folder of checkpoints after a crash: restore those that were deleted during a save which
+    was never committed.
 
     Return immediately if there is nothing to do. Ranks may call it concurrently: the first one does the
     work, the others wait.
@@ -326,7 +326,7 @@ def _settle(save_dir: Path, notes: Path) -> None:
 def settle_below(directory: Path) -> None:
     """Clean up a trainer's output folder after a crash. The folder holds one folder per checkpoint.
 
-    Checkpoints that an uncommitted save has deleted are restored (see `settle`).
+    Checkpoints that were deleted during a save which was never committed are restored (see `settle`).
     """
     settle(directory)
     restore_deleted(directory)
