@@ -30,13 +30,12 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 
 
 def own_extensions(cache, prefix):
-    """Return the folder of compiled ops for the environment at ``prefix``. None means torch's own
-    folder.
+    """Return the folder of compiled torch extensions (such as DeepSpeed's ops) for the Python environment at
+    ``prefix``. None means torch's own folder.
 
-    torch keeps a build under its op's name, no matter which environment compiled it. Two environments
-    that are tested on one machine would therefore compile each other's ops again, in the middle of
-    the tests. Existing builds of this environment are copied with their times, so that ninja need not
-    repeat them.
+    torch keeps a build under its op's name, no matter which environment compiled it. Two environments that
+    are tested on one machine would therefore compile each other's ops again, in the middle of the tests.
+    Existing builds of this environment are copied with their times, so that ninja need not repeat them.
     """
     own = cache / "ebbtide" / f"test-ops-{zlib.crc32(str(prefix).encode()):08x}"
     builds = list((cache / "torch_extensions").glob("*/*/build.ninja"))
@@ -130,13 +129,13 @@ FIRST = (
 
 
 def pytest_configure(config):
-    """End a test worker directly at exit, because freeing all modules and engines takes seconds."""
+    """End a pytest worker process directly at exit, because freeing all modules and engines takes seconds."""
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
 
 
 def pytest_sessionfinish():
-    """Remove the shared memory that killed test processes have left, 66 MiB each."""
+    """Remove the shared-memory buffers that killed test processes have left, 66 MiB each."""
     remove_left_buffers()
 
 
@@ -205,13 +204,15 @@ def only_rank(deepspeed_ops):
 
 @pytest.fixture
 def child_environment():
-    """Return the environment for a process that a test starts, without the rank and port of this process."""
+    """Return the environment variables for a process that a test starts, without the rank and port of this
+    process.
+    """
     return {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
 
 
 @pytest.fixture
 def new_shell(child_environment):
-    """Return the environment of a new shell: the commands of this Python are on PATH, and neither
+    """Return the environment variables of a new shell: the commands of this Python are on PATH, and neither
     PYTHONPATH nor a rank is set.
     """
     kept = {name: value for name, value in child_environment.items() if not name.startswith(("PYTHONPATH", "EBBTIDE_"))}

@@ -1,4 +1,6 @@
-"""Machines and workloads for tests, in round numbers, so that expected results can be worked out by hand."""
+"""Simulated machines and workloads for tests, in round numbers, so that expected results can be worked out
+by hand.
+"""
 
 import random
 
@@ -17,7 +19,9 @@ def _made(rates, facts, changes):
 
 
 def machine(**changes):
-    """Return a machine with all rates at 1 per second, so that an op with work w alone takes w seconds."""
+    """Return a simulated machine with all rates at 1 per second, so that an op with work w alone takes w
+    seconds.
+    """
     rates = {
         "h2d_bytes_per_s": 1.0,
         "d2h_bytes_per_s": 1.0,
@@ -72,13 +76,15 @@ def node(**changes):
 
 
 def workload(sizes=(10, 10, 10, 10), forward_s=1.0, backward_s=2.0, **fields):
-    """Return a workload in which each subgroup is one layer."""
+    """Return a workload for the simulator in which each subgroup is one layer."""
     layers = tuple(Layer(params=n, forward_s=forward_s, backward_s=backward_s, activation_bytes=7) for n in sizes)
     return Workload(name="w", layers=layers, subgroups=tuple(sizes), **fields)
 
 
 def random_machine(rng: random.Random):
-    """Return a random machine with rates over three decades, on which ops contend for every resource."""
+    """Return a random simulated machine with rates over three decades, on which ops contend for every
+    resource.
+    """
 
     def rate():
         return 10 ** rng.uniform(0, 3)
@@ -104,7 +110,7 @@ def random_machine(rng: random.Random):
 
 
 def random_workload(rng: random.Random, zero_stage: int = 3):
-    """Return a random workload in which the borders of layers and subgroups do not coincide."""
+    """Return a random workload for the simulator, in which layers and subgroups end at different parameters."""
     whole = zero_stage < 3  # parameters: gathered at a step's end only
     sizes = [rng.randint(1, 60) for _ in range(rng.randint(1, 9))]
     total, layers, left = sum(sizes), [], sum(sizes)

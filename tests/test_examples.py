@@ -68,7 +68,7 @@ def watched_engines(monkeypatch):
 
 
 def without_a_gpu(monkeypatch):
-    """Make Lightning train without a GPU. Only Lightning asks for CUDA, and DeepSpeed does not."""
+    """Make Lightning train without a GPU. Lightning requires CUDA devices, and DeepSpeed does not."""
     import torch
     from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 

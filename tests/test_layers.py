@@ -238,7 +238,9 @@ def test_rooms_import_each_other_in_one_direction(package):
 
 
 def _room(module: str, package: str) -> str:
-    """Return the subfolder of a package that a module lies in. Empty if the module is not in that package."""
+    """Return the name of the subfolder of a package in which a module lies. Empty if the module is not in that
+    package.
+    """
     inside = module.removeprefix(f"{package}.") if module.startswith(f"{package}.") else ""
     return inside.split(".")[0]
 

@@ -43,7 +43,9 @@ def in_blocks(name=""):
 
 
 def in_prose():
-    """Return the `tune` commands that a sentence of a page names, perhaps with a flag but without its value."""
+    """Return the `tune` commands that the text of a documentation page names, perhaps with a flag but without
+    its value.
+    """
     texts = [page.read_text() for page in PAGES]
     return sorted({c.strip() for t in texts for c in re.findall(r"`(tune [^`\n]+)`", t)})
 
@@ -90,7 +92,7 @@ def test_commands_run(tmp_path, monkeypatch):
 
 
 def what_pages_take_for_given(folder):
-    """Create the files that the commands in the documentation name."""
+    """Create the files that the commands in the documentation name, so that the commands can run."""
     examples = ROOT / "examples"
     (folder / "examples").symlink_to(examples)
     (folder / "config.json").write_bytes((examples / "llama-3-8b.json").read_bytes())

@@ -11,7 +11,7 @@ from ebbtide.profiler import hardware, neighbours, nvml
 
 
 class FakeNvml(types.ModuleType):
-    """A fake NVML module for one GPU. Its attributes set what it reports."""
+    """A fake of NVIDIA's management library (NVML) for one GPU. Its attributes set what the library reports."""
 
     NVML_PCIE_UTIL_RX_BYTES, NVML_PCIE_UTIL_TX_BYTES = 0, 1
     nvmlClocksThrottleReasonHwSlowdown = 8

@@ -269,7 +269,7 @@ def test_beside_a_gpu_updates_are_measured_in_the_runtimes_kind_of_memory(monkey
 
 
 def _advised(tensor: torch.Tensor) -> bool:
-    """Return True if the kernel was asked for large pages at the address of a tensor."""
+    """Return True if the kernel was asked to back the memory at the address of a tensor with large pages."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name = line.split()[0]

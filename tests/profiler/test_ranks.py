@@ -1,4 +1,6 @@
-"""Tests of ranks (processes) that measure a machine at the same time, and of the rates computed from their samples."""
+"""Tests of ranks (processes) with which the profiler measures a machine at the same time, and of the rates
+computed from their samples.
+"""
 
 import itertools
 import multiprocessing

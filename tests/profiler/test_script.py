@@ -1,4 +1,4 @@
-"""Tests of a training script that is profiled, in this process and with a real engine."""
+"""Tests of `tune profile` with a training script that runs in this process, with a real engine."""
 
 import pytest
 from ebbtide.profiler.progress import ProgressFile, first_error, read_progress

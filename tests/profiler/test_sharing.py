@@ -1,4 +1,6 @@
-"""Tests that compare the contention measured between two concurrent ops with the simulator's assumption."""
+"""Tests that compare the contention between two concurrent ops, as the profiler measures it, with the
+simulator's assumption.
+"""
 
 import pytest
 from ebbtide.profiler.rates.sharing import differences, simulated_share, with_writer_cost

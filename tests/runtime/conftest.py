@@ -19,7 +19,7 @@ def quick_collections():
 
 @pytest.fixture
 def dynamo(monkeypatch):
-    """Enable torch.compile, which is off in all other tests, and yield its counters."""
+    """Enable torch.compile, which is off in all other tests, and yield the counters of torch._dynamo."""
     from torch._dynamo import reset
     from torch._dynamo.utils import counters
 

@@ -36,7 +36,9 @@ class Op:
 
 @dataclass
 class Disk:
-    """A simulated disk with folders and files by inode. ``root`` is the parent of the checkpoint folder."""
+    """A simulated disk with folders and files by inode. ``root`` is the inode of the checkpoint folder's
+    parent.
+    """
 
     root: int = 0
     folders: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {}})
@@ -210,7 +212,7 @@ def crash_states(ops, seed):
 
 @contextmanager
 def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """Yield a temporary folder in memory if possible, because hundreds of folders are made in it."""
+    """Yield a temporary folder in memory (/dev/shm) if possible, because hundreds of folders are made in it."""
     shared = Path("/dev/shm")
     place = shared if os.access(shared, os.W_OK) else tmp_path
     with tempfile.TemporaryDirectory(dir=place, prefix="ebbtide-replay-") as folder:

@@ -238,7 +238,7 @@ class FakeEvent:
         return self.latest is None or self.latest.reached.is_set()
 
     def elapsed_time(self, later):
-        """Return the milliseconds between two events in single precision, as CUDA does."""
+        """Return the milliseconds between two fake CUDA events in single precision, as CUDA does."""
         assert self._timing
         assert later._timing
         assert self.query()
@@ -290,7 +290,9 @@ class Allocator:
             self.block(tensor).recorded.add(stream)
 
     def hold(self, tensor):
-        """Return another reference to a tensor's memory that the fake allocator does not count as a use of it."""
+        """Return another reference to a tensor's memory, which the fake allocator does not count as a use of this
+        memory.
+        """
         name = tensor.detach()
         with self._lock:
             self.block(name).held += 1
@@ -403,7 +405,7 @@ class FakeRuntime:
         return error
 
     def launched(self):
-        """Raise an earlier error of this thread, as a kernel launch on CUDA does."""
+        """Raise the error of an earlier failed call of this thread, as a kernel launch on CUDA does."""
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
@@ -621,7 +623,8 @@ def install_under_deepspeed(monkeypatch, fake):
 
 
 def _at_once(fake, collective, written=0):
-    """Return a wrapper that runs a collective immediately, in the order of the current fake stream.
+    """Return a wrapper around a collective of torch.distributed that runs it immediately, in the order of the
+    current fake stream.
 
     Work inside the collective is not counted as the stream's work.
 

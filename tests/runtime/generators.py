@@ -24,7 +24,9 @@ QUICK = {"seconds": 0.2, "elements": 20_000}  # for a measurement whose result d
 
 
 def states():
-    """Return the states of all random generators of this process by name, as values that can be compared."""
+    """Return the states of all random generators of this process as a dict from name to a value that can be
+    compared.
+    """
     kind, keys, *rest = np.random.get_state(legacy=True)
     found = {"python": random.getstate(), "numpy": (kind, keys.tolist(), rest), "torch": torch.get_rng_state().tolist()}
     for device in range(torch.cuda.device_count()):
@@ -62,7 +64,9 @@ def engine_with_dropout(plan, stage):
 
 
 def step(engine):
-    """Return the loss of one step on a batch that is drawn from all three generators of the host."""
+    """Train one step on a batch that is drawn from the host's three random generators (Python, numpy, torch),
+    and return the loss.
+    """
     batch = torch.randn(4, 32) * random.random() * np.random.rand()
     loss = engine(batch.to(engine.device, torch.bfloat16)).float().square().mean()
     engine.backward(loss)

@@ -40,7 +40,7 @@ class HeldBytes(TorchDispatchMode):
         return True
 
     def now(self) -> int:
-        """Return the bytes that tracked tensors hold now."""
+        """Return the total bytes that tracked tensors hold now."""
         alive = {k: held for k, held in self._storages.items() if not held[0].expired()}
         self._storages = alive
         return sum(size for _, size in alive.values())

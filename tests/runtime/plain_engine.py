@@ -93,11 +93,13 @@ class _TorchKernel:
 
 
 class UnifiedTorch(_TorchKernel, Device):
-    """A device that shares the host's memory and runs torch's AdamW."""
+    """A device for the plain-torch engine that shares the host's memory and runs torch's AdamW."""
 
 
 class EmulatedTorch(_TorchKernel, EmulatedDevice):
-    """An emulated device with separate memory and real copies, which runs torch's AdamW."""
+    """An emulated device for the plain-torch engine, with separate memory and real copies, which runs torch's
+    AdamW.
+    """
 
 
 def cut(params, size):

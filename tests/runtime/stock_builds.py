@@ -98,7 +98,9 @@ def runs_here(build: str) -> bool:
 
 
 class StockOp:
-    """A build of DeepSpeed's op for one optimizer (such as `deepspeed.ops.adam.cpu_adam_op`)."""
+    """A build of DeepSpeed's CPU op for one optimizer (such as `deepspeed.ops.adam.cpu_adam_op`), for one kind
+    of CPU.
+    """
 
     def __init__(self, name: str, build: str) -> None:
         source, wrapper, created, updated = _OPS[name]
@@ -144,13 +146,13 @@ class RecountingOp:
 
 
 def use_op(monkeypatch, op: object) -> None:
-    """Make DeepSpeed's CPU Adam optimizers use the given op from now on."""
+    """Make DeepSpeed's CPU Adam optimizers use the given build of the Adam op from now on."""
     module = importlib.import_module("deepspeed.ops.adam.cpu_adam")
     monkeypatch.setattr(module, "CPUAdamBuilder", lambda: SimpleNamespace(load=lambda: op))
 
 
 def use_build(monkeypatch, build: str) -> None:
-    """Make DeepSpeed's CPU optimizers use the ops of the given build from now on."""
+    """Make DeepSpeed's CPU optimizers use the ops of the given build (such as AVX2) from now on."""
     for name in _OPS:
         module = importlib.import_module(f"deepspeed.ops.{name}.cpu_{name}")
         builder = next(n for n in vars(module) if n.startswith("CPU") and n.endswith("Builder"))

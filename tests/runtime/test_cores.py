@@ -1,4 +1,4 @@
-"""Tests of the cores on which host updates run: near the GPU, divided among the ranks, and with one core
+"""Tests of which CPU cores host updates run on: near the GPU, divided among the ranks, and with one core
 left to the training thread.
 """
 

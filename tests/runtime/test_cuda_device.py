@@ -1,4 +1,6 @@
-"""Tests of `CudaDevice` against CUDA's rules on a fake torch.cuda, and of the fake itself."""
+"""Tests of `CudaDevice`, the runtime's GPU device, against CUDA's rules on a fake torch.cuda, and of the
+fake itself.
+"""
 
 import contextlib
 import mmap
@@ -206,8 +208,9 @@ def test_every_lane_chooses_the_ranks_gpu(fake, device):
 
 
 def test_who_reads_parameters_holds_up_the_stream_that_is_current_and_no_other(fake, device):
-    """Check that a read of updated parameters makes only the current CUDA stream wait. If parameters are
-    gathered ahead on another stream, the compute stream then waits only when a module needs them.
+    """Check that reading updated parameters makes only the current CUDA stream wait for the updates. If
+    parameters are gathered ahead on another stream, the compute stream then waits only when a module needs
+    them.
     """
     gathers, held_up = fake.cuda.Stream(), []
     event = fake.cuda.Event()

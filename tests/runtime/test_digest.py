@@ -1,5 +1,5 @@
-"""Tests of tensor digests: every bit counts, the digests of parts add up to that of the whole tensor, and
-the C++ and torch implementations agree.
+"""Tests of ebbtide's tensor digests (hashes of tensors): every bit counts, the digests of parts add up to
+that of the whole tensor, and the C++ and torch implementations agree.
 """
 
 import math

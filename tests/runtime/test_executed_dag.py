@@ -46,8 +46,8 @@ class Recorded:
 
 
 class Recording(Device):
-    """A device with separate memory, so that parameters are copied. Its lanes only record their ops, and its
-    events are reached from the start.
+    """A device for the executor with separate memory, so that parameters are copied. Its lanes only record
+    their ops, and its events are reached from the start.
     """
 
     unified = False
@@ -89,7 +89,7 @@ def executor_for(workload, plan):
 
 
 def executed(workload, plan):
-    """Run a few steps of the executor on recording lanes, and return the ops that it submitted.
+    """Run a few steps of the runtime's executor on recording lanes, and return the ops that it submitted.
 
     Returns:
         Two dicts. The first has the names of the ops and events that each op waits for, where an op is
@@ -268,10 +268,12 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
 
 
 def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
-    """Check that a gradient sum is saved to another buffer only after its copy to host memory has ended.
+    """Check that the runtime saves a gradient sum to another buffer only after the sum's copy to host memory
+    has ended.
 
-    It is saved because DeepSpeed does not add the next gradient to this sum. After a skipped step nothing has waited
-    for the gradients, so the copy may still be in progress. In this test a copy runs only when something waits for it.
+    It is saved because DeepSpeed does not add the next gradient to this sum. After a skipped step nothing
+    has waited for the gradients, so the copy may still be in progress. In this test a copy runs only when
+    something waits for it.
     """
     under_way, wait_host = {}, Completion.wait_host
 

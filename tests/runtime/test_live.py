@@ -1,4 +1,6 @@
-"""Tests of plans that change during training: by hand, by a watch that replans, and with ``plan="auto"``."""
+"""Tests of the change of an engine's plan during training: by hand, by a watch that replans from measured
+rates, and with ``plan="auto"``.
+"""
 
 import functools
 import time
@@ -323,8 +325,9 @@ def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank
 
 
 def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch):
-    """Check that the watch, which replans from measured rates, does not wait for the step just launched: this
-    would end the overlap of that step. While states are offloaded, the watch does nothing.
+    """Check that the watch, the part of the runtime that replans from measured rates, does not wait for the
+    step just launched: this would end the overlap of that step. While states are offloaded, the watch does
+    nothing.
     """
     from ebbtide.runtime.execution.executor import Executor
 

@@ -87,7 +87,7 @@ def test_what_executes_a_plan_does_not_know_whose_gradients_it_takes():
 
 
 def _code(path):
-    """Return the code of a module without its comments and docstrings."""
+    """Return the code of a Python module without its comments and docstrings."""
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(

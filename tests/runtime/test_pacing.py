@@ -1,5 +1,5 @@
-"""Tests of the emulated device's timing: work never takes less time than the rates allow, and concurrent
-work shares the device as ops do in the simulator.
+"""Tests of the emulated device's timing: an op never takes less time than the given rates allow, and
+concurrent ops share the device as in the simulator.
 """
 
 import threading

@@ -1,5 +1,5 @@
-"""Tests of every optimizer that a plan can run: the host and device kernels against DeepSpeed's own op,
-bit for bit.
+"""Tests of the update kernels of every optimizer that a plan can run: the CPU and GPU kernels against
+DeepSpeed's own op, bit for bit.
 """
 
 import itertools
@@ -134,8 +134,8 @@ for kind in RULES:
 
 
 def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
-    """Check in Triton's interpreter that the device kernels are launched correctly: they must give the host
-    kernels' bits. `tests.runtime.evidence.test_ptx` checks the bits of the compiled kernels.
+    """Check in Triton's interpreter that the GPU update kernels are launched correctly: they must give the
+    host kernels' bits. `tests.runtime.evidence.test_ptx` checks the bits of the compiled kernels.
     """
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

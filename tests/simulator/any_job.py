@@ -148,7 +148,9 @@ class Tried:
 
 
 def random_plan(rng, work, machine):
-    """Return a random plan with any ways, buffers, threads and order that its subgroups and ZeRO stage allow."""
+    """Return a random plan for a job, already simulated, with any placements, buffers, threads and order that
+    the job's subgroups and ZeRO stage allow.
+    """
     stage, count, sweep = work.zero_stage, len(work.subgroups), PlanSweep(work, machine)
     some = [w for w in ways() if stage == 3 or (not w.early and w.parameters == "device" and w.placement != "stored")]
     some = [w for w in some if sweep.held.sums or not w.sum_on_device]

@@ -28,7 +28,7 @@ def pcie_bytes_per_s(generation: int, lanes: int) -> float:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The facts of a GPU's data sheet.
+    """The facts of a GPU's data sheet, from which upper limits of its rates are computed.
 
     Attributes:
         memory: Width of the memory bus in bits, and bits/s per pin.
@@ -93,7 +93,7 @@ B200 = Gpu((8 * 1024, 7.8125e9), 180, (148, 8192, 1.856e9), nvlinks=2 * 18)
 
 @dataclass(frozen=True)
 class Node:
-    """The hardware of a node.
+    """The hardware of a node, from which upper limits of its rates and sizes are computed.
 
     Attributes:
         dram: Sockets, channels per socket, transfers/s, and bytes per transfer.

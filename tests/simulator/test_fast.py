@@ -63,8 +63,8 @@ def with_storage(on, rng):
 
 
 def enlarged(work, on, rng):
-    """Return the workload and the machine, both scaled up by 2**24 in half of the cases. Gradients are then
-    so large that the limit on gradients being copied delays backward.
+    """Return a workload and a simulated machine, both scaled up by 2**24 in half of the cases. Gradients are
+    then so large that the limit on gradients being copied delays backward.
     """
     issued = {"module_issue_s": rng.choice([0.0, rng.uniform(0, 2)])}
     factor = rng.choice([1, 2**24])

@@ -120,8 +120,8 @@ def test_steps_that_are_right_wrong_skipped_paused_or_have_a_gradient_twice(seed
 
 
 def test_a_wrong_guess_waits_for_its_own_way_home_if_that_is_the_later_one():
-    """Check that a staged update that is redone after a rollback first waits until its own state has been
-    copied back to the host, even if it takes a staging buffer that has long been free.
+    """Check that the redo of a staged update after a rollback first waits until the subgroup's own state has
+    been copied back to the host, even if the redo takes a staging buffer that has long been free.
     """
     run = Run([Way("device", early=True)] * 2, slots=2, prefetch=0, order=[0, 1])
     run.made.backward(None)

@@ -394,7 +394,9 @@ def test_subgroups_hold_everything_once_and_close_where_they_are_full(sizes, sub
 
 
 def test_recut_is_what_deepspeed_does(only_rank):
-    """Check that `Workload.recut` cuts the same subgroups as a live DeepSpeed engine with that `sub_group_size`."""
+    """Check that `Workload.recut` cuts the same subgroups as a DeepSpeed engine that is built with that
+    `sub_group_size`.
+    """
     from ebbtide.profiler import profile_engine
 
     from studies.bench.byte_gpt import SIZES, Batches, train_step

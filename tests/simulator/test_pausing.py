@@ -20,7 +20,8 @@ def planned(speculate, placement="host", **fields):
 
 
 def over_plain(times, clips):
-    """Return the total time of steps if `PauseRule` pauses early updates, relative to steps without early updates.
+    """Return the total time of simulated steps in which `PauseRule` pauses early updates, divided by that of
+    steps without early updates.
 
     Args:
         times: Times of a step with right, with wrong, and without early updates (`StepTimes`).

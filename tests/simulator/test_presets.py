@@ -43,8 +43,8 @@ def test_every_value_tells_its_source_and_has_a_spread(named):
 
 
 def test_no_rate_exceeds_its_physical_limit(named):
-    """Check each preset against hardware limits from published facts (`tests.simulator.hardware_limits`). The
-    limits use no value of the preset.
+    """Check that no rate of a machine preset exceeds the hardware limits from published facts
+    (`tests.simulator.hardware_limits`). The limits use no value of the preset.
     """
     machine, sheet = named
     assert offences(machine) == []
@@ -106,8 +106,8 @@ def test_published_updates_are_what_four_ranks_reach():
 
 
 def test_hosts_with_the_same_memory_update_alike():
-    """Check that the presets `h100-node` and `h200` update at the same rate on the host: both have two sockets
-    with eight channels of DDR5-4800 each.
+    """Check that host updates have the same rates in the presets `h100-node` and `h200`: both machines have
+    two sockets with eight channels of DDR5-4800 each.
     """
     four, eight = preset("h100-node"), preset("h200")
     for name in ("dram_bytes_per_s", "stock_host_adam_params_per_s", "host_adam_params_per_s"):

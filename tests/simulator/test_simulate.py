@@ -148,10 +148,11 @@ def test_what_the_device_updates_goes_home_to_the_host_in_two_buffers_in_turn():
 
 
 def test_all_on_the_host_with_overlap():
-    """Check the timeline of a plan with two host subgroups of 10 parameters against times worked out by hand.
+    """Check the simulated timeline of a plan with two host subgroups of 10 parameters against times worked out
+    by hand.
 
-    Forward takes 1 s and backward 2 s per layer. Copies of gradients and of parameters take 20 s per layer, and
-    a host update takes 10 s. The next forward of layer 0 waits only for the parameters of subgroup 0.
+    Forward takes 1 s and backward 2 s per layer. Copies of gradients and of parameters take 20 s per layer,
+    and a host update takes 10 s. The next forward of layer 0 waits only for the parameters of subgroup 0.
     """
     found = simulate(build_schedule(workload((10, 10)), plan_of(["host"] * 2)), machine())
     assert spans(found, OpKind.FORWARD) == [(0, 1), (1, 2)]
@@ -391,8 +392,8 @@ def test_a_missing_rate_is_named():
 
 
 def simpy_ends(schedule):
-    """Return the end of each op as simpy computes it. simpy is an independent reference: each lane is an in-order
-    resource, and no bandwidth is shared.
+    """Return the end of each op of a schedule in seconds as simpy computes it. simpy is an independent
+    reference: each lane is an in-order resource, and no bandwidth is shared.
     """
     import simpy
 

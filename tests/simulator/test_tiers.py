@@ -41,7 +41,7 @@ def further(monkeypatch):
 
 
 def planned(placements, locations=(), order=None, **fields):
-    """Return a plan with placements that a plan file would refuse."""
+    """Return a plan with new placements, which a plan file would refuse."""
     plan = Plan(subgroup_size=10, ways=(Way("host"),) * len(placements), **fields)
     ways = tuple(map(Way, placements, locations or ["device"] * len(placements)))
     return plan.model_copy(update={"ways": ways, "order": order or plan.order})

@@ -1,5 +1,5 @@
-"""Tests of `what_if`: each row equals the simulator's result, bad input is refused before anything runs,
-and Ctrl-C keeps the finished rows.
+"""Tests of `what_if`, which simulates a table of what-if cases: each row equals the simulator's result,
+bad input is refused before anything runs, and Ctrl-C keeps the finished rows.
 """
 
 import math

@@ -18,7 +18,7 @@ from studies.trials.emulated_training import Kernels
 
 @pytest.fixture
 def run(only_rank, monkeypatch):
-    """Return a function that runs a study in this process, where DeepSpeed is imported already."""
+    """Return a function that runs a study in this process, where DeepSpeed is imported already, to save time."""
 
     def study(name, path, *arguments):
         monkeypatch.setattr(sys, "argv", [name, "--json", str(path), "--quick", *arguments])

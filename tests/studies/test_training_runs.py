@@ -1,7 +1,7 @@
-"""Tests of the study of published training runs.
+"""Tests of the study of training runs that others have published.
 
-They check the table of runs, and predictions by machine presets for runs to which no constant of the simulator was
-fitted.
+They check the table of runs, and predictions by machine presets for runs to which no constant of the
+simulator was fitted.
 """
 
 import dataclasses
@@ -32,7 +32,9 @@ def test_every_row_has_a_source_and_a_preset(runs):
 
 
 def quick(run):
-    """Predict the iteration time and GPU memory of a published run, without the interval of the prediction."""
+    """Return the predicted iteration time and GPU memory of a published run, without the interval of the
+    prediction, to save time.
+    """
     machine = run.machine()
     result = simulate_fast(run.schedule(machine), machine)
     return Prediction(result.iteration_s, 1e-9, 1e-9, result.iteration_s, result.device_peak_bytes / 2**30)

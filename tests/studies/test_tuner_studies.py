@@ -15,7 +15,9 @@ STUDIES = {"optimality": "studies.optimality.command"}
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return a function that runs a study in this process, where imports and compiled kernels are ready."""
+    """Return a function that runs a study in this process, where imports and compiled kernels are ready, to
+    save time.
+    """
 
     def study(name, path, *arguments):
         monkeypatch.setattr(sys, "argv", [name, "--json", str(path), *arguments])

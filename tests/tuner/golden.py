@@ -1,4 +1,5 @@
-"""Fifty workloads and machines, with the recorded plan, iteration time and memory of each.
+"""Fifty workloads and machines for the plan search, with the recorded plan, iteration time and memory of
+each.
 
     python -m tests.tuner.golden           # plans all of them again and prints differences
     python -m tests.tuner.golden --write   # records them again: say in CHANGELOG.md why

@@ -142,8 +142,8 @@ def test_what_no_rate_explains_is_said_and_widens_the_interval():
 
 @pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 10.0), (1.0, 1.0, 2.0), (1.0, 1.0, 0.4)])
 def test_the_same_run_with_two_times_is_a_contradiction(factors):
-    """Check that calibration reports runs with the same settings and different times as a contradiction,
-    whichever of them the calibrated rates match.
+    """Check that calibration reports runs with the same settings and different measured times as a
+    contradiction, whichever of the runs the calibrated rates match.
     """
     machine = preset("a100-node")
     runs = [observed(machine, 1, factors={"step": factor}) for factor in factors]

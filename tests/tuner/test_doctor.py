@@ -1,4 +1,6 @@
-"""Tests of `tune doctor`: every finding that is not ok names a fix, and a bad one sets exit code 1."""
+"""Tests of `tune doctor`: every finding that is not ok names a fix, and a finding with the state "bad"
+sets exit code 1.
+"""
 
 import json
 import os

@@ -121,10 +121,10 @@ def comes_in(work, plan):
 
 
 def outcomes(work, on, plan=None):
-    """Return every result that a field of a workload, machine or plan may change.
+    """Return a tuple of every result that a field of a workload, machine or plan may change.
 
-    These are predicted times, memory and limits, the fingerprints (hashes) of workload and machine, and the output of
-    `tune show`.
+    These are predicted times, memory and limits, the fingerprints (hashes) of workload and machine, and the
+    output of `tune show`.
     """
     plan = plan or base_plan(overlap_forward=work.zero_stage == 3)
     strategies = [("ebbtide", {"plan": plan}), ("no_offload", {})]

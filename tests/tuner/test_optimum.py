@@ -29,8 +29,8 @@ def begun(workload, machine):
 
 
 def by_brute_force(workload, machine):
-    """Return the shortest iteration time of all plans that fit: every placement of every subgroup, every
-    number of staging buffers, of prefetches and of gradient sums on the GPU.
+    """Return the shortest simulated iteration time of all plans that fit into memory: every placement of every
+    subgroup, every number of staging buffers, of prefetches and of gradient sums on the GPU.
     """
     limits, sweep = Limits.of(workload, machine), PlanSweep(workload, machine)
     best = np.inf

@@ -19,7 +19,9 @@ WHOLE = 10**9
 
 
 def job(count=5, size=5 * 10**7):
-    """Return a workload that is one subgroup for DeepSpeed. Its parameters are quarters of a layer."""
+    """Return a workload for the plan search that is a single subgroup of DeepSpeed. Each of its parameters is
+    a quarter of a layer.
+    """
     work = workload(count, size=size, forward_s=0.012)
     parameters = ((size // 4,) * (4 * count),)
     return work.model_copy(update={"parameters": parameters, "subgroup_size": size}).recut(WHOLE)

@@ -1,4 +1,4 @@
-"""Tests of the short plan search that a training loop calls."""
+"""Tests of the short plan search that the runtime calls during training."""
 
 import subprocess
 import sys
@@ -51,8 +51,8 @@ def test_a_training_run_loads_no_pandas_for_it():
 
 
 def test_parameters_move_where_that_is_asked_for():
-    """Check that the short search moves parameters to host memory only if `move_parameters` is set. The freed
-    GPU memory then holds optimizer state, which makes this case faster.
+    """Check that the short plan search moves parameters to host memory only if `move_parameters` is set. The
+    freed GPU memory then holds optimizer state, which makes this case faster.
     """
     workload, machine = random_pair(np.random.default_rng(3), counts=(16, 16))
     base = workload.params * workload.wire_bytes

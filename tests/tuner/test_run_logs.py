@@ -155,10 +155,11 @@ def test_times_of_day_that_cannot_be_are_told_and_left_out(tmp_path):
     ],
 )
 def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits):
-    """Check that calibration notes if a given micro-batch size contradicts the log's samples per second.
+    """Check that calibration prints a note if the given micro-batch size contradicts the samples per second in
+    a run's log.
 
-    The logged run trained on two samples per step. If the log has times of day, a size of four is accepted too, because
-    the run may have waited for data.
+    The logged run trained on two samples per step. If the log has times of day, a size of four is accepted
+    too, because the run may have waited for data.
     """
     described = Described(model="m", shape={"micro_batch": samples})
     (seen,) = seen_in(tmp_path, REAL if timed else without_times(REAL), described)

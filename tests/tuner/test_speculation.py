@@ -21,8 +21,8 @@ GIB = 2**30
 
 
 def machine(room=2.8):
-    """Return a machine with a slow link and little GPU memory. Most state is then updated on the host, which
-    takes longer than forward.
+    """Return a simulated machine with a slow link and little GPU memory. Most state is then updated on the
+    host, which takes longer than forward.
     """
     return node(
         h2d_bytes_per_s=16e9, d2h_bytes_per_s=16e9, device_memory_bytes=int(room * GIB), host_adam_params_per_s=2e9

@@ -49,7 +49,7 @@ def update(name, step):
 
 
 class Trained:
-    """A synthetic training run that writes the files of a run of `tune verify`.
+    """A synthetic training run, which writes the files that a real run under `tune verify` writes.
 
     A test may change the run's state at given steps.
     """
@@ -189,7 +189,8 @@ def lost_tensor(state, wire, old, facts):
     ],
 )
 def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, change, name, says):
-    """Check that `tune verify` finds the defective one of two runs by that run's own state.
+    """Check that `tune verify` tells which of two differing runs is the defective one by that run's own
+    training state.
 
     The defective run is the reference of the comparison here, and all other differences are rounding.
     """
@@ -499,8 +500,8 @@ raise RuntimeError("out of luck")
 
 
 def test_a_command_that_fails_on_its_way_is_not_identical(tmp_path):
-    """Check that `tune verify` reports a script that fails after two steps as failed, although its steps until
-    then are identical in all runs.
+    """Check that `tune verify` reports a training script that fails after two steps as failed, although the
+    steps until then are identical in all runs.
     """
     (tmp_path / "train.py").write_text(BREAKS_OFF)
     words = ["--steps", "4", "--", sys.executable, str(tmp_path / "train.py")]

@@ -1,4 +1,4 @@
-"""Helpers for the checkpoint tests: file operations that fail on request, and saves without DeepSpeed."""
+"""Helpers for the tests of checkpoints: file operations that fail on request, and saves without DeepSpeed."""
 
 import errno
 import os
@@ -98,7 +98,7 @@ class Bench:
         durably=None,
         stored=None,
     ):
-        """Return a save of a state dict that is prepared and not yet started.
+        """Return the save of a state dict as a checkpoint. The save is prepared and not yet started.
 
         Args:
             stored: Function for optimizer state that lives on a drive. It returns the step that is to be committed

@@ -46,7 +46,9 @@ def call_count(tmp_path):
 
 
 def check_after_fault(bench, job):
-    """Check that a failed save of checkpoint "b" left only complete checkpoints, and "a" if "b" is missing."""
+    """Check that after a failed save of checkpoint "b" only complete checkpoints are listed, and that "a" is
+    listed if "b" is not.
+    """
     tags = [e.tag for e in list_checkpoints(bench.folder)]
     assert "a" in tags or "b" in tags
     for tag in tags:

@@ -26,7 +26,7 @@ def killing(**_):
 
 @pytest.fixture
 def root(tmp_path, monkeypatch):
-    """Return an empty output folder like the one in which Accelerate keeps its checkpoints."""
+    """Return an empty folder for checkpoints, like the one in which Accelerate keeps its checkpoints."""
     monkeypatch.setattr(deleted_first, "_used", set())
     folder = tmp_path / "checkpoints"
     folder.mkdir()

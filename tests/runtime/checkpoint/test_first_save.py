@@ -1,4 +1,4 @@
-"""Tests of several ranks that save their first checkpoint into a folder that does not exist yet."""
+"""Tests of several ranks that save their first checkpoint into a common folder that does not exist yet."""
 
 import errno
 import multiprocessing

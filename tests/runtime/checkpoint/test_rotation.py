@@ -202,7 +202,9 @@ class Cut(BaseException):
 
 
 def cut_at(monkeypatch, number, cut=None):
-    """Make the ``number``-th change of the filesystem from now on raise `Cut`. If ``cut`` is given, call it first."""
+    """Make the change with the given number in the filesystem, counted from now on, raise `Cut`. If ``cut`` is
+    given, call it first.
+    """
     left = [number]
 
     def counted(function):
@@ -396,7 +398,8 @@ def as_trainer(root, step, *, complete):
 
 
 def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
-    """Check that a checkpoint folder without the Trainer's last file is hidden from the Trainer's next run.
+    """Check that a checkpoint folder without the file that the Trainer writes last is hidden from the
+    Trainer's next run.
 
     The Trainer resumes from the highest step, and cannot resume without this file.
     """
@@ -507,9 +510,10 @@ def test_on_a_full_disk_a_trainer_makes_no_folder(tmp_path, monkeypatch, at):
 
 
 def test_the_folder_of_a_save_that_failed_is_out_of_the_next_runs_way(tmp_path):
-    """Check that the folder of a failed save is hidden from the next run, also without a Trainer.
+    """Check that the folder of a failed checkpoint save is hidden from the next run, also without a Trainer.
 
-    A loop that resumes from the highest step would otherwise train on with the initial weights of its script.
+    A loop that resumes from the highest step would otherwise train on with the initial weights of its
+    script.
     """
     saved(tmp_path / "checkpoint-10", 10)
 
@@ -560,7 +564,8 @@ def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, 
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_so(tmp_path, settled):
-    """Check that a Trainer's folder with its last file counts as complete although `save_checkpoint` never ran.
+    """Check that a Trainer's checkpoint folder with the file that the Trainer writes last counts as complete
+    although `save_checkpoint` never ran.
 
     The Trainer's option ``save_only_model`` saves no optimizer state, and so does not call DeepSpeed.
     """

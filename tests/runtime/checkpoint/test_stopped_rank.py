@@ -1,5 +1,5 @@
-"""Tests of a rank that is stopped by SIGSTOP during a save: the other rank does not hang, and no incomplete
-checkpoint becomes visible.
+"""Tests of a rank that is stopped by SIGSTOP during a checkpoint save: the other rank does not hang, and
+no incomplete checkpoint becomes visible.
 """
 
 import os

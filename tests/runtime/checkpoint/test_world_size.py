@@ -1,4 +1,6 @@
-"""Tests of checkpoints of two ranks: each rank gets its own state back, and one rank can resume from them."""
+"""Tests of checkpoints that two ranks save: at a load each rank gets its own state back, and one rank
+alone can resume from such a checkpoint.
+"""
 
 import json
 import os

@@ -317,9 +317,11 @@ def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumu
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_an_overflow_of_the_first_of_two_backwards(stage, device, monkeypatch):
-    """Check that a step is skipped if the first of its two backward passes overflows.
+    """Check that a training step is skipped under a plan, as in stock DeepSpeed, if the first of its two
+    backward passes overflows.
 
-    Below ZeRO-3 the gradients of the second pass replace those of the first, but the step is skipped anyway.
+    Below ZeRO-3 the gradients of the second pass replace those of the first, but the step is skipped
+    anyway.
     """
     from deepspeed.accelerator import get_accelerator
 

@@ -58,7 +58,8 @@ def test_whole_engine(stage, build):
 
 @pytest.mark.parametrize("older", [False, True])
 def test_an_older_deepspeeds_way_of_counting_steps(older, monkeypatch, tmp_path):
-    """Check that a plan with a resume gives stock DeepSpeed's results, bit for bit, as in an uninterrupted run.
+    """Check that training under a plan with a resume in between has stock DeepSpeed's results of an
+    uninterrupted run, bit for bit, also with an older DeepSpeed.
 
     DeepSpeed 0.18.6 counts Adam's steps differently from later versions. The test runs with both ways.
     """

@@ -82,9 +82,11 @@ def test_below_zero_3(fake, case):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_gradients_that_autograd_made_are_not_given_away_under_their_norm(late_deepspeed, stage):
-    """Check that the memory of a gradient is not reused while the norm of this gradient is computed.
+    """Check that the memory of a gradient is not reused while the runtime still computes the norm of this
+    gradient on the GPU.
 
-    Each gradient here is larger than a reduction bucket. It is reduced in place on another stream, and dropped.
+    Each gradient here is larger than a reduction bucket. It is reduced in place on another stream, and
+    dropped.
     """
     options = {"reduce_bucket_size": 5_000, "stage": stage, "overlap_comm": True}
     assert_same(outcome(attached(start(**options), MIX)), outcome(start(**options)))

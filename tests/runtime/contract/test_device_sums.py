@@ -1,5 +1,5 @@
-"""Tests of on-device gradient accumulation: the sums stay on the GPU until the last micro-batch, with stock
-DeepSpeed's results and fewer copies.
+"""Tests of on-device gradient accumulation: the gradient sums stay on the GPU until the last micro-batch,
+training has stock DeepSpeed's results, and fewer gradients are copied to the host.
 """
 
 import functools
@@ -79,10 +79,11 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
 @pytest.mark.parametrize(("stage", "extra"), [(1, {}), (2, {}), (2, FP32_SUMS)])
 @pytest.mark.parametrize("sums", [0, 1])
 def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
-    """Check that training copies the same gradients between host and GPU as the simulated schedule.
+    """Check that training copies the gradients of the same subgroups between host and GPU, as often, as the
+    plan's simulated schedule.
 
-    Under ZeRO-1, and if gradient sums have a wider dtype than the reduced gradients, DeepSpeed itself accumulates
-    gradients on the GPU. Both cases are included.
+    Under ZeRO-1, and if gradient sums have a wider dtype than the reduced gradients, DeepSpeed itself
+    accumulates gradients on the GPU. Both cases are included.
     """
     engine = attached(start(stage=stage, accumulation=3, extra=extra), ["host"], DEVICE, seed=None, device_sums=sums)
     own, seen = engine.optimizer._ebbtide, crossings(engine)
@@ -243,7 +244,9 @@ def held_bytes(engine):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_states_that_go_away_take_the_sums_along(stage):
-    """Check that offloading the optimizer states between micro-batches also frees the gradient sums on the GPU."""
+    """Check that DeepSpeed's `offload_states` between two micro-batches also frees the gradient sums that a
+    plan keeps on the GPU.
+    """
 
     def new():
         return start(stage=stage, accumulation=3)

@@ -344,7 +344,8 @@ def test_another_plan_while_state_is_away(pattern):
 
 
 def test_what_is_left_behind_is_whole(pattern):
-    """Check that DeepSpeed's tensors hold the complete optimizer state after the engine is destroyed.
+    """Check that DeepSpeed's tensors hold the complete optimizer state after an engine with a plan is
+    destroyed.
 
     Updates that start before the gradient norm is known may have left the state in spare buffers.
     """

@@ -137,7 +137,9 @@ ON_SAVE = {"stage3_gather_16bit_weights_on_model_save": True}
 
 
 def born_partitioned(**config):
-    """Return an engine on a model that was built under ``zero.Init``, with the same weights on all ranks."""
+    """Return a training engine on a model that was built under DeepSpeed's ``zero.Init``, with the same
+    weights on all ranks.
+    """
     import deepspeed
 
     settings = {**OFFLOAD, **ON_SAVE, **EVERY_PASS, "accumulation": 2, **config}

@@ -131,7 +131,9 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
 
 
 def mapped_bytes():
-    """Return the size of all mappings made by `mmap.mmap(-1, ...)`, which Linux lists under ``/dev/zero``."""
+    """Return the total bytes of all mappings made by `mmap.mmap(-1, ...)` in this process, which Linux lists
+    under ``/dev/zero``.
+    """
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = [line.split()[0].split("-") for line in lines if "/dev/zero" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ends)

@@ -91,9 +91,11 @@ def test_pieces_end_with_parameters_and_with_vectors(groups, size):
 
 @pytest.mark.parametrize("pattern", [["host"], MIX])
 def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
-    """Check that stock DeepSpeed and another plan resume from a checkpoint of a plan that cuts subgroups.
+    """Check that stock DeepSpeed and an engine under another plan can resume from a checkpoint of a plan that
+    cuts DeepSpeed's subgroups.
 
-    The checkpoint holds DeepSpeed's whole subgroups. Their state is written from live memory, without a copy.
+    The checkpoint holds DeepSpeed's whole subgroups. Their state is written from live memory, without a
+    copy.
     """
     saving = cut(coarse(), pattern)
     train(saving, 3)

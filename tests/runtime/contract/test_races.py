@@ -22,7 +22,7 @@ def late(kind, subgroup, by_s=0.1):
 
 
 class Rare(torch.nn.Module):
-    """A model with a last layer that is used in the first three batches only."""
+    """A model whose last layer is used in the first three batches only."""
 
     def __init__(self):
         super().__init__()

@@ -209,7 +209,8 @@ def test_what_is_read_right_after_a_step_is_new_and_whole(read):
 
 
 def test_parameters_have_stocks_shapes_right_after_a_step_and_never_an_old_value():
-    """Check that parameters have stock DeepSpeed's shapes right after a step, with new values or NaN.
+    """Check that under ZeRO-3 parameters have stock DeepSpeed's shapes right after a step, with new values or
+    NaN.
 
     A Trainer counts ``p.numel()`` at that time for its `total_flos`.
     """

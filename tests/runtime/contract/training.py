@@ -128,7 +128,9 @@ def all_state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def outcome(engine: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    """Train, destroy the engine, and return its state, losses and gradient norms."""
+    """Train some micro-batches, destroy the engine, and return the engine's state, the losses and the gradient
+    norms.
+    """
     losses, norms = train(engine, *args, **kwargs)
     state = all_state(engine)
     engine.destroy()

@@ -47,7 +47,8 @@ class Reordered(ByteGPT):
 
 
 def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps="all", model=ByteGPT, **config):
-    """Train on this rank and return the state, losses and norms.
+    """Train on this rank, with stock DeepSpeed or under a plan, and return the engine's state, losses and
+    gradient norms.
 
     Args:
         away: Micro-batches after which the optimizer states are offloaded and reloaded, also within a

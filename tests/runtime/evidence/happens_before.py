@@ -52,7 +52,9 @@ class Order:
             return dict(self._clocks[actor])
 
     def after(self, actor, clock):
-        """Record that all further work of ``actor``, a stream or host thread, comes after the given vector clock."""
+        """Record that all further work of ``actor``, a stream or host thread, comes after the accesses in the
+        given vector clock.
+        """
         with self._lock:
             mine = self._clocks[actor]
             for other, tick in clock.items():

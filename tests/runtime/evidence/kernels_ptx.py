@@ -62,7 +62,8 @@ class Form:
 
 
 def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
-    """Compile a kernel with Triton without a GPU. Return its ``ptx`` and, if ``assembled``, its ``cubin``.
+    """Compile an update kernel with Triton without a GPU. Return Triton's output as a dict with ``ptx`` and,
+    if ``assembled``, ``cubin``.
 
     Triton caches the result. The cache's key has Triton's version, the kernel's source and the functions it
     calls, but not ``assembled``.
@@ -128,7 +129,9 @@ def library(functions: list[str]) -> Any:
 
 
 def _kept(name: str, key: bytes, make: Callable[[Path], object]) -> Path:
-    """Return the path of a cached file. If no file has this name and key yet, let ``make`` write it."""
+    """Return the path of a file in the tests' cache folder. If no file has this name and key yet, let ``make``
+    write the file.
+    """
     path = cache_dir() / "tests" / f"{name}-{hashlib.sha256(key).hexdigest()[:16]}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Translation of the device kernels' PTX to C++ that runs on a CPU, by the PTX ISA.
+"""Translation of ebbtide's GPU update kernels from PTX to C++ that runs on a CPU, by the PTX ISA.
 
-Triton's element-wise kernels are straight lines: no branches, some predicated loads and stores,
-and barriers around shared memory. An unknown instruction raises an error.
+Triton's element-wise kernels are straight lines: no branches, some predicated loads and stores, and
+barriers around shared memory. An unknown instruction raises an error.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class UnknownInstructionError(ValueError):
 
 
 def body_of(ptx: str) -> list[str]:
-    """Return the instructions of a PTX kernel, without comments, declarations and labels."""
+    """Return the list of instructions of a PTX kernel, without comments, declarations and labels."""
     body = ptx[ptx.index("{", ptx.index(".reqntid")) + 1 :]
     lines = (line.split("//")[0].strip() for line in body[: body.index("\n}")].splitlines())
     return [line for line in lines if line and not line.startswith((".", "$", "ret"))]
 
 
 def opcodes(ptx: str) -> list[str]:
-    """Return the opcodes of all instructions of a PTX kernel."""
+    """Return a list of the opcodes of all instructions of a PTX kernel, in order."""
     return [_parse(line)[2] for line in body_of(ptx)]
 
 

@@ -299,7 +299,9 @@ WAITERS = {
 
 
 def waiters():
-    """Yield the names of the runtime's functions that make a stream wait, without those in which the host waits."""
+    """Yield the names of the runtime's functions that make a CUDA stream wait, without functions in which the
+    host waits.
+    """
     for room in ("devices", "execution", "zero"):
         for path in sorted((Path(ebbtide.runtime.__file__).parent / room).rglob("*.py")):
             for function in ast.walk(ast.parse(path.read_text())):
@@ -334,7 +336,7 @@ def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, cap
 
 @pytest.mark.slow
 def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, child_environment, capsys):
-    """Check the order of memory accesses on two ranks with different placements.
+    """Check by vector clocks that memory accesses do not race on two ranks with different placements.
 
     On each rank no accesses may race. If a wait is left out on purpose, each rank must report a race.
     """

@@ -1,4 +1,6 @@
-"""Tests of the ``ebbtide`` key in a real DeepSpeed config: which engines it reaches, in every form of config."""
+"""Tests of the ``ebbtide`` key in a real DeepSpeed config: which engines get a plan by this key, in every
+form of config.
+"""
 
 import argparse
 import base64

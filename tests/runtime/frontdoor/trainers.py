@@ -33,7 +33,9 @@ Outcome = tuple[dict[str, torch.Tensor], list[Any]]
 
 
 def model(**fields: Any) -> Any:
-    """Return a tiny Llama with the same random weights each time. ZeRO-3 partitions the model while it is made."""
+    """Return a tiny Llama model with the same random weights each time. ZeRO-3 partitions the model while it
+    is made.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
@@ -59,7 +61,7 @@ def samples(count: int = 2 * STEPS * BATCH) -> list[dict[str, torch.Tensor]]:
 
 
 def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
-    """Return a DeepSpeed config with "auto" for the values that the trainer fills in."""
+    """Return a DeepSpeed config with "auto" for the values that Trainer, Accelerate or Lightning fills in."""
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -213,7 +215,7 @@ def generating() -> list[Any]:
 
 
 def with_accelerate(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
-    """Train with Accelerate, and return the final engine and the losses."""
+    """Train with Accelerate, and return the final engine and the losses of all steps."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
     from transformers import get_linear_schedule_with_warmup
@@ -240,7 +242,7 @@ def with_accelerate(key: dict[str, Any] | None, **options: Any) -> tuple[Any, li
 
 
 def with_lightning(key: dict[str, Any] | None, **options: Any) -> tuple[Any, list[Any]]:
-    """Train with Lightning, and return the final engine and the losses."""
+    """Train with Lightning, and return the final engine and the losses of all steps."""
     from tests.runtime.frontdoor.lightning_run import fit
 
     config = ds_config(key, train_micro_batch_size_per_gpu=BATCH, **options.pop("config", {}))

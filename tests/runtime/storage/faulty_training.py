@@ -84,7 +84,7 @@ def cut_short(function, descriptor, data, offset):
 
 
 def torn(function, descriptor, data, offset):
-    """Write only half of a block to the drive, but report that all of it was written."""
+    """Write only half of a block to the drive, but report that the whole block was written."""
     function(descriptor, data[: len(data) // 2], offset)
     return len(data)
 

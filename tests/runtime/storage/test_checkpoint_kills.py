@@ -27,7 +27,9 @@ IN_JOB = CHECKPOINT_POINTS[CHECKPOINT_POINTS.index("job_started") :]
 
 
 class Killing(Files):
-    """File operations that kill the process when a named point is reached for the n-th time."""
+    """File operations of a store or save that kill the process when a named point is reached for the n-th
+    time.
+    """
 
     def __init__(self, name, left):
         self.name, self.left = name, left

@@ -23,7 +23,7 @@ NAMED = ("pwrite", "preadv", "fdatasync", "fsync", "allocate", "rename", "open",
 
 
 class Failing(FaultyFiles):
-    """Faulty file operations that really close a file even if they report that the call failed."""
+    """File operations with a fault. They really close a file even if they report that the call failed."""
 
     def call(self, name, function, *args):
         if name == "close":

@@ -1,5 +1,5 @@
-"""Tests of the store for optimizer state: written state is read back from one or more drives, by version
-and by step, and a write does not overwrite the state of a kept step.
+"""Tests of the store for optimizer state on drives: written state is read back from one or more drives, by
+version and by step, and a write does not overwrite the state of a kept step.
 """
 
 import os

@@ -78,7 +78,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _on_ranks(ranks: int) -> int:
-    """Run this module's command again under torchrun, on several ranks, and return the exit code."""
+    """Run this module's command again under torchrun, on several ranks, and return torchrun's exit code."""
     port = free_port()
     command = [
         sys.executable,

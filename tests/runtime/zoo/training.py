@@ -24,7 +24,7 @@ STEPS = WATCHED_STEPS + 3  # "auto" switches after those that it watches
 
 @dataclass
 class Outcome:
-    """The result of a training run, or its error.
+    """The result of a training run, or the error that ended the run.
 
     Attributes:
         planned: True if a plan of ebbtide ran the updates, not DeepSpeed's own step.
@@ -52,7 +52,8 @@ def plannable(config: Mapping[str, Any]) -> bool:
 def trained(
     config: Mapping[str, Any], key: Any = None, steps: int = STEPS, *, mixed: bool = False, model: ByteGPTConfig = MODEL
 ) -> Outcome:
-    """Train some steps, and return the losses, norms, parameters, masters and moments.
+    """Train some steps of a tiny model, and return the losses, norms, parameters, masters and moments as an
+    `Outcome`.
 
     Args:
         config: Result of `as_trained`.

@@ -196,7 +196,7 @@ def test_what_nobody_has_foreseen_has_the_common_form_and_headers(tmp_path, monk
 
 @pytest.fixture
 def held(tmp_path):
-    """Return a service in this process and an HTTP client for it."""
+    """Return an instance of the HTTP service in this process and an HTTP client for it."""
     from ebbtide.tuner.service.app import create_app
     from ebbtide.tuner.service.resources import Service
     from ebbtide.tuner.service.store import Store

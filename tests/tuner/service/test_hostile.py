@@ -58,7 +58,7 @@ BODIES = {
 
 
 def memory_bytes(pid):
-    """Return the resident memory of a process and its children, in bytes."""
+    """Return the total resident memory of a process and its children, in bytes."""
     total = 0
     for child in (pid, *children(pid)):
         fields = Path(f"/proc/{child}/statm").read_text().split()
@@ -213,8 +213,8 @@ def test_the_page_allows_no_inline_script_and_no_other_host(server):
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory):
-    """Run a server in a thread of this process, and yield a client. The server requires a token and waits
-    0.1 s for a request's header or body.
+    """Run a server of the HTTP service in a thread of this process, and yield a client. The server requires a
+    token and waits 0.1 s for a request's header or body.
     """
     import asyncio
     import threading
