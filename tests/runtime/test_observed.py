@@ -318,7 +318,9 @@ def test_an_evaluation_between_steps_is_no_forward_of_training(only_rank, stage)
 
 
 def test_a_forward_that_fails_is_recorded_anew():
-    """A script may catch an error of its forward, and run it again."""
+    """Check that a forward that fails and is run again is recorded from the start of its second run. A script may
+    catch the error of a forward.
+    """
     watched = WatchedPasses(Device())
     watched.begins(OpKind.FORWARD, 0)  # fails
     again_s = time.perf_counter()
@@ -329,7 +331,9 @@ def test_a_forward_that_fails_is_recorded_anew():
 
 
 def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
-    """DeepSpeed says for each of the forwards that backward begins."""
+    """Check that one backward of the losses of two forwards is recorded as one pass, although DeepSpeed calls its
+    hook for the start of backward once for each forward.
+    """
     engine = start()
     ebbtide.runtime.attach(engine, _plan(engine))
     recorder = engine.optimizer._ebbtide.recorder
@@ -351,7 +355,9 @@ def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
 
 
 def test_a_wait_for_one_parameter_is_a_wait_for_all_of_its_gather():
-    """The gather of several parameters begins when all of them have come in."""
+    """Check that a wait for one parameter also waits for the copies of all parameters of the same gather from host
+    memory, because the gather begins when all of them have been copied to the GPU.
+    """
     waited, names = [], ["first", "second", "apart"]
     held = torch.zeros(1)
     held.final_location = "cpu"
@@ -382,7 +388,9 @@ def test_an_engine_that_is_destroyed_leaves_no_recorder_to_the_next(only_rank):
 
 
 def test_steps_under_a_temporary_plan_are_not_watched(only_rank):
-    """However many there are, none of them is kept, nor planned with."""
+    """Check that ``plan="auto"`` records no training step while DeepSpeed's `offload_states` has moved the
+    optimizer states away, so that no plan is computed from such steps.
+    """
     engine = start()
     ebbtide.runtime.attach(engine, "auto", machine=node(device_kind="emulated"))
     recorder = engine.optimizer._ebbtide.recorder
