@@ -118,7 +118,10 @@ class AllocatorDeltas:
 
 
 def gathered_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes that gathered parameters of a ZeRO-3 model take now, without the rank's own partitions."""
+    """Return the bytes of GPU memory that the gathered parameters of a ZeRO-3 model take now.
+
+    The rank's own partitions are not included.
+    """
     total = 0
     for p in model.parameters():
         shard = getattr(p, "ds_tensor", None)
@@ -128,9 +131,9 @@ def gathered_bytes(model: torch.nn.Module) -> int:
 
 
 def activations_of(model: torch.nn.Module) -> Activations:
-    """Return a counter of a model's activation memory (kept from forward for backward).
+    """Return a counter of a model's activation memory, the bytes that forward keeps for backward.
 
-    On CUDA it reads the GPU allocator. Elsewhere it adds up the tensors that autograd saves.
+    On CUDA the counter reads the GPU allocator. Without CUDA it adds up the tensors that autograd saves.
     """
     if torch.cuda.is_available():
         return AllocatorDeltas(torch.cuda.memory_allocated, lambda: gathered_bytes(model))

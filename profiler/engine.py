@@ -67,7 +67,8 @@ class SampledProfile:
         self._traces: list[Trace] = []
 
     def step(self, *batch: Any) -> Any:
-        """Run one training step of a DeepSpeed engine while it is profiled, and return the model's loss.
+        """Run one training step of a DeepSpeed engine on a batch while the profile measures it, and return the model's
+        loss.
 
         The model itself must return its loss.
         """
@@ -137,7 +138,9 @@ class PassiveProfile:
         engine.step = self._stepped
 
     def stop(self) -> None:
-        """Remove all wrappers that the profile has put around the DeepSpeed engine's functions."""
+        """Remove all wrappers that this profile has put around the DeepSpeed engine's functions, so that no more is
+        measured.
+        """
         if self._stopped:
             return
         self._stopped = True

@@ -1,4 +1,6 @@
-"""Hardware facts of this machine: cores, memory, NUMA nodes, limits, and the GPU's link."""
+"""Facts about this machine's hardware that need no timing: cores, memory, NUMA nodes, limits, and the GPU's
+link.
+"""
 
 import resource
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ class Hardware:
 
 
 def look(cuda: bool) -> Hardware:
-    """Return the hardware facts of this machine from the operating system and, on CUDA, the driver."""
+    """Collect the facts about this machine's hardware from the operating system and, on CUDA, from the driver."""
     import torch
 
     mine = usable()

@@ -1,4 +1,6 @@
-"""Profiling of a training script: its launcher starts it in separate processes, which measure its workload."""
+"""Profiling of a training script: a launcher starts the script in separate processes, which measure its
+workload.
+"""
 
 import signal
 import subprocess
@@ -22,7 +24,7 @@ END_S = 10.0  # for an interrupted launcher to end its ranks
 
 
 class LaunchError(RuntimeError):
-    """An error: a training script that was profiled returned no workload.
+    """An error: no workload came from a training script that was started to be profiled.
 
     Attributes:
         output: Last output of the launcher and the script.
@@ -35,7 +37,7 @@ class LaunchError(RuntimeError):
 
 @dataclass(frozen=True)
 class ScriptRun:
-    """A training script to profile, and how to run it.
+    """A training script to profile, and the way to run it.
 
     Attributes:
         script: Path of the script.
@@ -71,7 +73,13 @@ class ScriptRun:
             raise ValueError(f"iterations must be >= 1, but got {self.iterations} (--iterations)")
 
     def command(self, out: Path, report: Path, port: int) -> list[str]:
-        """Return the launcher's command line that runs a training script under the profiler."""
+        """Return the launcher's command line that runs a training script under the profiler, as a list of arguments.
+
+        Args:
+            out: File for the measured workload.
+            report: Folder for the ranks' progress.
+            port: Port at which the ranks meet.
+        """
         python = [sys.executable, "-m"]
         ours = [
             "ebbtide.profiler.script",

@@ -9,14 +9,16 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def device_bytes() -> int:
-    """Return the bytes of tensors in GPU memory. Without CUDA, return this process's resident host memory."""
+    """Return the bytes of this process's tensors in GPU memory. Without CUDA, return the process's resident host
+    memory.
+    """
     if torch.cuda.is_available():
         return int(torch.cuda.memory_allocated())
     return host_bytes()
 
 
 def host_bytes() -> int:
-    """Return the resident memory of this process in bytes."""
+    """Return the bytes of host memory that are resident for this process."""
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * _PAGE_BYTES
 
 
@@ -26,7 +28,9 @@ def reset_host_peak() -> None:
 
 
 def host_peak_bytes() -> int:
-    """Return the peak of this process's resident host memory in bytes."""
+    """Return the peak of this process's resident host memory in bytes, since `reset_host_peak` or the process's
+    start.
+    """
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
 
@@ -38,5 +42,5 @@ def reset_peak() -> None:
 
 
 def peak_device_bytes() -> int:
-    """Return the peak of tensor bytes in GPU memory since `reset_peak`, or 0 without CUDA."""
+    """Return the peak of this process's tensor bytes in GPU memory since `reset_peak`, or 0 without CUDA."""
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0

@@ -23,9 +23,9 @@ class _Counters:
 
 @dataclass
 class HostWatch:
-    """A watch over this computer during a measurement, for other programs and limits that disturb the measurement.
+    """A context manager that watches this computer during a measurement, for programs and limits that disturb it.
 
-    As a context manager it compares the operating system's counters before and after the measurement.
+    The operating system's counters before and after the measurement are compared.
 
     Args:
         root: Folder that contains ``proc`` and ``sys``. Tests use another folder than ``/``.

@@ -47,7 +47,9 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> list[RankProgress]:
-    """Return the latest progress of every rank of a training script that is profiled."""
+    """Read the latest progress of every rank of a training script that is profiled, from the ranks' files in a
+    folder.
+    """
     return [RankProgress(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank-*.json"))]
 
 

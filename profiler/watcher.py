@@ -1,4 +1,4 @@
-"""Hooks that record times and memory of a live DeepSpeed engine's steps."""
+"""Hooks in a live DeepSpeed engine that record the times and the memory of profiled training steps."""
 
 import threading
 import time
@@ -95,7 +95,7 @@ class Watcher:
         self.note_memory()
 
     def end(self) -> Trace:
-        """End the record of the current training step's times and memory, and return it."""
+        """End the record of the current training step's times and memory, and return the record."""
         self.note_memory()
         self.trace.ended_s = _now_s()
         if self._activations.costly:

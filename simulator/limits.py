@@ -48,7 +48,7 @@ class Peaks(Protocol):
 
 
 def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-    """Return the bytes that given memory peaks need beyond each limit. Only this function decides what fits.
+    """Return the bytes by memory that given peaks need beyond the limits. Only this function decides what fits.
 
     Args:
         limits: Limits by memory, as `Limits.by_memory` returns them. If "device" is absent, GPU memory is host
@@ -141,7 +141,9 @@ class Limits:
 
     @property
     def in_memory(self) -> "Limits":
-        """Return the memory limits without storage, for plans that keep no optimizer state on drives."""
+        """Return a copy of the memory limits without one for storage, for plans that keep no optimizer state on
+        drives.
+        """
         return replace(self, storage_bytes=None)
 
     @property
@@ -165,11 +167,11 @@ class Limits:
         return missing(self.by_memory, device_bytes, host_bytes, storage_bytes)
 
     def hold(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> bool:
-        """Return True if given memory peaks stay within the limit of every memory."""
+        """Return True if given memory peaks, in bytes, stay within a rank's limit of every memory."""
         return not self.missing(device_bytes, host_bytes, storage_bytes)
 
     def missing_bytes(self, peaks: Peaks) -> int:
-        """Return the bytes that given memory peaks need beyond the limits, summed over all memories."""
+        """Return the bytes that given memory peaks need beyond a rank's limits, as one sum over all memories."""
         return sum(self._lacking(peaks).values())
 
     def _lacking(self, peaks: Peaks) -> dict[str, int]:

@@ -55,7 +55,8 @@ DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The properties of a field of `Machine` that holds a rate, whatever the rate's value is.
+    """The properties of a field of `Machine` that holds a rate: limit, label and others, the same for all
+    machines.
 
     Attributes:
         most: Limit far above the rate of any hardware. A higher value must have been given in a wrong unit.
@@ -226,12 +227,13 @@ class Machine(Shown, Page):
         return self
 
     def rank_share(self, capacity: ShareName, ranks: int) -> float:
-        """Return the fraction of a machine's rate that each of several concurrent ranks gets. A single rank gets 1.
+        """Return the fraction of a machine's rate (such as of DRAM) that each of several concurrent ranks gets. For
+        one rank: 1.
 
         Between measured numbers of ranks, the total of all ranks is interpolated linearly. Beyond the largest
-        measured number, the total of DRAM and storage stays constant, and the link of each further rank adds as much
-        as that of the last measured ones. The fraction never grows with the number of ranks. If nothing was measured,
-        DRAM and storage are divided equally, and every rank has a link of its own.
+        measured number, the total of DRAM and storage stays constant, and the link of each further rank adds as
+        much as that of the last measured ones. The fraction never grows with the number of ranks. If nothing was
+        measured, DRAM and storage are divided equally, and every rank has a link of its own.
         """
         known = self._known_shares(capacity)
         if ranks <= 1 or ranks in known:
@@ -462,7 +464,9 @@ class Machine(Shown, Page):
 
     @staticmethod
     def fingerprint_of(hardware: "Machine | Mapping[str, Any]") -> str:
-        """Return the hash of a machine's hardware, from a `Machine` or from a mapping with its hardware fields."""
+        """Return a hash of a machine's hardware, from a `Machine` or from a mapping with the machine's hardware
+        fields.
+        """
         names = ("device_kind", "device_name", "unified_memory", "gpus_per_node", "cpu_cores")
         sizes = ("host_memory_bytes", "device_memory_bytes")
         values: Mapping[str, Any] = (

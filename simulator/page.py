@@ -1,4 +1,4 @@
-"""The base class of the pydantic models that are stored as one JSON file, such as plans and profiles."""
+"""The base class of plans, profiles and other pydantic models that are stored as one JSON file."""
 
 import os
 from pathlib import Path
@@ -13,12 +13,14 @@ class Page(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a pydantic model to a JSON file. A reader never sees the file half-written."""
+        """Write a plan, profile or other pydantic model to its JSON file, such that no reader ever sees the file
+        half-written.
+        """
         write_whole(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a pydantic model from its JSON file.
+        """Read a plan, profile or other pydantic model from its JSON file.
 
         Raises:
             pydantic.ValidationError: A field is missing, unknown or out of its range.

@@ -115,7 +115,8 @@ def _as_rows(ways: Any) -> Any:
 
 
 def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return the rows of a plan file for the given `Way` of each subgroup: placement, parameter location and flags.
+    """Return the rows of a plan file, as dicts, for the `Way` (placement, parameter location, flags) of each
+    subgroup.
 
     Neighboring subgroups with equal values share a row. Fields with default values are left out.
     """
@@ -485,7 +486,7 @@ class Plan(Shown, Page):
 
     @property
     def issue_order(self) -> tuple[int, ...]:
-        """Return all subgroups of a plan in the order of their updates.
+        """Return the numbers of all subgroups of a plan in the order of their updates.
 
         Subgroups that the CPU updates and subgroups that the GPU updates are two queues, which are merged here.
         """
@@ -518,7 +519,9 @@ class Plan(Shown, Page):
         return Plan.model_validate({**self.model_dump(), "ways": tuple(ways), "order": order, **changes})
 
     def with_bits(self, *, early: bool | None = None, sum_on_device: bool | None = None) -> "Plan":
-        """Return a copy of the plan with flags changed for all subgroups with a placement that allows the flag.
+        """Return a copy of the plan with the flags for early updates or sums on the GPU set to given values.
+
+        A flag is changed for all subgroups with a placement that allows the flag.
 
         Args:
             early: True to start updates before the gradient norm is known. None: unchanged.
@@ -535,7 +538,7 @@ class Plan(Shown, Page):
 
     @property
     def stores(self) -> bool:
-        """Return whether a plan keeps the optimizer state of any subgroup on a drive."""
+        """Return True if a plan keeps the optimizer state of any subgroup on a drive."""
         return any(RECIPES[placement].state == "storage" for placement in set(self.placements))
 
     @property

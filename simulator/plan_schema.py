@@ -68,13 +68,13 @@ class _Counts(Page):
 
 
 def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a plan file, converted to the newest schema.
+    """Return the fields of a plan file, converted to the newest schema (version of the file format).
 
-    If the file has no schema version, it follows from the names of the fields.
+    If the file has no schema version, the version is derived from the names of the fields.
 
     Raises:
-        RuleError: The plan was written by a newer ebbtide, has a setting that no version knows, or breaks a rule
-            of its schema.
+        RuleError: The plan was written by a newer ebbtide, has a setting that no version knows, or breaks a
+            rule of its schema.
     """
     version = fields.get("schema_version")
     if isinstance(version, int) and version > SCHEMA_VERSION:

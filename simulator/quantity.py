@@ -17,7 +17,7 @@ Source = Literal["measured", "emulated", "published", "datasheet", "assumed", "f
 
 
 class Quantity(BaseModel):
-    """A positive number given by its median and its quartiles, with the source of the value.
+    """A positive number, such as a measured rate, given by its median and quartiles, with the source of the value.
 
     Attributes:
         median: Value to compute with. Its unit is in the name of the field that holds the quantity.
@@ -57,12 +57,13 @@ class Quantity(BaseModel):
 
     @classmethod
     def exact(cls, value: float, source: Source = "assumed", detail: str = "") -> "Quantity":
-        """Return a quantity with a single, exact value and no spread."""
+        """Return a quantity (a number with its spread and source) with a single, exact value and no spread."""
         return cls(median=value, q1=value, q3=value, n=1, source=source, detail=detail)
 
     @classmethod
     def from_samples(cls, samples: Sequence[float], source: Source = "measured", detail: str = "") -> "Quantity":
-        """Return a quantity with the median and the quartiles of repeated measurements.
+        """Return a quantity (a number with its spread and source) with the median and the quartiles of repeated
+        measurements.
 
         Raises:
             ValueError: there is no sample, or a sample is not finite and positive.

@@ -230,7 +230,7 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
 
 
 def _plain(name: str) -> str:
-    """Return the name of a machine or model for comparisons: lower case letters and digits only.
+    """Return the name of a machine or model in a form for comparisons: lower case letters and digits only.
 
     An organization before a slash, and "nvidia" and "geforce", are left out.
     """

@@ -102,7 +102,7 @@ def freed_of(kind: OpKind) -> Kind:
 
 
 def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
-    """Return the label of an op in timelines, such as ``update host s3``.
+    """Return the label of an op in drawings and tables of a timeline, such as ``update host s3`` for subgroup 3.
 
     A subgroup or layer of -1 means that the op belongs to none.
     """

@@ -76,7 +76,10 @@ def table(records: Records) -> str:
 
 
 def bars(records: Records, columns: Sequence[str], title: str, ax: Axes | None = None) -> Axes:
-    """Draw a bar for each row of a table, with the columns' values stacked, and return the matplotlib axes."""
+    """Draw a bar for each row of a table, such as a plan's memory, and return the matplotlib axes.
+
+    The values of the given columns are stacked in a bar.
+    """
     import matplotlib.pyplot as plt
 
     if ax is None:

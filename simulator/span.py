@@ -27,7 +27,9 @@ class Span:
 
 
 def makespan_s(spans: Sequence[Span]) -> float:
-    """Return the seconds from the first start to the last end of all spans, or 0 without spans."""
+    """Return the seconds from the first start to the last end of the given spans (ops of a timeline), or 0 if
+    there are none.
+    """
     if not spans:
         return 0.0
     return max(s.end_s for s in spans) - min(s.start_s for s in spans)

@@ -12,7 +12,8 @@ ANY_BYTES = 10**18  # where nobody says how much there is
 
 
 class StorageRates(Page):
-    """The storage rates of one folder, measured on its drive and not in the operating system's page cache.
+    """The rates of reading and writing in one folder, measured on its drive and not in the operating system's page
+    cache.
 
     Attributes:
         write_bytes_per_s, read_bytes_per_s: Rate of only writing, and of only reading, with as many blocks in

@@ -172,7 +172,7 @@ class Timeline(Shown):
         return max((m.host_bytes for m in self.memory), default=0)
 
     def busy_s(self, lane: Lane) -> float:
-        """Return the seconds during which a lane (such as a copy direction) of a timeline runs an op."""
+        """Return the seconds during which an op of a timeline runs on the given lane (such as a copy direction)."""
         return sum(s.end_s - s.start_s for s in self.spans if s.lane == lane)
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:
@@ -182,7 +182,7 @@ class Timeline(Shown):
         write_whole(path, json.dumps(self.perfetto(*others)))
 
     def perfetto(self, *others: Timeline) -> dict[str, Any]:
-        """Return one or more timelines as a JSON document that ui.perfetto.dev can open."""
+        """Return one or more timelines as a JSON document in the trace format of the web page ui.perfetto.dev."""
         events: list[dict[str, Any]] = []
         for pid, timeline in enumerate((self, *others), start=1):
             events.extend(_perfetto_events(timeline, pid))

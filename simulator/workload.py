@@ -98,7 +98,7 @@ class TrainedAs(Page):
 
     @property
     def in_words(self) -> str:
-        """Return the settings of a training step (precision, batch, sequence) as one line of text."""
+        """Return the settings of a training step (precision, batch, sequence) as one line of text for messages."""
         parts = [self.precision, f"micro-batch {self.micro_batch}", f"accumulation {self.accumulation}"]
         if self.sequence is not None:
             parts.append(f"{self.sequence} tokens per sample")
@@ -287,7 +287,7 @@ class Workload(Shown, Page):
 
     @property
     def activation_bytes(self) -> int:
-        """Return the activation bytes of all layers, which are in GPU memory when a micro-batch's forward ends."""
+        """Return the sum of all layers' activation bytes, which are in GPU memory when a micro-batch's forward ends."""
         return sum(layer.activation_bytes for layer in self.layers)
 
     @property
@@ -377,7 +377,9 @@ class Workload(Shown, Page):
 
     @property
     def adds_on_device(self) -> bool:
-        """Return True if DeepSpeed, without a plan, accumulates this workload's gradients on the GPU."""
+        """Return True if DeepSpeed, without a plan, accumulates this workload's gradients of several micro-batches on
+        the GPU.
+        """
         return adds_on_device(self.zero_stage, self.grad_bytes_per_param, self.wire_bytes)
 
     @property
@@ -412,7 +414,9 @@ class Workload(Shown, Page):
 
     @property
     def one_subgroup(self) -> "Workload":
-        """Return the workload with all optimizer state in a single subgroup, as DeepSpeed has it in ZeRO-1 and 2."""
+        """Return a copy of the workload with all optimizer state in one subgroup, as DeepSpeed has it under ZeRO-1 and
+        2.
+        """
         return Workload.model_validate({**self.model_dump(), "subgroups": (self.params,)})
 
     @property
@@ -425,7 +429,7 @@ class Workload(Shown, Page):
 
     @property
     def optimizer_state(self) -> OptimizerState:
-        """Return the fp32 tensors that the workload's optimizer keeps for each parameter."""
+        """Return the description of the workload's optimizer: the fp32 tensors that it keeps for each parameter."""
         return OPTIMIZERS[self.optimizer]
 
     @property

@@ -1,1 +1,3 @@
-"""Measurements of a machine's rates: one activity alone, two activities at once, and all ranks at once."""
+"""Measurements of a machine's rates (copies, updates, storage): one activity alone, two at once, and all ranks
+at once.
+"""

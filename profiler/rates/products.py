@@ -1,4 +1,4 @@
-"""Measurements of the work in forward and backward: matrix products and GPU memory traffic."""
+"""Measurements of the rates that limit forward and backward: of matrix products, and of GPU memory."""
 
 from collections.abc import Callable
 

@@ -63,7 +63,10 @@ class StageSamples:
     together: list[list[float]]
 
     def share(self, source: Source, unit: str) -> Quantity:
-        """Return the activity's rate on a rank while all ranks run, divided by its rate while one rank runs alone."""
+        """Return an activity's rate on each rank while all ranks run, divided by its rate while one rank runs alone.
+
+        The result is a quantity with its spread.
+        """
         alone = statistics.median(self.alone)
         each = [statistics.median(rates) for rates in self.together]
         detail = (

@@ -27,7 +27,7 @@ def noise(elements: int, device: str = "cpu") -> torch.Tensor:
 
 
 def timed_s(work: Callable[[], object]) -> float:
-    """Return the wall time of one function call in seconds."""
+    """Return the wall time of one call of a function in seconds."""
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun
@@ -60,7 +60,7 @@ def repeat_s(
 
 
 def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
-    """Return a measured rate with its spread: ``amount`` divided by each duration.
+    """Return the rate of a measured activity with its spread: ``amount`` divided by each duration.
 
     Args:
         amount: Number of bytes, parameters or operations in each repeat.
@@ -92,7 +92,13 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 
 
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
-    """Return sentences on why a measured rate has too few or too different repeats, or an empty list."""
+    """Return sentences on why a measured rate has too few or too different repeats, or an empty list.
+
+    Args:
+        name: Name of the measurement, for the sentences.
+        quantity: Measured rate.
+        least: Number of repeats below which there are too few.
+    """
     if quantity.n < least:
         return [
             f"{name} was measured only {quantity.n} times (at least {least} are needed to call it "

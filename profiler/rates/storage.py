@@ -288,7 +288,7 @@ class FileToWrite:
                 held.close()
 
     def read(self, readers: int = 1, blocks: range | None = None) -> None:
-        """Read the file of a storage measurement, or some of its blocks, with the given number of threads."""
+        """Read the temporary file of a storage measurement, or some of its blocks, with the given number of threads."""
         with _opened(self._path, os.O_RDONLY, self.direct) as descriptor:
             if not self.direct and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -68,13 +68,21 @@ class Simulated:
 
 
 def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
-    """Return an offloading strategy's schedule of ops for a workload, as arrays for the compiled simulator."""
+    """Return an offloading strategy's schedule of ops for a workload, as arrays for the compiled simulator.
+
+    Args:
+        name: Name of the strategy, such as "zero3_offload".
+        workload: Workload that is trained.
+        options: Options of the strategy, as for `build_strategy`.
+    """
     return compile_schedule(build_strategy(name, workload, **options))
 
 
 @dataclass(frozen=True)
 class _Strategy:
-    """An offloading strategy for one workload on one machine, which can be simulated at several settings."""
+    """An offloading strategy for one workload on one machine, to be simulated at several settings (such as
+    ratios).
+    """
 
     name: str
     workload: Workload
@@ -190,7 +198,7 @@ def simulated(
     setting: Mapping[str, Any],
     compile_: Compile = compiled,
 ) -> Simulated:
-    """Return the simulation of an offloading strategy at one setting, and whether it fits into memory."""
+    """Simulate an offloading strategy at one setting, and check whether the training fits into memory."""
     return _Strategy(name, workload, machine, limits, compile_).best([setting])
 
 
@@ -204,8 +212,8 @@ def best_setting(
 ) -> Simulated:
     """Return the simulation of an offloading strategy at its fastest setting that fits into memory.
 
-    If a setting is given, only that one is simulated. If no setting fits into memory, return the simulation
-    that needs the least additional memory.
+    If the argument ``setting`` is given, only this setting is simulated. If no setting fits into memory, return
+    the simulation that needs the least additional memory.
 
     Args:
         compile_: Function that builds a schedule from the strategy's name, the workload and the setting.

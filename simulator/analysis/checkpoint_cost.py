@@ -1,4 +1,4 @@
-"""The cost of a checkpoint, predicted by simulating training with and without the checkpoint."""
+"""A prediction of the cost of a checkpoint, from simulations of training with and without the checkpoint."""
 
 import math
 from collections.abc import Sequence
@@ -202,7 +202,11 @@ class CheckpointSimulation:
         return self._schedule(saving, self.writing(saving))
 
     def cost(self, saving: CheckpointPlan) -> CheckpointCost:
-        """Return the cost of one checkpoint that is fully written before the next one is saved."""
+        """Return the cost of one checkpoint that is fully written before the next one is saved.
+
+        Args:
+            saving: Checkpoint settings, as in a plan.
+        """
         writing = self.writing(saving)
         compiled = compile_schedule(self._schedule(saving, writing))
         run = self._run(compiled)

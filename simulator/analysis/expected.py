@@ -126,12 +126,14 @@ def late_s(
 def early_update_s(
     workload: Workload, machine: Machine, elements: int, threads: int = 0, placement: Placement = "host"
 ) -> float:
-    """Return the seconds of the longest op of an early update, if that op shares nothing with others.
+    """Return the seconds of the longest op of one subgroup's early update, if the op has the machine for itself.
 
     An early update starts before the gradient norm is known.
 
     Args:
+        elements: Number of elements of the subgroup.
         threads: Number of threads of an update on the CPU. 0: all cores.
+        placement: Placement of the subgroup, which decides about the ops of its update.
     """
     recipe, amounts = recipe_of(placement, "device", updated_early=True), Bytes.of(workload)
     early = recipe.steps[: recipe.before_norm]

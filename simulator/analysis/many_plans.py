@@ -66,7 +66,7 @@ class PlanSweep:
     """
 
     def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
-        """Prepare the prediction of plans for a workload on a machine.
+        """Prepare to predict many plans for one workload on one machine, by computing once what all plans share.
 
         Raises:
             ValueError: The machine lacks a rate that the workload needs.
@@ -116,12 +116,11 @@ class PlanSweep:
         issue: Ints | None = None,
         host_slots: int = HOST_SLOTS,
     ) -> Floats:
-        """Return the predicted times and memory peaks of one plan, as an array in the order of `COLUMNS`.
+        """Return the predicted times and memory peaks of one plan, as an array in the order of the constant `COLUMNS`.
 
         Args:
-            placement: For each subgroup, the number (`Way.code`) of the combination of placement, parameter location
-                and
-                flags with which it is updated: shape (subgroups,).
+            placement: For each subgroup, the number (`Way.code`) of the combination of placement, parameter
+                location and flags with which it is updated: shape (subgroups,).
             issue: Subgroups in the order of their updates, as in `Plan.issue_order`. None: order of the layers.
 
         Raises:
@@ -185,7 +184,7 @@ class PlanSweep:
         return float(self.sizes[(placement // SUMMED) % 2 == 1].sum())
 
     def evaluate_plan(self, plan: Plan) -> Floats:
-        """Return the predicted times and memory peaks of a plan, as an array in the order of `COLUMNS`."""
+        """Return the predicted times and memory peaks of a plan, as an array in the order of the constant `COLUMNS`."""
         return self.evaluate(
             np.array([way.code for way in plan.ways], np.int8),
             plan.staging_slots,
@@ -197,7 +196,9 @@ class PlanSweep:
         )
 
     def result(self, plan: Plan) -> SimResult:
-        """Return the predicted times and memory peaks of a plan, without the times of single ops."""
+        """Return the predicted times and memory peaks of a plan as an object, without the start and end of single
+        ops.
+        """
         none = np.zeros(0)
         return result(self.evaluate_plan(plan), none, none)
 

@@ -133,7 +133,8 @@ class Template:
     def retimed(self, workload: Workload) -> CompiledSchedule:
         """Return this template's compiled schedule, with the times and the memory of another workload.
 
-        Both workloads must have the same ops (`structure`). This is faster than building the other schedule.
+        Both workloads must have the same ops (`structure`). Replacing the times is faster than building another
+        schedule.
         """
         forward_s = np.array([layer.forward_s for layer in workload.layers])
         backward_s = np.array([layer.backward_s for layer in workload.layers])

@@ -190,7 +190,8 @@ def grid(
     memories: Sequence[float] | None,
     changes: Mapping[str, Sequence[float]],
 ) -> Iterator[Point]:
-    """Yield every combination of the given strategies, GPU memory sizes and values of changed fields.
+    """Yield every combination of the given strategies, GPU memory sizes and values of changed fields, as a
+    `Point`.
 
     Raises:
         ValueError: No strategy or no memory size is given, or one of them is impossible.
@@ -278,9 +279,9 @@ class _Bar:
 
 
 def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner | None = None) -> dict[str, Any]:
-    """Simulate one combination of a strategy, a GPU memory size and changed fields (`Point`).
+    """Simulate one combination of a strategy, a GPU memory size and changed fields (a `Point`).
 
-    Return the row of this combination in the table of `what_if`.
+    Return the combination's row in the table of `what_if`, as a dict by column.
     """
     work, changed = _changed(workload, machine, point)
     limits = _limits(work, changed, point)

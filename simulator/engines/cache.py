@@ -1,4 +1,4 @@
-"""The folder for ebbtide's reusable files: compiled code and measured machines."""
+"""The choice of the folder for files that ebbtide reuses between runs: compiled code and measured machines."""
 
 import contextlib
 import os

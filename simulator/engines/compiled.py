@@ -53,7 +53,9 @@ class SimResult:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Return the seconds of a simulated iteration's phases (forward, backward ...), as `Timeline.phases` does."""
+        """Return a dict of the seconds of a simulated iteration's phases (forward, backward ...), as `Timeline.phases`
+        does.
+        """
         return {
             "forward_s": self.forward_s,
             "backward_s": self.backward_s,
@@ -167,9 +169,9 @@ def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
 
 
 def capacity_vector(machine: Machine, ranks: int) -> Floats:
-    """Return the capacities that one rank has on a machine, as an array in the order of kernel.CAPACITIES.
+    """Return the shared capacities of a node, such as DRAM bandwidth, that one of ``ranks`` ranks has.
 
-    A capacity is a shared resource, such as DRAM bandwidth. Unknown capacities are infinite.
+    The result is an array in the order of kernel.CAPACITIES. Unknown capacities are infinite.
     """
     known = capacities(machine, ranks)
     return np.array([known.get(name, np.inf) for name in kernel.CAPACITIES])

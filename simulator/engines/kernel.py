@@ -393,7 +393,10 @@ def _phase(kind: int) -> int:
 
 @compiled
 def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
-    """Return the seconds of an iteration as `Timeline.iteration_s` does, or -1 if fewer than two backwards ran."""
+    """Return the seconds of a simulated iteration in the steady state, computed as in `Timeline.iteration_s`.
+
+    The result is -1 if fewer than two backwards ran.
+    """
     ends = np.full(iterations, -1.0)
     for i in range(ops.shape[0]):
         if ops[i, KIND] == _BACKWARD:

@@ -1,4 +1,6 @@
-"""The reference simulator, which computes step by step when each op of a schedule runs on a machine."""
+"""The reference simulator, written for readers: it computes step by step when each op of a schedule runs on a
+machine.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def latency_of(op: Op, machine: Machine) -> float:
 
 
 def alone_s(op: Op, machine: Machine) -> float:
-    """Return the seconds that an op takes on a machine if no other op runs."""
+    """Return the seconds that an op of a schedule takes on a machine if no other op runs at the same time."""
     if machine.unified_memory and op.kind in _FREE_WHERE_UNIFIED:
         return 0.0
     if not op.work:

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 
 def max_min_speeds(demands: Sequence[Mapping[str, float]], capacities: Mapping[str, float]) -> list[float]:
-    """Return the max-min fair speeds of ops that run at the same time, from 0 to 1 (full speed).
+    """Return the speeds of ops that run at the same time under max-min fair sharing, from 0 to 1 (full speed), as
+    a list.
 
-    All ops speed up together until a capacity is full (progressive filling). The ops that use this capacity keep
-    their speed, and the others continue. See Bertsekas & Gallager, Data Networks, section 6.5.2.
+    All ops speed up together until a capacity is full (progressive filling). The ops that use this capacity
+    keep their speed, and the others continue. See Bertsekas & Gallager, Data Networks, section 6.5.2.
 
     Args:
         demands: For each op, the amount of each capacity that it uses at full speed, per second.

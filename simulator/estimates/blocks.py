@@ -83,7 +83,9 @@ class Architecture(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltArchitecture(Architecture):
-    """An architecture that was read from a model's torch modules. See `ebbtide.simulator.estimates.modules`."""
+    """The architecture of a model as read from the model's torch modules, see
+    `ebbtide.simulator.estimates.modules`.
+    """
 
     held: tuple[Block, ...]
 
@@ -93,7 +95,7 @@ class BuiltArchitecture(Architecture):
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedArchitecture(Architecture):
-    """An architecture described by a few numbers and by the list of parts of a layer.
+    """The architecture of a model as described by a few numbers and by the list of the parts of a layer.
 
     Attributes:
         layout: Names of the parts of a layer (see `PARTS`), in the order of their parameters.
@@ -101,8 +103,8 @@ class DescribedArchitecture(Architecture):
         bias: Groups of parts with a bias: ``qkv``, ``out``, ``mlp``, ``router``, ``head``.
         norm_params: Number of parameter tensors of a norm: 0, 1 (RMS norm) or 2 (layer norm: weight and bias).
         positions: Number of learned position embeddings. 0 for rotary embeddings.
-        experts, experts_per_token: Number of experts in a layer, and number of them that a token uses. 0 experts
-            mean a dense MLP.
+        experts, experts_per_token: Number of experts in a layer, and number of them that a token uses. 0
+            experts mean a dense MLP.
         ffn: Width of the MLP, or of an expert.
         shared_ffn: Width of the additional expert that every token uses.
     """

@@ -39,7 +39,7 @@ class Links:
         return cls(EFFICIENCY * port.median, EFFICIENCY * pair.median if pair else None)
 
     def bytes_per_s(self, ranks: int) -> float:
-        """Return the bandwidth that each GPU has in a ring of several ranks.
+        """Return the bytes per second that each GPU of a node has in a ring of ``ranks`` GPUs.
 
         If NVLink connects the GPUs in pairs, a ring of two GPUs can use only the link of the pair.
         """

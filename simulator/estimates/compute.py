@@ -47,7 +47,7 @@ LOSS_BYTES: Mapping[str, tuple[int, int]] = {"fused": (16, 14), "eager": (24, 24
 
 @dataclass(frozen=True)
 class Pass:
-    """The cost of a forward, or of a backward without recomputation, through a block of a model.
+    """The cost of a block's forward, or of its backward without recomputation, relative to a forward.
 
     Attributes:
         products: Cost of the matrix products, relative to those of a forward.
@@ -68,7 +68,7 @@ BACKWARD = Pass(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFFIC, 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU's rates, and the training settings that determine how long it computes on a block of given shape."""
+    """The rates of a GPU, and the training settings that decide how long it computes on a block of a model."""
 
     flops_per_s: float
     attention_flops_per_s: float
@@ -110,7 +110,8 @@ class Device:
         return max(flops / self.flops_per_s, self._product_bytes(block, shape) / self.memory_bytes_per_s)
 
     def _score_flops(self, block: Block, shape: "Shape") -> float:
-        """Return the floating-point operations of attention scores, and of multiplying them with the values.
+        """Return the floating-point operations of a block's attention: for the scores, and for multiplying them with
+        the values.
 
         Flash attention skips the masked half of a causal sequence.
         """
@@ -151,7 +152,9 @@ class Device:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a micro-batch: the model's hidden size and number of heads, and the numbers of tokens."""
+    """The shape of a micro-batch: its numbers of tokens, and the model's hidden size and number of attention
+    heads.
+    """
 
     hidden: int
     heads: int
@@ -160,7 +163,8 @@ class Shape:
 
 
 def overlapped_s(*parts_s: float) -> float:
-    """Return the seconds of activities that overlap partly: more than the longest of them, less than their sum.
+    """Return the seconds of several activities that overlap partly: more than the longest of them, less than their
+    sum.
 
     The result is the root of the sum of squares. It equals the longest if that dominates, and is 1.4 times the
     longest of two equal ones. Full overlap is not reached in training: the first kernel of each layer waits for

@@ -254,7 +254,9 @@ class _Resolver:
         return stage  # type: ignore[return-value]
 
     def optimizer(self) -> str:
-        """Return the name of a DeepSpeed config's optimizer, as in `OPTIMIZERS`. The default is Adam."""
+        """Return the simulator's name for a DeepSpeed config's optimizer, a key of `OPTIMIZERS`. The default is
+        Adam.
+        """
         kind = str(self.section("optimizer").get("type", "AdamW"))
         name = {"adamw": ADAM.name}.get(kind.lower(), kind.lower())
         if name not in OPTIMIZERS:

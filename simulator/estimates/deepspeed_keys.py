@@ -1,4 +1,4 @@
-"""Reading of DeepSpeed configs, with a check of their keys and values."""
+"""Readers of DeepSpeed configs, which check that keys exist in DeepSpeed and that values are allowed."""
 
 import json
 import re
@@ -109,7 +109,8 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Return a DeepSpeed config from its file, which may have comments and trailing commas (Hjson).
+    """Read a DeepSpeed config from a file, which may have comments and trailing commas (Hjson), and return it as a
+    dict.
 
     Raises:
         ModelError: The file cannot be read, or does not contain an object. The message names the file.
@@ -187,7 +188,7 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def at_least(version: tuple[int, ...], installed: str | None = None) -> bool:
-    """Return True if the installed DeepSpeed has at least the given version.
+    """Return True if DeepSpeed's version is at least the given one.
 
     Args:
         installed: DeepSpeed's version. None: the installed version, or the newest if there is none.

@@ -1,8 +1,8 @@
-"""The estimate of one rank's training under ZeRO-1 or 2.
+"""The estimate of one rank's times and memory in training under ZeRO-1 or 2.
 
 Under these stages a rank has all parameters, and a slice of the optimizer state. DeepSpeed concatenates all
-parameters of a group, and gives each rank a slice of equal size. The estimate is for the first rank: backward
-completes the gradients of its layers last, and all ranks wait for it at the gradient norm. Source:
+parameters of a group, and gives each rank a slice of equal size. The estimate is for the first rank:
+backward completes the gradients of its layers last, and all ranks wait for it at the gradient norm. Source:
 ``deepspeed/runtime/zero/stage_1_and_2.py``, DeepSpeedZeroOptimizer.
 """
 
@@ -101,7 +101,8 @@ class FlatRank(Rank):
         return ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return the number of elements that a rank holds of each of a block's parameters under ZeRO-1 or 2.
+        """Return a tuple of the number of elements of each of a block's parameters that a rank holds under ZeRO-1 or
+        2.
 
         These stages do not divide parameters among data-parallel ranks.
         """

@@ -90,7 +90,8 @@ class Offloading:
         return self.beyond_plans or (f"{HELD}.device ({self.parameters})" if self.parameters != "none" else "")
 
     def strategy(self, zero_stage: int) -> tuple[str, dict[str, Any]]:
-        """Return the arguments of `ebbtide.simulator.build_strategy` that simulate DeepSpeed with these settings.
+        """Return the name and options for `ebbtide.simulator.build_strategy` that simulate DeepSpeed with these
+        offload settings.
 
         Without a config they simulate DeepSpeed's offload of optimizer state, which is the baseline of a plan.
 
@@ -192,7 +193,7 @@ class Offloading:
 
 
 def offloading(config: Mapping[str, Any] | str | Path | None, deepspeed: str | None = None) -> Offloading:
-    """Return the offload settings in a DeepSpeed config.
+    """Read the offload settings in a DeepSpeed config.
 
     Args:
         deepspeed: DeepSpeed's version. None: the installed version, or the newest if there is none.
@@ -204,7 +205,7 @@ def offloading(config: Mapping[str, Any] | str | Path | None, deepspeed: str | N
 
 
 def offloading_of(read: Mapping[str, Any], deepspeed: str | None = None) -> Offloading:
-    """Return the offload settings in a DeepSpeed config that `loaded` has already read and checked."""
+    """Return the offload settings in a DeepSpeed config that the function `loaded` has already read and checked."""
     zero = section(read, ZERO)
     state = _moved(zero, OPTIMIZER, "cpu_offload")
     held = _moved(zero, PARAM, "cpu_offload_param") or {}
@@ -322,9 +323,9 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
 
 
 def own_step_key(config: Mapping[str, Any]) -> str:
-    """Return the DeepSpeed key, if any, that makes the optimizer run its own step under a plan.
+    """Return the key of a DeepSpeed config that makes the optimizer run its own step under a plan, or an empty
+    string.
 
-    With such a key all optimizer state is in host memory, so there is no plan to search. Empty without such a
-    key.
+    With such a key all optimizer state is in host memory, so there is no plan to search.
     """
     return next((key for key in _OWN_STEP if at(config, key)), "")

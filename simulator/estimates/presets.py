@@ -146,9 +146,12 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
 
 
 def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
-    """Return the rates of CPU updates and host memory for one rank that is alone on a preset's node.
+    """Return the rates of a preset machine's CPU updates and host memory, for one rank that is alone on a node.
 
     ebbtide's fused update kernel is assumed to reach the memory bandwidth of DeepSpeed's separate passes.
+
+    Returns:
+        A dict from field names of `Machine` to rates.
     """
     drawn = _drawn_bytes_per_s(sheet)
     return {

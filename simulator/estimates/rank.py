@@ -99,7 +99,7 @@ class Rank:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens in one micro-batch of a rank."""
+        """Return the number of tokens in one micro-batch of one rank of a training job."""
         return self.job.sequence * self.job.micro_batch
 
     @cached_property
@@ -124,7 +124,7 @@ class Rank:
         return held
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return the number of elements that one rank holds of each parameter of a block (embedding, layer or head).
+        """Return a tuple of the number of elements that one rank holds of each parameter of a block (such as a layer).
 
         Tensor parallelism divides parameters first, then ZeRO.
         """
@@ -155,7 +155,8 @@ class Rank:
         return _gathers(whole, again, self.job.gather_rules)
 
     def regathered(self, blocks: Sequence[Block]) -> list[dict[str, int]]:
-        """Return, for each block of a model, how many parameter elements stay gathered or are gathered again.
+        """Return, for each block of a model, the numbers of parameter elements that stay gathered and that are
+        gathered again.
 
         Returns:
             For each block, the fields `persistent_params` and `regathered_params` of its `Layer`. No fields below
@@ -195,7 +196,9 @@ class Rank:
 
     @cached_property
     def device(self) -> Device:
-        """Return the GPU rates of a machine for a training job's precision, kernels and tensor parallelism."""
+        """Return the rates of one of a machine's GPUs for a training job's precision, kernels and tensor
+        parallelism.
+        """
         p = self.job
         return Device.of(
             self.machine,
@@ -208,7 +211,9 @@ class Rank:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of one micro-batch: numbers of tokens, and the model's hidden size and number of heads."""
+        """Return the shape of one micro-batch: its numbers of tokens, and the model's hidden size and number of
+        heads.
+        """
         return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
 
     def device_s(self, block: Block) -> float:
@@ -270,11 +275,12 @@ class Rank:
 
     @property
     def reduced_beside(self) -> float:
-        """Return the fraction of gradient reductions that overlaps with backward.
+        """Return the fraction of the time of gradient reductions over the ranks that overlaps with backward under
+        ZeRO-3.
 
         NCCL runs gathers and reductions in the order of their launch, because both belong to one process group. A
-        reduction starts as soon as the gradient bucket is full. The parameters that backward needs next are gathered
-        after it, except those that were prefetched (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
+        reduction starts as soon as the gradient bucket is full. The parameters that backward needs next are
+        gathered after it, except those that were prefetched (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
         ``PartitionedParameterCoordinator.fetch_sub_module``).
         """
         if not self.job.overlaps_comm:
@@ -306,7 +312,13 @@ class Rank:
         return self.gather_s(block, self.job.gradient_bytes)
 
     def gather_s(self, block: Block, element_bytes: int) -> float:
-        """Return the seconds of ZeRO's all-gather or reduce-scatter of a block among the ranks of one node."""
+        """Return the seconds of ZeRO's all-gather or reduce-scatter of one block's elements among the ranks of one
+        node.
+
+        Args:
+            block: Block of the model, such as a layer.
+            element_bytes: Bytes per element.
+        """
         size = self.whole_elements(block) * element_bytes
         return self.links.gather_s(size, self.layout.ring_in_node)
 
@@ -342,7 +354,8 @@ class Rank:
         return int(part * self.wire + beside), int(part * self.job.gradient_bytes)
 
     def exchange_beside_bytes(self, block: Block) -> float:
-        """Return a rank's share of the bytes that tensor-parallel exchanges bring into its node for a block.
+        """Return a rank's share of the bytes that tensor-parallel exchanges of one block bring into its node over the
+        network.
 
         These bytes occupy the network that ZeRO's gathers need. The mean of forward and backward is used for both.
         """
@@ -400,7 +413,7 @@ class Rank:
         return unit * (whole + STORED_SPLIT / t + scores + widened)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of GPU memory that are in use throughout an iteration.
+        """Return the bytes of one rank's GPU memory that are in use throughout an iteration, without optimizer state.
 
         They hold parameters, gathered parameters, both gradient buckets, and the activations of the last recomputed
         layer.
@@ -409,7 +422,10 @@ class Rank:
         return held + sum(self.base_parts(blocks).values())
 
     def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
-        """Return the bytes of GPU memory by kind that are in use throughout an iteration, without gradient buckets."""
+        """Return the bytes of one rank's GPU memory that are in use throughout an iteration, as a dict by kind.
+
+        The kinds are parameters and activations. Gradient buckets are not included.
+        """
         held = self.held_elements(blocks) + self.gathered_elements(blocks)
         parts: dict[BaseKind, int] = {"parameters": held * self.wire}
         if self.job.recompute:  # its activations stay until the next iteration's take their place
@@ -427,9 +443,9 @@ class Rank:
         return sum(sum(self.partitions(block)) for block in blocks)
 
     def gathered_elements(self, blocks: Sequence[Block]) -> int:
-        """Return the largest number of parameter elements that are gathered in GPU memory.
+        """Return the largest number of parameter elements that ZeRO-3 has gathered in one rank's GPU memory at a time.
 
-        ``stage3_max_live_parameters`` limits it. Embedding and head are never released, and come on top.
+        ``stage3_max_live_parameters`` limits this number. Embedding and head are never released, and come on top.
         """
         if self.job.data_parallel == 1:
             return 0

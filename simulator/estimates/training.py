@@ -1,4 +1,4 @@
-"""The settings of a training job, and the checks of their values."""
+"""The settings of a training job (model, batch, precision, parallelism ...), and the checks of their values."""
 
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
@@ -67,7 +67,7 @@ Written = Annotated[Kernels, BeforeValidator(_kernels)]
 
 
 class Training(BaseModel):
-    """The settings of a training job. `ebbtide.simulator.estimates.job.Job` reads them from configs and flags.
+    """The settings of a training job, which `ebbtide.simulator.estimates.job.Job` reads from configs and flags.
 
     Attributes:
         architecture: Model that is trained.
@@ -95,8 +95,8 @@ class Training(BaseModel):
         max_live_parameters, max_reuse_distance, persistence_threshold: DeepSpeed's ``stage3_`` keys of similar
             names, in elements. They decide which gathered parameters stay on the GPU between two uses.
         overlap_comm: DeepSpeed's key of this name. None: DeepSpeed's default at this ZeRO stage.
-        launcher: Program that launches the ranks. It determines the number of threads of DeepSpeed's updates
-            on the CPU.
+        launcher: Program that launches the ranks. It determines the number of threads of DeepSpeed's updates on
+            the CPU.
         omp_threads: ``OMP_NUM_THREADS`` as set by the user.
         notes: Sentences that tell which value was assumed for a setting that was ``"auto"`` or missing.
         config: DeepSpeed config from which the settings were read.
@@ -185,7 +185,9 @@ class Training(BaseModel):
 
     @property
     def clips(self) -> bool:
-        """Return True if a training step waits for the gradient norm, to clip gradients or to detect an overflow."""
+        """Return True if a training step waits for the gradient norm before updates, to clip gradients or detect an
+        overflow.
+        """
         return self.clip > 0 or self.precision == "fp16"
 
     @property

@@ -112,7 +112,7 @@ class CheckpointedLoop(EbbtideLoop):
     # -- the checkpoint's own ops ------------------------------------------------------------
 
     def _save(self) -> None:
-        """Append to the schedule a checkpoint save.
+        """Append a checkpoint save to the schedule.
 
         The save starts when all updates have ended, and the next forward starts after the save.
         """
@@ -268,5 +268,5 @@ def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
 
 
 def copy_rate(machine: Machine) -> float:
-    """Return the bytes per second that one thread copies inside host memory."""
+    """Return the bytes per second that one thread copies inside host memory, for copies of a checkpoint's state."""
     return min(machine.rate("host_copy_bytes_per_s"), COPY_BYTES_PER_S)

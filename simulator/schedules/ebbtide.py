@@ -165,7 +165,8 @@ class EbbtideLoop(PlannedLoop):
         return [self.on_host[subgroup]]
 
     def _add(self, step: Step, subgroup: int, waits: list[int], elements: int | None = None) -> int:
-        """Append to the schedule an op of a subgroup's gradient or update. It waits for the given ops.
+        """Append an op of a subgroup's gradient or update to the schedule, to start after the ops in ``waits``. Return
+        its id.
 
         Args:
             elements: Number of elements that the op works on. None: the whole subgroup.

@@ -47,7 +47,7 @@ class FlatOptions:
 class FlatOffloadLoop(StockLoop):
     """The simulated training loop of DeepSpeed's ZeRO-1 and 2 with optimizer state in host memory.
 
-    All updates run on the CPU after the gradient norm, and no other op overlaps them.
+    All updates run on the CPU after the gradient norm, and no other op runs at the same time.
     """
 
     def __init__(self, workload: Workload, flat: FlatOptions | None = None) -> None:

@@ -83,7 +83,12 @@ class TrainingLoop(ABC):
         """
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay on the GPU."""
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay on the GPU.
+
+        Args:
+            layer: Number of the layer.
+            micro_step: Number of the micro-batch.
+        """
         return 0
 
     @property
@@ -125,15 +130,17 @@ class TrainingLoop(ABC):
         return []
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Append to the schedule the ops that bring a layer's parameters to the GPU.
+        """Append to the schedule the ops that bring a layer's parameters to the GPU for its next forward or backward.
 
-        Return the ops that the layer's pass waits for.
+        Return the ops that this forward or backward waits for.
         """
         size = self.workload.layers[layer].network_gather_bytes
         return [self._gather(size, layer, waits)] if size else waits
 
     def after_forward(self, layer: int, op: int) -> None:
-        """Append ops to the schedule after a layer's forward. Does nothing unless a subclass overrides it."""
+        """Append to the schedule what a strategy does after a layer's forward: nothing, unless a subclass overrides
+        this method.
+        """
 
     def _parameter_waits(self, layer: int) -> list[int]:
         waits = [] if self.step_end is None else [self.step_end]
@@ -152,7 +159,7 @@ class TrainingLoop(ABC):
         )
 
     def backward(self, micro_step: int) -> None:
-        """Append the backward of a micro-batch to a schedule, layer by layer, with the last layer first."""
+        """Append the backward of one micro-batch to the schedule, layer by layer, with the last layer first."""
         w = self.workload
         waits = self.before_pass(len(w.layers) - 1, [], backward=True)
         for number in reversed(range(len(w.layers))):

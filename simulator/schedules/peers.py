@@ -100,7 +100,9 @@ class StockOptions:
 
 
 class StockLoop(TrainingLoop):
-    """The simulated training loop of DeepSpeed's ZeRO-3 offload, and of published improvements on it."""
+    """The simulated training loop of DeepSpeed's ZeRO-3 offload, and of published improvements on it
+    (`StockOptions`).
+    """
 
     def __init__(self, workload: Workload, options: StockOptions) -> None:
         super().__init__(workload)
@@ -458,10 +460,7 @@ class DeviceLoop(TrainingLoop):
         """Append no ops to the schedule, because without offload gradients stay on the GPU."""
 
     def step(self) -> None:
-        """Append to the schedule the update of each subgroup on the GPU.
-
-        Each update first converts its gradient to fp32.
-        """
+        """Append to the schedule the updates of all subgroups on the GPU, which first convert gradients to fp32."""
         norm = self._norm()
         ends, adams = [norm], Bytes.of(self.workload).adams
         summed = self.workload.grad_bytes_per_param
@@ -484,7 +483,9 @@ class DeviceLoop(TrainingLoop):
         self.step_ends(ends)
 
     def _norm(self) -> int:
-        """Append to the schedule the gradient norm. DeepSpeed copies one gradient after the other to float64 for it."""
+        """Append to the schedule the computation of the gradient norm. DeepSpeed copies each gradient to float64 for
+        the norm.
+        """
         largest = max((n for group in self.workload.parameters for n in group), default=0)
         return self.out.add(
             OpKind.NORM,

@@ -33,7 +33,10 @@ class Part(NamedTuple):
 
 
 def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
-    """Return, for each layer, the parts of subgroups' gradients that its backward produces, in order of transfer."""
+    """Return, for each layer, a tuple of the parts of subgroups' gradients that the layer's backward produces.
+
+    The parts of a layer are in the order of their transfer to the host.
+    """
     first = [layers[0] if layers else -1 for layers in workload.layers_of_subgroups()]
     number = 0
     result = []
@@ -47,7 +50,8 @@ def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
 
 
 class PlannedLoop(TrainingLoop):
-    """A simulated training loop under a plan. Subclasses add the ops that depend on the plan's placements.
+    """A simulated training loop under a plan, to which subclasses add the ops that depend on the plan's
+    placements.
 
     Attributes:
         locations: Memory that holds each subgroup's 16-bit parameters.
@@ -70,7 +74,7 @@ class PlannedLoop(TrainingLoop):
 
     @abstractmethod
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
-        """Append to the schedule the ops for a part of a subgroup's gradient.
+        """Append to the schedule the ops for one layer's part of a subgroup's gradient, such as its copy to the host.
 
         The op ``after`` has reduced this part over the ranks.
         """

@@ -356,5 +356,5 @@ def stock_offload(stage: int) -> str:
 
 
 def strategies_of(stage: int) -> tuple[str, ...]:
-    """Return the names of the offload strategies that exist at a ZeRO stage."""
+    """Return the names of the offloading strategies that exist at a ZeRO stage, in DeepSpeed or ebbtide."""
     return tuple(name for name in STRATEGIES if stage in stages(name))

@@ -84,7 +84,8 @@ def order_writing(
     rest_bytes: float = 0.0,
     turns: Sequence[int] | None = None,
 ) -> Writing:
-    """Return the order and the times of writing a checkpoint's bytes.
+    """Return the order and the times of writing a checkpoint's bytes to storage, and the bytes that are copied
+    before.
 
     Args:
         sizes_bytes: Bytes of each subgroup's state.
@@ -115,7 +116,7 @@ def _in_order(due: Sequence[Due]) -> dict[str, deque[Due]]:
 
 @dataclass
 class _Writer:
-    """The writer threads of a checkpoint, simulated as one writer with the sum of the threads' rates."""
+    """A simulation of a checkpoint's writer threads, as one writer with the sum of the threads' rates."""
 
     pace: Pace
     free_bytes: float  # of the budget
@@ -164,7 +165,10 @@ class _Writer:
         return max(copy_s, self.now_s - at_s)
 
     def write_until(self, end_s: float) -> None:
-        """Write a checkpoint's bytes in order until a given time. Bytes that belong to no subgroup come last."""
+        """Write a checkpoint's bytes in order until the time ``end_s`` of the simulation.
+
+        Bytes that belong to no subgroup come last.
+        """
         while self.now_s < end_s and (self.turn or self.copying):
             while self.copying and (self.copying[0][0] <= self.now_s or not self.turn):
                 ready_s, subgroup = heapq.heappop(self.copying)

@@ -42,7 +42,7 @@ def footprint(workload: Workload, plan: Plan) -> Footprint:
 
 
 def totals(held: ByKind) -> Footprint:
-    """Return the bytes that are in use in each memory, summed over all kinds (parameters, state ...)."""
+    """Return the bytes in use in each memory, as a dict: the sum over all kinds (parameters, state ...)."""
     return {memory: sum(held[memory].values()) for memory in TIERS}
 
 
@@ -232,9 +232,9 @@ class Holding:
 
     @cached_property
     def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
-        """Return the bytes per parameter of state and gradient in each memory, for each of `plain_ways`.
+        """Return the bytes per parameter of state and gradient, as a dict by memory.
 
-        These are the combinations of a placement and a parameter location.
+        A value has one number for each of `plain_ways`, the combinations of a placement and a parameter location.
         """
         return {
             memory: tuple(map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory), strict=True)))
@@ -249,7 +249,10 @@ class Holding:
         updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> Footprint:
-        """Return the bytes that subgroups and buffers need in each memory, without the workload's base memory."""
+        """Return the bytes that subgroups and buffers need, as a dict by memory, without the workload's base memory.
+
+        The arguments are those of `by_kind`.
+        """
         return totals(self.by_kind(amounts, staging_slots, host_slots, updated_early, summed))
 
     def by_kind(
@@ -288,7 +291,7 @@ class Holding:
         return taken
 
     def each_bytes(self, slot: Slot, both: Sequence[Amounts]) -> int:
-        """Return the bytes of one buffer of a given kind. It is as large as the largest subgroup that uses it."""
+        """Return the bytes of one buffer of the given kind, which is as large as the largest subgroup that uses it."""
         waiting, early_updates = ([int(n) for n in each] for each in self._of(slot, both, 2))
         return self.slot_bytes(slot, max(*waiting, *early_updates, 0), early_updates=any(early_updates))
 
@@ -326,7 +329,7 @@ class Holding:
         return under_way + summed * self.gradient_bytes
 
     def most_sums(self, sizes: Sequence[int], left_bytes: float) -> int:
-        """Return the number of subgroups that can accumulate gradients in the GPU memory that is left.
+        """Return the number of subgroups with gradient sums that fit into the GPU memory that is left.
 
         Args:
             sizes: Elements of each subgroup whose gradients are copied to the host. The first ones are accumulated
@@ -352,11 +355,12 @@ class Holding:
         return [way.recipe.gradient != "device" for way in plain_ways()]
 
     def slot_bytes(self, slot: Slot, elements: int, *, early_updates: bool = False) -> int:
-        """Return the bytes of a buffer that can hold any subgroup of at most ``elements`` elements.
+        """Return the bytes of one buffer of the given kind that can hold any subgroup of at most ``elements``
+        elements.
 
         Args:
-            early_updates: True if the buffer is also used by updates before the gradient norm is known. In GPU memory
-                it then holds their new parameters too.
+            early_updates: True if the buffer is also used by updates before the gradient norm is known. In GPU
+                memory it then holds their new parameters too.
         """
         if slot.holds_state:
             each = self.optimizer.tensor_count * FP32_BYTES
@@ -438,5 +442,9 @@ def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage
 
 
 def slot_elements(largest: int) -> int:
-    """Return the elements of each tensor in a staging buffer, for subgroups of at most ``largest`` elements."""
+    """Return the number of elements of each tensor in a staging buffer for subgroups of at most ``largest``
+    elements.
+
+    The number is rounded up for alignment.
+    """
     return -(-largest // STAGING_ALIGNMENT) * STAGING_ALIGNMENT

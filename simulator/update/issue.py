@@ -19,7 +19,7 @@ Add = Callable[[Step, int, list[Op]], Op]
 
 
 class _Buffer(NamedTuple, Generic[Op]):
-    """A buffer in GPU or host memory that is free as soon as a given op has ended.
+    """A buffer for subgroups' updates in GPU or host memory, which becomes free when a given op ends.
 
     ``turn`` numbers all releases of buffers in order. It is 0 for a buffer that was never used.
     """
@@ -52,20 +52,21 @@ class Issue(Generic[Op]):
         arrived: Callable[[int], list[Op]],
         redo: Sequence[Recipe] = (),
     ) -> None:
-        """Begin training under a plan with no op issued and all buffers free.
+        """Begin training under a plan, with no op of an update issued and all buffers free.
 
         Args:
             recipes: For each subgroup, the recipe (sequence of ops) of its update under the plan.
             order: Order of the updates after the gradient norm is known.
             arrival: Order in which subgroups' gradients become complete.
             slots: Number of buffers of each kind.
-            prefetch: Number of subgroups whose state may be copied to the GPU before the gradient norm is known. Early
-                updates are not counted.
+            prefetch: Number of subgroups whose state may be copied to the GPU before the gradient norm is known.
+                Early updates are not counted.
             add: Function that issues an op of a subgroup after given ops, and returns the new op.
-            arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the update
-                reads it.
-            redo: For each subgroup, the recipe of its update if no early update is allowed in a step, or if its early
-                update was dropped because the step clipped or overflowed. Empty if no early update can be dropped.
+            arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the
+                update reads it.
+            redo: For each subgroup, the recipe of its update if no early update is allowed in a step, or if its
+                early update was dropped because the step clipped or overflowed. Empty if no early update can be
+                dropped.
         """
         self.recipes, self.order, self.arrival = recipes, order, arrival
         self.redo = redo or recipes
@@ -170,9 +171,9 @@ class Issue(Generic[Op]):
         self._coming.clear()
 
     def _updated(self, late: set[int]) -> list[int]:
-        """Return the order of updating subgroups after the gradient norm.
+        """Return all subgroups in the order of their updates after the gradient norm.
 
-        If some subgroups still wait for a staging buffer, those that already have one come first.
+        If subgroups in ``late`` still wait for a staging buffer, subgroups that already have one come first.
         """
         if not any(self.redo[s].steps[0].takes == Slot.STAGING for s in late):
             return [*self.order]
@@ -184,7 +185,9 @@ class Issue(Generic[Op]):
         return bool(self._free[step.takes])
 
     def _update_early(self, subgroup: int) -> None:
-        """Issue the ops of a subgroup's update that do not need the gradient norm, if the gradient is complete."""
+        """Issue the ops of a subgroup's early update that do not need the gradient norm, if its gradient is
+        complete.
+        """
         recipe = self._now[subgroup]
         begun, previous = self.early.get(subgroup, (0, None))
         if subgroup not in self._complete or not (begun or recipe.steps[0].takes is None):

@@ -58,9 +58,11 @@ class StepTimes(NamedTuple):
         return 1.0 if span_s <= 0 else min(1.0, max(0.0, (self.plain_s - self.right_s) / span_s))
 
     def mean_s(self, clip_rate: float) -> float:
-        """Return the mean seconds of an iteration with early updates, if a given fraction of the steps clips.
+        """Return the mean seconds of an iteration with early updates, if the fraction ``clip_rate`` of the steps
+        clips.
 
-        `PauseRule` limits the loss by pausing early updates.
+        The result is at most slightly longer than without early updates, because `PauseRule` pauses updates that
+        lose time.
         """
         always_s = (1 - clip_rate) * self.right_s + clip_rate * self.wrong_s
         return min(always_s, (1 + ALLOWANCE) * self.plain_s)
@@ -93,7 +95,9 @@ class PauseRule:
 
     @property
     def on(self) -> bool:
-        """Return True if the next optimizer step may update subgroups before the gradient norm is known."""
+        """Return True if the next optimizer step may start updates before the gradient norm is known, as the balance
+        allows.
+        """
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:
@@ -119,6 +123,10 @@ class PauseRule:
         return (self.clipped + ASSUMED_CLIP_RATE * ASSUMED_STEPS) / (self.steps + ASSUMED_STEPS)
 
     def counted(self, clipped: bool) -> None:
-        """Count a finished optimizer step, and whether it clipped or overflowed."""
+        """Count a finished optimizer step for the fraction of steps that clip.
+
+        Args:
+            clipped: True if the step clipped or overflowed.
+        """
         self.steps += 1
         self.clipped += clipped

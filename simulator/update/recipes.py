@@ -228,7 +228,8 @@ class Recipe:
 
     @cached_property
     def summed_on_device(self) -> Recipe | None:
-        """Return the recipe (the sequence of ops) for a subgroup with gradient accumulation on the GPU.
+        """Return the recipe (the sequence of ops) of a subgroup with this placement, if the GPU accumulates its
+        gradients.
 
         The sum is copied to the host after the last micro-batch. The result is None if gradients of this placement
         never leave the GPU.
@@ -442,9 +443,8 @@ def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int =
 
 
 def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOST_SLOTS) -> int:
-    """Return the number of buffers of one kind under a plan.
-
-    There are never more buffers than subgroups that use them (``users``).
+    """Return the number of buffers of the given kind under a plan: at most ``users``, the number of subgroups that
+    use them.
     """
     planned = {Slot.STAGING: staging_slots, Slot.STATE: host_slots}
     return min(planned.get(slot, PARAMETER_SLOTS), users)

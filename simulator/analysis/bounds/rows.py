@@ -43,7 +43,11 @@ class Rows:
         return int(self.new(1)[0])
 
     def at_most(self, limit: float, *terms: Term, name: str = "", least: float = -np.inf) -> None:
-        """Add a row to a linear program: a sum of terms that is at most ``limit`` and at least ``least``."""
+        """Add a row to a linear program: the sum of ``terms`` is at most ``limit`` and at least ``least``.
+
+        Args:
+            name: Name of the row, for reports of what limits the result. Rows without a name are not reported.
+        """
         for some, factor in terms:
             columns = some.tolist() if isinstance(some, np.ndarray) else [int(some)]
             self._columns += columns

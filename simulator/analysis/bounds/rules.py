@@ -222,17 +222,17 @@ def the_window_has_a_forward(p: Problem) -> None:
 
 
 def work_follows_what_it_waits_for(p: Problem) -> None:
-    """Add the rule that a resource does the work between a moment and the next forward in that time.
+    """Add the rule to the lower bound that a resource has time for its work between a moment and the next forward.
 
     Consider the elements of the first few blocks. Their work must end before forward reaches the last layer of
     these blocks, when ``tail_s`` of the window is left. The work cannot start before the moment. Between the
     moment and the norm there are only passes and their waits: none if the moment is the norm, the rest of the
-    backward behind the last of these layers if it is the completion of their gradients. A resource that the passes use
-    entirely has no time for other work while they run.
+    backward after the last of these layers if it is the completion of their gradients. A resource that the
+    passes use entirely has no time for other work while they run.
 
-    State that is copied in early needs no time after the norm. State that stays in a buffer need not leave. If all
-    blocks are considered, state must leave for what comes in after the norm: in a buffer for each element that
-    comes in, either no other element was before, or its state has left.
+    State that is copied in early needs no time after the norm. State that stays in a buffer need not leave. If
+    all blocks are considered, state must leave for what comes in after the norm: in a buffer for each element
+    that comes in, either no other element was before, or its state has left.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -263,7 +263,8 @@ def all_work_fits_into_the_iteration(p: Problem) -> None:
 
 
 def backward_waits_for_gradients(p: Problem) -> None:
-    """Add the rule that few gradients are on their way to the host when a micro-batch's backward has ended.
+    """Add the rule to the lower bound that few gradients are still being copied to the host when backward has
+    ended.
 
     A pass starts only if the gradients under way take no more than `GRADIENTS_UNDER_WAY_BYTES` and half of the
     oldest one, or if there is only one (`EbbtideLoop._make_room`). One is at most a layer's. All others were

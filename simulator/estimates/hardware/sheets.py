@@ -53,7 +53,7 @@ COMPUTE: Mapping[str, Compute] = {
 
 @dataclass(frozen=True)
 class Sheet:
-    """The figures of one machine from data sheets and publications, from which a preset is computed.
+    """The figures of one machine from data sheets and publications, from which its preset is computed.
 
     Attributes:
         dram_bytes_per_s: Memory bandwidth of the CPU sockets that a run uses, by their number of channels.
@@ -61,12 +61,13 @@ class Sheet:
         link: Rate of copies between pinned host memory and the GPU, with its source.
         core: Bytes per second that a single CPU core can read and write in memory, and the name of the core.
         ranks_per_uplink: Number of neighboring GPUs that share one PCIe path to the host.
-        stock_update: Published rates of DeepSpeed's update on the CPU, in parameters per second of one rank. They
-            include the copy of new parameters to the GPU. For each number of concurrent ranks: the lowest rate,
-            the highest rate, and the source. Empty: the update uses ``alone`` of a NUMA node's bandwidth.
+        stock_update: Published rates of DeepSpeed's update on the CPU, in parameters per second of one rank.
+            They include the copy of new parameters to the GPU. For each number of concurrent ranks: the lowest
+            rate, the highest rate, and the source. Empty: the update uses ``alone`` of a NUMA node's bandwidth.
         stock_source: ``assumed`` if the rates in ``stock_update`` were published for a similar machine.
-        alone: Fraction of a NUMA node's memory bandwidth that the update of one rank alone uses, if ``stock_update``
-            is empty. A server's many channels: half, as published for the A100 node. A desktop's two channels: all.
+        alone: Fraction of a NUMA node's memory bandwidth that the update of one rank alone uses, if
+            ``stock_update`` is empty. A server's many channels: half, as published for the A100 node. A
+            desktop's two channels: all.
     """
 
     device_name: str
@@ -104,7 +105,9 @@ class Sheet:
 
     @property
     def triad_bytes_per_s(self) -> float:
-        """Return the memory bandwidth that a triad loop reaches on this machine: less than the data sheet's value."""
+        """Return the bytes per second of host memory that a triad loop (``a = b + 2 c``) reaches: less than the data
+        sheet says.
+        """
         return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
 
 
@@ -232,7 +235,11 @@ _RTX5090: Fields = {
 def _several(
     name: str, card: Fields, desktop: Fields, servers: Mapping[int, Fields], halved: Fields, full: Fields
 ) -> dict[str, Sheet]:
-    """Build the data sheet figures of machines with one kind of GPU: a desktop, and servers with four or eight."""
+    """Return the data sheet figures of machines with one kind of GPU: a desktop, and servers with four or eight
+    GPUs.
+
+    The result is a dict by the name of the machine.
+    """
     two = Sheet(**{**card, **desktop, **halved, "gpus": 2})
     more = {gpus: Sheet(**{**card, **server, **full, "gpus": gpus}) for gpus, server in servers.items()}
     return {f"{name}-x2": two, **{f"{name}-x{gpus}": sheet for gpus, sheet in more.items()}}
