@@ -27,9 +27,10 @@ ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
 
 
 def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Measure one checkpoint writer in a forked process. Return its times and rates, or why it failed.
+    """Measure one checkpoint writer in a forked process, and return its times and rates as a dict.
 
-    The parent process must have called `warm_up`, which imports DeepSpeed.
+    If the measurement fails, the dict has the reason as ``failed``. The parent process must have called
+    `warm_up`, which imports DeepSpeed.
     """
     figures = folder.with_suffix(".figures.json")
     figures.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,13 @@ def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
 
 
 def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[str, Any]:
-    """Return numbers that compare the cost of ebbtide's checkpoints with the cost of other writers'."""
+    """Return a dict that compares the stall and slowdown of ebbtide's checkpoints with those of other
+    writers.
+
+    Args:
+        writers: Measurements by name of the checkpoint writer. Slowdowns are added to them.
+        raw_bytes_per_s: Speed of plain writes to the same disk.
+    """
     ran = {name: results for name, results in writers.items() if "failed" not in results}
     if "ebbtide" not in ran:
         return {}

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the checkpoint throughput of each kind of writer, for the largest model.
+    """Return the checkpoint throughput by kind of writer, as measured with the largest model.
 
     Throughput is the bytes of a checkpoint divided by the seconds that training waits for it. Failed
     measurements are left out.
@@ -75,10 +75,10 @@ def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Measure each checkpoint writer with one model. Return a row per writer.
+    """Measure each checkpoint writer in training of one model. Return a list with a row per writer.
 
-    A row has the throughput (bytes per second that training waits), and the slowdown of training with
-    a checkpoint after every step and after every tenth.
+    A row has the throughput (bytes per second that training waits), and the slowdown of training with a
+    checkpoint after every step and after every tenth.
     """
     workload = Workload(model, 32, steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-checkpointing-"))
@@ -102,10 +102,11 @@ def _row(model: str, size_bytes: int, name: str, found: dict[str, Any], plain: d
 
 
 def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the simulated cost of ebbtide's checkpoints, with a row per model and checkpoint interval.
+    """Return the simulated cost of ebbtide's checkpoints, as a list with a row per model and checkpoint
+    interval.
 
-    Each row also has the cost of checkpoints that block training while they are written. The simulated
-    node has four ranks.
+    For comparison, each row also has the cost of checkpoints that block training while they are written.
+    The simulated node has four ranks.
     """
     import ebbtide.tuner
 

@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
-    """Execute random plans on an emulated device, and compare their times with predictions.
+    """Execute random plans on an emulated device, and return their iteration times next to predicted ones.
 
     Every five plans get a new random machine.
     """
@@ -110,10 +110,12 @@ def _summary(rows: list[dict[str, Any]], seed: int, plans: int, steps: int, *, s
 
 
 def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict[str, Any]:
-    """Execute plans with several layers per subgroup, and compare their times with predictions.
+    """Execute plans with several layers per subgroup, and return their iteration times next to predicted
+    ones.
 
-    Half of the plans accumulate gradients. All plans are executed in turn, in several rounds. Predictions use the
-    given rates of the emulated device, and forward and backward times that each round measures without updates.
+    Half of the plans accumulate gradients. All plans are executed in turn, in several rounds. Predictions
+    use the given rates of the emulated device, and forward and backward times that each round measures
+    without updates.
 
     Args:
         scale: Factor on the time of an iteration.
@@ -203,10 +205,10 @@ def _joined(work: Workload) -> Workload:
 
 
 def random_setting(base: Setting, rng: random.Random) -> Setting:
-    """Return the settings of an emulated device with random rates.
+    """Return settings of an emulated device with random rates, for one random machine of the study.
 
-    Each rate is between a quarter of the rate in ``base`` and 1.4 times this rate. The share of the
-    link's throughput that is left when copies run in both directions is random too.
+    Each rate is between a quarter of the rate in ``base`` and 1.4 times this rate. The share of the link's
+    throughput that is left when copies run in both directions is random too.
     """
     rates = {name: getattr(base, name) * 2 ** rng.uniform(-2, 0.5) for name in RATES}
     return replace(base, duplex_factor=rng.uniform(0.6, 1.0), **rates)
@@ -216,8 +218,8 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
     """Return a random plan for a workload.
 
     Each subgroup's state is kept and updated at random in host memory, on the GPU, or on the GPU after a
-    copy from host memory. The number of buffers for such copies is random too, and so is the choice if
-    updates may overlap the next forward.
+    copy from host memory. Also random are the number of buffers for such copies, and whether updates may
+    overlap the next forward.
     """
     weights = [rng.random() + 0.1 for _ in range(3)]
     kinds: list[Placement] = ["host", "device", "resident"]
@@ -266,10 +268,11 @@ def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Mach
 
 
 def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
-    """Return a plan with one placement for all subgroups of optimizer state.
+    """Return a plan with one placement for all subgroups of optimizer state, without overlap with the next
+    forward.
 
-    A placement tells where a subgroup's state is kept and updated. A step under this plan
-    does not return before its updates end.
+    A placement tells where a subgroup's state is kept and updated. A step under this plan does not return
+    before its updates end.
     """
     return Plan(
         subgroup_size=work.subgroup_size,
@@ -280,7 +283,8 @@ def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
 
 
 def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Machine], steps: int) -> dict[str, Any]:
-    """Execute one plan, and return its predicted and executed iteration times as a row.
+    """Execute one plan on the emulated device, and return a row with its predicted and executed iteration
+    times.
 
     Args:
         machines: Two machines to predict with: one with rates measured under other plans, and one

@@ -10,13 +10,14 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return host copies of the parameters and optimizer state of an engine's model, by name.
+    """Return host copies of the parameters and optimizer state of a DeepSpeed engine's model, as a dict by
+    name.
 
     Each trainable parameter gives several tensors of its full, unpartitioned size. ``NAME`` is the
     parameter that the model computes with, and ``NAME/fp32`` is the optimizer's master copy.
-    ``NAME/exp_avg`` and ``NAME/exp_avg_sq`` are the parameter's Adam moments. If the job has several
-    ranks, every rank must make this call. Only public functions of DeepSpeed are used, so that stock
-    DeepSpeed and ebbtide are read in the same way.
+    ``NAME/exp_avg`` and ``NAME/exp_avg_sq`` are the parameter's Adam moments. If the job has several ranks,
+    every rank must make this call. Only public functions of DeepSpeed are used, so that stock DeepSpeed and
+    ebbtide are read in the same way.
     """
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -42,7 +43,9 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield each fp32 master and Adam moment of a ZeRO-3 optimizer, in DeepSpeed's order, without a copy."""
+    """Yield each fp32 master and Adam moment of DeepSpeed's ZeRO-3 optimizer, in DeepSpeed's order and
+    without a copy.
+    """
     for master in optimizer.fp32_partitioned_groups_flat:
         yield master
         state = optimizer.optimizer.state.get(master, {})
@@ -50,7 +53,7 @@ def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the xxh3-128 hash of the bytes of all given tensors, in hexadecimal."""
+    """Return one xxh3-128 hash, in hexadecimal, of the concatenated bytes of a series of tensors."""
     whole = xxhash.xxh3_128()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous().view(-1)
@@ -59,7 +62,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return the sorted names of tensors that differ between two training results.
+    """Return the sorted names of tensors that differ between two training results, as `state_of` returns
+    them.
 
     Tensors differ if they are not `torch.equal`, have different dtypes, or exist in only one of the
     results.

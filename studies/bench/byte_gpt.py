@@ -155,7 +155,8 @@ class ByteGPT(nn.Module):
 
 @cache
 def python_sources() -> np.ndarray:
-    """Return the .py files of Python's standard library as one uint8 array, joined in the order of paths.
+    """Return the .py files of Python's standard library as one uint8 array, joined in the order of their
+    paths.
 
     Tests and installed packages are left out.
 
@@ -179,7 +180,7 @@ def python_sources() -> np.ndarray:
 
 @dataclass(frozen=True)
 class Batches:
-    """Training batches, each selected by the number of its training step.
+    """Training batches of the byte-level GPT, each looked up by the number of its training step.
 
     A step gets the same bytes in every run, whatever the order in which batches are requested.
     """
@@ -190,7 +191,9 @@ class Batches:
     rank: int = 0
 
     def at(self, step: int, device: str | torch.device = "cpu") -> Batch:
-        """Return the inputs and targets of a training step, each int64 with shape (batch, sequence)."""
+        """Return the batch of a training step: inputs and targets, each int64 with shape (batch,
+        sequence).
+        """
         text = python_sources()
         rng = np.random.default_rng([self.seed, self.rank, step])
         starts = rng.integers(0, len(text) - self.sequence - 1, size=self.batch)

@@ -1,4 +1,4 @@
-"""Command-line flags and terminal output that the studies share."""
+"""Command-line parsers and terminal tables that the studies share."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +40,7 @@ def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: b
 def kill_parser(study: str, doc: str | None, kills: int) -> argparse.ArgumentParser:
     """Return the command-line parser of a study that kills training processes.
 
-    ``kills`` is the default of the option ``--kills``.
+    ``kills`` is the default of the option ``--kills``, the number of kills.
     """
     parser = study_parser(study, doc, required=False)
     parser.add_argument("--kills", type=whole_number, default=kills, help=f"number of kills (default: {kills})")
@@ -56,7 +56,9 @@ def whole_number(text: str) -> int:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """Return an empty table for the terminal, with the first column left-aligned and others right-aligned."""
+    """Return an empty terminal table with the given columns, the first left-aligned, the others
+    right-aligned.
+    """
     table = Table(title=title)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -66,10 +68,10 @@ def table_of(title: str, *columns: str) -> Table:
 def publish(
     study: str, path: Path | None, figures: dict[str, Any], draw: Callable[[dict[str, Any], Path], None] | None = None
 ) -> None:
-    """Print the results of a study as tables.
+    """Print the results of a study as terminal tables, after writing them to a file if ``path`` is given.
 
-    If ``path`` is given, also write the results to that JSON file. If ``draw`` is given too, call it
-    to draw a picture beside the file.
+    The file is JSON. If ``draw`` is given too, it draws a picture of the results, beside the file and with
+    the same name.
     """
     if path is not None:
         write_record(path, study, figures)
@@ -81,8 +83,8 @@ def publish(
 def tables(title: str, figures: Mapping[str, Any]) -> Iterator[Table]:
     """Yield tables that show a study's results on the terminal.
 
-    The first table has all single values. A further table is made for each list of rows. Plans, and
-    lists of more than `MOST_ROWS` rows, are left out.
+    The first table has all results that are single values. Each result that is a list of rows gets a
+    further table. Plans, and lists of more than `MOST_ROWS` rows, are left out.
     """
     yield from _table(title, [_flat(figures)])
     yield from _tables_in(title, figures)
@@ -108,7 +110,11 @@ def _is_named(value: Any) -> bool:
 
 
 def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return a result row with nested values as ``outer.inner`` keys. Lists, tables and plans are left out."""
+    """Return one row of a study's results as a flat dict, with the keys of nested values joined to
+    ``outer.inner``.
+
+    Lists, tables and plans are left out.
+    """
     made: dict[str, Any] = {}
     for key, value in row.items():
         if isinstance(value, Mapping):
@@ -119,7 +125,7 @@ def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
-    """Yield one terminal table of the given result rows, or nothing if the rows have no columns.
+    """Yield one terminal table of a study's result rows, or nothing if the rows have no columns.
 
     The table is transposed if it has more columns than rows.
     """

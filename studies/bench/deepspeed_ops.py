@@ -1,8 +1,8 @@
-"""Compilation of DeepSpeed's CPU ops before the first engine is built.
+"""Compilation of DeepSpeed's CPU ops before a study builds its first engine.
 
-    python -m studies.bench.deepspeed_ops cpu_adam    # without a name: all ops
+    python -m studies.bench.deepspeed_ops cpu_adam    # without a name: all ops that the studies use
 
-A compilation that was interrupted earlier does not block this one.
+A stale lock of torch, left by a compilation that was killed, does not block this one.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ BUILDERS = {"cpu_adam": "CPUAdamBuilder", "deepspeed_shm_comm": "ShareMemCommBui
 
 
 def build_host_ops(ops: Iterable[str] = BUILDERS) -> None:
-    """Compile the given CPU ops of DeepSpeed, by default all that the studies use.
+    """Compile DeepSpeed's CPU ops with the given names, by default all that the studies use.
 
-    These are CPU Adam and, on a machine without a GPU, the shared-memory collectives. The first
-    compilation takes about a minute on two cores, and its result is cached in torch's extensions
-    folder. If another process is compiling an op, this call waits for that process.
+    These are CPU Adam and, on a machine without a GPU, the shared-memory collectives. The first compilation
+    takes about a minute on two cores, and its result is cached in torch's extensions folder. If another
+    process is compiling an op, this call waits for that process.
 
     Raises:
         RuntimeError: If ninja is not on PATH, or the compiler fails.

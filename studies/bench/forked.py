@@ -65,7 +65,7 @@ class Forked:
 
     @property
     def output(self) -> str:
-        """Return the last 3000 characters of the forked process's output."""
+        """Return the last 3000 characters of the log file to which the forked process writes its output."""
         return self.log.read_text()[-3000:] if self.log.exists() else "(no output)"
 
 

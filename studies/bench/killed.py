@@ -1,4 +1,6 @@
-"""Code shared by the studies that kill training with SIGKILL: the kills, their outcomes, the summary."""
+"""Code shared by the studies that kill training with SIGKILL: the kills, their outcomes, the summary of
+outcomes.
+"""
 
 import os
 import shutil
@@ -37,7 +39,8 @@ class Kill:
 
 
 class KillingFiles(Files):
-    """File operations of a checkpoint that kill their own process with SIGKILL at a chosen point.
+    """File operations of a checkpoint save that kill their own process with SIGKILL at a chosen point of
+    the save.
 
     The points are named places in the code that commits a checkpoint.
     """
@@ -47,7 +50,9 @@ class KillingFiles(Files):
         self._lock = threading.Lock()
 
     def hit(self, name: str) -> bool:
-        """Count an arrival at a named point of the code. Return True if the process must be killed now."""
+        """Count an arrival at a named point of the checkpoint code. Return True if the process must be
+        killed now.
+        """
         with self._lock:
             self._left -= name == self._kill.point
             return name == self._kill.point and self._left == 0
@@ -101,7 +106,7 @@ def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Pa
 
 
 def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
-    """Run all kills of a study in turn and return their outcomes.
+    """Run all kill trials of a study one after the other, and return the list of their outcomes.
 
     The progress and every failed outcome are printed.
     """
@@ -116,7 +121,11 @@ def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
 
 
 def counted(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Return a summary of a study's kills: their numbers, the points at which they hit, and the failures."""
+    """Return a summary of a study's kill trials as a dict.
+
+    The keys are ``kills`` (number of trials), ``fired`` (kills that took effect), ``not_bit_identical``
+    (trials with differing results), ``kills_by_point`` (number by place in the code) and ``failures``.
+    """
     by_point = Counter(t.kill.point or "random moment" for t in trials if t.fired)
     return {
         "kills": len(trials),
@@ -128,7 +137,8 @@ def counted(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def concluded(study: str, path: Path | None, figures: dict[str, Any], scratch: Path, console: Console) -> int:
-    """Print the results of a study that kills training, and write them to the file ``path`` if given.
+    """Print the results of a study that kills training, and write them as JSON to the file ``path`` if
+    given.
 
     If no kill led to a failure, the folder ``scratch`` is removed. Otherwise it is kept for inspection.
 

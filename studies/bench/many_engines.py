@@ -1,4 +1,6 @@
-"""Speed-ups for a process that builds many DeepSpeed engines: work common to all engines is done once."""
+"""Speed-ups for a test or study process that builds many DeepSpeed engines: work common to all is done
+once.
+"""
 
 import atexit
 import functools
@@ -6,9 +8,10 @@ import gc
 
 
 def answer_once() -> None:
-    """Speed up the building of many DeepSpeed engines in this process.
+    """Speed up the building of many DeepSpeed engines in this process, by doing their common work only
+    once.
 
-    Call it only if no engine of the process is timed.
+    Call it only if the process measures no engine's speed.
     """
     import deepspeed.runtime.engine  # noqa: F401 - what is frozen below
 
@@ -17,10 +20,10 @@ def answer_once() -> None:
 
 
 def remember_processor() -> None:
-    """Make DeepSpeed read the processor's name only once per process.
+    """Make DeepSpeed read the name of the CPU model only once per process.
 
-    Otherwise every CPU optimizer and every op starts a separate process to read the name, which takes
-    over a second.
+    Otherwise every CPU optimizer and every op starts a separate process to read the name, which takes over
+    a second.
     """
     import cpuinfo
 
@@ -42,9 +45,9 @@ def freeze_heap() -> None:
 
 @functools.cache
 def _unfreeze_at_exit() -> None:
-    """Return all frozen objects to the garbage collector when the process exits.
+    """Return the objects that `freeze_heap` froze to the garbage collector when the process exits.
 
-    Otherwise Triton would report its own types as leaked. The call is cached, because asking gc for
-    the number of frozen objects takes 0.1 s.
+    Otherwise Triton would report its own types as leaked. The call is cached, because asking gc for the
+    number of frozen objects takes 0.1 s.
     """
     atexit.register(gc.unfreeze)

@@ -1,4 +1,6 @@
-"""Settings and measurements of published training runs with offloaded state, read from a CSV file."""
+"""Settings and measurements of published DeepSpeed runs with offloaded optimizer state, read from a CSV
+file.
+"""
 
 import csv
 import math
@@ -104,7 +106,9 @@ class Run:
 
     @property
     def contradicted(self) -> bool:
-        """Return True if the logged layers and hidden size contradict the model size in the log's label."""
+        """Return True if the run's logged layers and hidden size contradict the model size in its label,
+        such as "13B".
+        """
         return abs(self.params_b * 1e9 / self.logged_params - 1) > _LABEL_TOLERANCE
 
     @property
@@ -124,17 +128,18 @@ class Run:
 
 
 def model_of(run: Run) -> dict[str, Any]:
-    """Return the shape of the model that a published run trained, as a plain mapping.
+    """Return the shape of the model that a published run trained, as a mapping that `workload_from_model`
+    takes.
 
-    The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no
-    biases and separate key-value heads. Megatron-LM fuses the products of queries, keys and values,
-    and those of gate and up. The logged memory over 1 to 16 ranks shows the number of parameters:
-    5.90 B for the label 7 B, and 11.19 B for the label 13 B. These numbers fit an MLP of 8/3 the
-    hidden size and four key-value heads, the default of Megatron-DeepSpeed's example script.
+    The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no biases
+    and separate key-value heads. Megatron-LM fuses the products of queries, keys and values, and those of
+    gate and up. The logged memory over 1 to 16 ranks shows the number of parameters: 5.90 B for the label 7
+    B, and 11.19 B for the label 13 B. These numbers fit an MLP of 8/3 the hidden size and four key-value
+    heads, the default of Megatron-DeepSpeed's example script.
 
-    If the label and the logged shape contradict each other, the hidden size is the largest multiple
-    of 512 that the label allows at the logged depth. For 20 B that is 6144. GPT-NeoX has this size
-    too, with 64 heads, and the logged memory agrees with it.
+    If the label and the logged shape contradict each other, the hidden size is the largest multiple of 512
+    that the label allows at the logged depth. For 20 B that is 6144. GPT-NeoX has this size too, with 64
+    heads, and the logged memory agrees with it.
     """
     hidden = run.labelled_hidden if run.contradicted else run.hidden
     heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)
@@ -218,7 +223,9 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
 
 
 def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
-    """Return an on/off setting from a run's log. None if an older build of DeepSpeed did not log it."""
+    """Return an on/off setting from a published run's CSV row. None if an older DeepSpeed did not log the
+    setting.
+    """
     if _blank(row, name):
         return None
     value = _number(row, name, where)
@@ -228,7 +235,10 @@ def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
 
 
 def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
-    """Return ``n`` if a run updated every ``n``-th subgroup on the GPU, or 0 if it updated none there."""
+    """Return the update stride of a published run, from its CSV row.
+
+    It is ``n`` if every ``n``-th subgroup was updated on the GPU, and 0 if none was.
+    """
     stride = _number(row, "stride", where, USUAL["stride"])
     if stride != int(stride) or stride < int(prefetch):
         raise RunError(
@@ -239,10 +249,10 @@ def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
 
 
 def _heads(row: dict[str, str], where: str, hidden: int) -> int:
-    """Return the number of attention heads of a published run's model.
+    """Return the number of attention heads of a published run's model, from the run's row in the CSV file.
 
-    If the CSV file has no column for the heads, there are 32. If the run's cell is blank, each head has
-    128 elements.
+    If the file has no column for the heads, there are 32. If the run's cell is blank, each head has 128
+    elements.
     """
     if "heads" not in row:
         return 32
@@ -255,10 +265,10 @@ def _heads(row: dict[str, str], where: str, hidden: int) -> int:
 
 
 def _usual(params_b: float) -> dict[str, float]:
-    """Return values for the blank fields of a published run's row.
+    """Return usual values for the fields that a published run's CSV row leaves blank, as a dict by column.
 
-    The values are those that most published runs have, and the number of layers and hidden size of the known model
-    nearest in size.
+    Settings get the value that most published runs have. The number of layers is that of the known model
+    nearest to ``params_b`` billion parameters, and the hidden size gives the model about that many.
     """
     label = min(SHAPES, key=lambda known: abs(math.log(known / params_b)))
     layers, hidden = SHAPES[label]

@@ -1,4 +1,6 @@
-"""A clock for the phases of a training loop (forward, backward, step), which does not slow the loop."""
+"""A clock for the phases of a training step (forward, backward, step), which does not slow down
+training.
+"""
 
 import statistics
 import time
@@ -13,10 +15,10 @@ PHASES = ("forward", "backward", "step")
 
 
 class PhaseClock:
-    """A clock for the phases of training: CUDA events on a GPU, wall-clock time on a CPU.
+    """A clock for the phases of training steps: CUDA events on a GPU, wall-clock time on a CPU.
 
-    The GPU is not synchronized before `iterations` is called, so that work that overlaps in training
-    still overlaps when it is timed.
+    The GPU is not synchronized before `iterations` is called, so that work that overlaps in training still
+    overlaps when it is timed.
     """
 
     def __init__(self, cuda: bool) -> None:
@@ -33,7 +35,7 @@ class PhaseClock:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Return the seconds between each two successive marks of the phase clock."""
+        """Return a list of the seconds between each two successive marks of the phase clock."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         if not self._cuda:
             return [b - a for a, b in pairs]
@@ -52,7 +54,10 @@ class PhaseClock:
 
 
 def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
-    """Run one training step, and mark the clock at the end of each phase. Return the detached loss."""
+    """Run one training step of a DeepSpeed engine, and mark the end of each phase on ``clock``.
+
+    Return the detached loss.
+    """
     clock.mark()
     loss: torch.Tensor = engine(*batch)
     clock.mark()
@@ -64,7 +69,7 @@ def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
 
 
 def medians(rows: Sequence[dict[str, float]], warmup: int = 0) -> dict[str, float]:
-    """Return the median seconds of each training phase, without the first ``warmup`` steps.
+    """Return the median seconds by training phase over a clock's rows, without the first ``warmup`` steps.
 
     Raises:
         ValueError: If no step is left.

@@ -1,4 +1,4 @@
-"""16-bit matrix products that are also fast on CPUs without instructions for them."""
+"""16-bit matrix products that are also fast on CPUs without instructions for 16-bit arithmetic."""
 
 from functools import cache
 
@@ -17,7 +17,7 @@ def computes_16_bit() -> bool:
 
 
 def widened(x: torch.Tensor) -> bool:
-    """Return True if matrix products with this tensor are faster when computed in fp32.
+    """Return True if matrix products with the tensor ``x`` are faster when computed in fp32.
 
     This holds for 16-bit tensors on a CPU without instructions for 16-bit products.
     """
@@ -25,9 +25,8 @@ def widened(x: torch.Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """An ``nn.Linear`` that computes in fp32 and rounds its result once, if the CPU needs that.
-
-    A CPU needs it if it lacks instructions for 16-bit products.
+    """An ``nn.Linear`` that computes in fp32 and rounds its result once, on CPUs without 16-bit matrix
+    products.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name

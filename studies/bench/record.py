@@ -32,7 +32,9 @@ def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the machine, software versions and command of a measurement, for a study's result file."""
+    """Return the machine, the software versions and the command of a measurement, as a dict for a study's
+    result file.
+    """
     import torch
 
     cuda = torch.cuda.is_available()
@@ -52,7 +54,10 @@ def provenance() -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Return facts about the GPU that help to judge a measurement on it. Unknown facts are left out."""
+    """Return a dict of facts about the GPU that help to judge a measurement on this GPU.
+
+    Unknown facts are left out.
+    """
     import torch
     from ebbtide.runtime.hardware.cores import near_cores
     from ebbtide.runtime.hardware.pci import pci_address

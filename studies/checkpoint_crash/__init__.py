@@ -1,1 +1,1 @@
-"""Study of checkpoints on disk after training was killed while it committed a checkpoint."""
+"""Study of what is on disk after training was killed while it committed a checkpoint."""

@@ -114,10 +114,10 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
 
 
 def _occurrence(point: str, rng: random.Random) -> int:
-    """Return how often training passes a named point of the code before it is killed there, at random.
+    """Draw at random how often training reaches a named point of the checkpoint code before the kill there.
 
-    The number is small for points that delete old checkpoints, because deletion begins with the third
-    save. It may be large for the point that copies a block, which each save passes many times.
+    The number is small for points that delete old checkpoints, because deletion begins with the third save.
+    It may be large for the point that copies a block, which each save passes many times.
     """
     if point.startswith("trash") or point == "tag_set_aside":
         return rng.randint(1, 4)
@@ -125,10 +125,11 @@ def _occurrence(point: str, rng: random.Random) -> int:
 
 
 def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference, float]:
-    """Return the state hashes of an uninterrupted training run, by rank and step, and its time in seconds.
+    """Return the hashes of an uninterrupted run's training state, by rank and step, and the run's time in
+    seconds.
 
     The run is made twice, and both runs must agree. Under a plan they keep the parameters in different
-    places, which must not change a bit.
+    places (GPU or host memory), which must not change a bit.
     """
     runs: list[Reference] = []
     for attempt, homes in enumerate(("device", "host") if planned else ("", "")):
@@ -154,6 +155,11 @@ def _require_success(run: Run) -> None:
 
 def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Reference, length_s: float) -> Trial:
     """Kill a training run, verify its checkpoints, resume it, and compare it with an uninterrupted run.
+
+    Args:
+        homes: Where the run keeps its 16-bit parameters, as a key of `RESUMED_WITH`.
+        truth: State hashes of the uninterrupted run, by rank and step.
+        length_s: Seconds that the uninterrupted run took.
 
     Returns:
         The outcome, with all faults that were found.
@@ -185,9 +191,9 @@ def one_trial(kill: Kill, folder: Path, world_size: int, homes: str, truth: Refe
 
 
 def _run_and_kill(run: Run, length_s: float) -> bool:
-    """Start a training run and kill one of its ranks. Return True if the rank was killed as intended.
+    """Start a training run and kill one of its ranks. Return True if the rank died as intended.
 
-    As intended means that it died of SIGKILL, and at the chosen point if there is one.
+    As intended means that it died of SIGKILL, and at the chosen point of the code if there is one.
     """
     ranks = start(run)
     victim = ranks[run.kill.rank]
@@ -244,7 +250,8 @@ def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
 
 
 def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED) -> Iterator[Trial]:
-    """Run kill trials one after the other, and yield their outcomes.
+    """Yield the outcomes of ``count`` trials, made one after the other. A trial kills and resumes a
+    training run.
 
     No trial starts later than ``limit_s`` seconds after the first one.
     """

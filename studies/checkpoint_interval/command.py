@@ -64,7 +64,9 @@ class Measured:
 
 
 def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measured:
-    """Measure training under a plan with a checkpoint every `CYCLE` steps, and one resume from it."""
+    """Measure training under a plan that saves a checkpoint every `CYCLE` steps, and one resume of this
+    training.
+    """
     saving = under(plan, CYCLE, folder / "ck")
     for run, last in enumerate((CYCLE * (cycles + 2) - 1, CYCLE * (cycles + 2) + 1)):
         notes = folder / f"notes{run}"
@@ -99,7 +101,7 @@ def host_plan(work: Workload) -> Plan:
 
 
 def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_s: float) -> Workload:
-    """Return the workload with forward and backward scaled to the measured time of an iteration.
+    """Return the workload with the forward and backward times of its layers scaled to a measured iteration.
 
     They are scaled until the simulated iteration under ``plan`` takes ``iteration_s`` seconds.
     """
@@ -117,9 +119,10 @@ def as_fast_as_measured(work: Workload, plan: Plan, machine: Machine, iteration_
 
 
 def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures) -> dict[str, Any]:
-    """Return the predicted goodput at many checkpoint intervals, among them the intervals by known rules.
+    """Return the predicted goodput (useful training per time) over the checkpoint interval.
 
-    The rules are those of Young, Daly and CheckFreq, and that of ebbtide's tuner.
+    The dict has a ``curve`` of (steps, goodput) pairs, and ``rules`` with the interval and goodput of each
+    rule: Young, Daly, CheckFreq and ebbtide's tuner. It also has the predicted cost of one checkpoint.
     """
     iteration_s, cost = simulation.iteration_s, choice.cost
     marks = {"ebbtide": choice.saving.interval_steps, **rules_of_thumb(iteration_s, cost, failures)}
@@ -149,10 +152,11 @@ def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures
 
 
 def against_stall_study(simulation: CheckpointSimulation, training: Training) -> dict[str, Any]:
-    """Return the predicted stalls and slowdowns by a checkpoint, and those that were measured earlier.
+    """Return predicted stalls and slowdowns by checkpoints, next to those that `studies.checkpoint_stall`
+    measured.
 
-    The measurements come from the result file of `studies.checkpoint_stall`. If there is none for this
-    model and sequence length, the result is empty.
+    The measurements come from that study's result file. If the file has none for this model and sequence
+    length, the dict is empty.
     """
     if not RECORDED_STALL.exists():
         return {}
@@ -218,7 +222,13 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def distance(
     rows: list[dict[str, Any]], iteration_s: float, cost: CheckpointCost, failures: Failures
 ) -> dict[str, Any]:
-    """Return the differences between predicted and measured goodput, in percentage points."""
+    """Return how far predicted goodput is from measured goodput over the checkpoint intervals, in
+    percentage points.
+
+    The dict has the median and the largest absolute difference for the same failures, the median for the
+    long-run prediction, and the interval with the best measured goodput. ``predicted_goodput`` is added to
+    each row.
+    """
     for row in rows:
         row["predicted_goodput"] = goodput_at(row["interval_steps"], iteration_s, cost, failures)
     apart = [100 * abs(r["goodput"] - r["predicted_goodput_same_failures"]) for r in rows]
@@ -235,9 +245,9 @@ def distance(
 def judged_rules(rows: Sequence[dict[str, Any]], rules: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Compare rules for the checkpoint interval (such as Young's or Daly's) by measured goodput.
 
-    The result has the measured goodput at each rule's interval. It also has the number of pairs of
-    rules that the prediction ranks as the measurement does. Pairs that choose the same interval are
-    left out. Training with each interval was killed at the same times.
+    The returned dict has the measured goodput at each rule's interval. It also has the number of pairs of
+    rules that the prediction ranks as the measurement does. Pairs that choose the same interval are left
+    out. Training with each interval was killed at the same times.
     """
     by_steps = {row["interval_steps"]: row for row in rows}
     seen = {

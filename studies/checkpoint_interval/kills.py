@@ -20,9 +20,10 @@ QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 
 
 def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures, busy: str = "wait") -> float:
-    """Return the expected goodput (useful training per time) with a checkpoint every ``steps`` steps.
+    """Return the expected goodput (useful training per time) of training with a checkpoint every ``steps``
+    steps.
 
-    The time for which a checkpoint waits for the previous one is included.
+    The time for which a checkpoint waits for the previous one to be written is included.
     """
     every, paid = cost.at_interval(steps, iteration_s, busy)
     return expected_goodput(iteration_s, paid, failures, every)
@@ -44,7 +45,8 @@ def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float,
 
 
 def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
-    """Return ``count`` times between failures with an exponential distribution, in random order.
+    """Return a list of ``count`` times in seconds between failures, exponentially distributed and in random
+    order.
 
     The distribution is cut into ``count`` equally likely parts, and one time is taken from each part.
     """
@@ -56,10 +58,10 @@ def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
 def campaign(
     training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
 ) -> list[dict[str, Any]]:
-    """Train with each checkpoint interval in turn, and kill the training after the given times.
+    """Train with each checkpoint interval in turn, and kill the training after the times ``gaps_s``.
 
-    The first failure happens with every interval before the second one does, and so on. A disturbance
-    of the machine thus affects all intervals.
+    The first failure happens with every interval before the second one does, and so on. A disturbance of
+    the machine thus affects all intervals.
     """
     failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
     for number, gap_s in enumerate(gaps_s):
@@ -85,7 +87,7 @@ def campaign(
 
 
 def _committed(folder: Path) -> int:
-    """Return the step of the newest valid checkpoint in a folder, from which training would resume."""
+    """Return the step of the newest valid checkpoint in a folder. Training would resume from this step."""
     from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
     from ebbtide.runtime.checkpoint.protocol.inspect import verify
 

@@ -1,1 +1,1 @@
-"""Training runs that the studies of checkpoints share."""
+"""Training runs that several studies of checkpoints share."""

@@ -1,4 +1,6 @@
-"""Training under a plan with checkpoints, in processes that the study forks and kills."""
+"""Training under a plan with checkpoints, in processes that the study of checkpoint intervals forks and
+kills.
+"""
 
 import time
 from dataclasses import dataclass
@@ -62,7 +64,7 @@ def warm_up() -> None:
 
 
 def profile(training: Training, folder: Path, seconds: float) -> None:
-    """Measure the machine, and profile the training with stock DeepSpeed.
+    """Measure this machine's rates, and profile the training with stock DeepSpeed.
 
     The results are written to machine.json and workload.json in ``folder``.
     """
@@ -86,13 +88,15 @@ def read_profile(folder: Path) -> tuple[Machine, ebbtide.simulator.Workload]:
 
 
 def under(plan: Plan, steps: int, folder: Path) -> Plan:
-    """Return the plan with a checkpoint into ``folder`` every ``steps`` steps. 0 means no checkpoints."""
+    """Return the plan with a checkpoint into ``folder`` every ``steps`` steps. If ``steps`` is 0, none is
+    saved.
+    """
     saving = plan.checkpoint.model_copy(update={"interval_steps": steps, "dir": str(folder), "keep": 2})
     return plan.model_copy(update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())})
 
 
 def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> None:
-    """Train up to step ``last``, from the newest checkpoint if there is one.
+    """Train under a plan up to step ``last``, from the newest checkpoint if there is one.
 
     Each step and its time are written to the file ``notes``.
     """
@@ -115,7 +119,7 @@ def train(training: Training, plan: Plan, notes: Path, last: int = ENDLESS) -> N
 
 
 def read_notes(notes: Path, kind: str) -> list[tuple[float, ...]]:
-    """Return the numbers on the lines of a training run's notes that start with the word ``kind``.
+    """Return the numbers on each line of a training run's notes file that starts with the word ``kind``.
 
     A last line that was cut short by a kill is left out.
     """

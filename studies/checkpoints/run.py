@@ -128,13 +128,13 @@ def warm_up() -> None:
 
 
 def start(run: Run) -> list[Forked]:
-    """Fork one process per rank of a training run."""
+    """Fork one process per rank of a training run, and return the list of processes."""
     run.folder.parent.mkdir(parents=True, exist_ok=True)
     return [Forked(partial(train, run, rank), run.note("log", rank)) for rank in range(run.world_size)]
 
 
 def train(run: Run, rank: int) -> None:
-    """Train as one rank of a run up to the last step, from the newest checkpoint if there is one."""
+    """Train as one rank of a run up to the run's last step, from the newest checkpoint if there is one."""
     import torch
     import torch.distributed
 
@@ -206,7 +206,9 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
 
 
 def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Return an engine under a plan that uses every placement of optimizer state, on an emulated device."""
+    """Return a DeepSpeed engine on an emulated device, under a plan that uses every placement of optimizer
+    state.
+    """
     import ebbtide.runtime.checkpoint
     import ebbtide.runtime.storage.store
 
@@ -253,9 +255,10 @@ def _resume(engine: Any, run: Run) -> tuple[int, str]:
 
 
 def _batch(rank: int, step: int, device: Any) -> Any:
-    """Return the training data of a step, shifted by a number from torch's random generator.
+    """Return the inputs and targets of a training step, shifted by a number from torch's random generator.
 
-    If a resume does not restore the random state, the data and thus the weights differ.
+    The shift shows if a resume fails to restore the random state, because then the data and the weights
+    differ.
     """
     import torch
 
@@ -267,9 +270,9 @@ def _batch(rank: int, step: int, device: Any) -> Any:
 
 
 def state_hash(engine: Any) -> str:
-    """Return a hash of everything that further training depends on, in every bit.
+    """Return one hash of all bits of an engine's training state that further training depends on.
 
-    It covers the fp32 masters, the moments and the 16-bit parameters.
+    The hash covers the fp32 masters, the Adam moments and the 16-bit parameters.
     """
     import torch
 
@@ -283,7 +286,7 @@ def state_hash(engine: Any) -> str:
 
 
 def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
-    """Yield what one rank of a training run noted of each step.
+    """Yield the notes that one rank of a training run wrote to its file, one for each finished step.
 
     A note has the step's number, a hash of the training state, and a hash of the random numbers so far.
     """
@@ -297,7 +300,8 @@ def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
 
 
 def reap(ranks: Sequence[Forked], timeout_s: float) -> list[int]:
-    """Wait for the processes of a training run, and kill those still running after ``timeout_s`` seconds.
+    """Wait for the rank processes of a training run, and kill those still running after ``timeout_s``
+    seconds.
 
     Returns:
         The exit codes, negative for signals.

@@ -1,4 +1,4 @@
-"""Checkpoint writers to compare: DeepSpeed's, torch DCP and ebbtide. They are timed in real training."""
+"""Checkpoint writers to compare in timed real training: DeepSpeed's, torch DCP and ebbtide."""
 
 import mmap
 import os
@@ -54,7 +54,7 @@ class Writer(ABC):
     def save(self, folder: Path, tag: str) -> None: ...
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is as durable as this writer ever makes one."""
+        """Wait until the last checkpoint is as durable as this checkpoint writer ever makes one."""
 
     def load(self, folder: Path, tag: str) -> None:
         self.engine.load_checkpoint(str(folder), tag=tag)
@@ -110,7 +110,9 @@ class DecoupledFastPersist(FastPersist):
 
 
 class DcpAsync(Writer):
-    """torch.distributed.checkpoint.async_save, applied to the optimizer state that DeepSpeed would save."""
+    """A checkpoint writer that passes the optimizer state to torch's
+    ``distributed.checkpoint.async_save``.
+    """
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -142,7 +144,8 @@ class DcpAsync(Writer):
 
 
 class Ebbtide(TorchWriter):
-    """ebbtide's checkpoint writer, which copies state while training goes on, with DeepSpeed's optimizer.
+    """ebbtide's checkpoint writer used with DeepSpeed's own optimizer. State is copied while training goes
+    on.
 
     ``waited_s`` counts the seconds for which an update waited until its state had been copied.
     """
@@ -274,7 +277,7 @@ class _Session:
 
 
 def _write_rate(session: _Session, folder: Path) -> float:
-    """Return the bytes per second of a checkpoint that is saved while no training runs.
+    """Return the bytes per second at which a checkpoint is written to disk while no training runs.
 
     The time is from the call of the writer until the checkpoint is durable.
     """
@@ -350,9 +353,9 @@ def _restore(writer: Writer, folder: Path, tag: str) -> float:
 
 
 def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2, *, cached: bool = False) -> float:
-    """Return the bytes per second of threads that write a file in aligned blocks with O_DIRECT.
+    """Return the bytes per second at which threads write a file of a checkpoint's size with O_DIRECT.
 
-    The file has the size of a checkpoint, and the time includes the final fsync.
+    They write aligned blocks, and the time includes the final fsync.
 
     Args:
         cached: Let each thread write one block of memory repeatedly, instead of a checkpoint's many

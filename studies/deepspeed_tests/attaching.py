@@ -46,10 +46,10 @@ DEEPSPEED = deepspeed.initialize
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A running test of DeepSpeed's own suite.
+    """A running test of DeepSpeed's own test suite.
 
-    A process that unpickles this object builds its engines as the test's variant requires, such as with
-    a plan.
+    A process that unpickles this object then builds its engines as the test's variant requires, such as
+    with a plan.
     """
 
     name: str
@@ -72,9 +72,14 @@ class Case:
 
 
 def begin(name: str, arm: str, notes: str) -> Case:
-    """Replace `deepspeed.initialize` in this process, so that engines are built as a variant requires.
+    """Replace `deepspeed.initialize` in this process, so that engines are built as the variant ``arm``
+    requires.
 
-    The variants, called arms, are for example stock DeepSpeed, or ebbtide with the plan ``auto``.
+    A variant is for example stock DeepSpeed, or ebbtide with the plan ``auto``.
+
+    Args:
+        name: Name of the test of DeepSpeed that is about to run.
+        notes: Path of the study's notes file.
     """
     case = Case(name, arm, Path(notes))
     deepspeed.initialize = DEEPSPEED if arm == "plain" else _initialize_of(case)
@@ -113,9 +118,10 @@ def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a copy of the DeepSpeed config in a call's arguments, and remove it from the arguments.
+    """Return a copy of the DeepSpeed config in a call's arguments, and remove the config from the
+    arguments.
 
-    None if the config has no ZeRO. The arguments are not changed then.
+    If the config has no ZeRO, return None and leave the arguments unchanged.
     """
     known = given.get("config") or given.get("config_params")
     known = known or getattr(given.get("args"), "deepspeed_config", None)
@@ -172,7 +178,7 @@ def reads_at_once(name: str) -> bool:
 
 
 def without_a_plan(engine: Any) -> str | None:
-    """Return the reason why a DeepSpeed engine cannot have a plan of ebbtide, or None if it can."""
+    """Return the reason why a DeepSpeed engine cannot have a plan of ebbtide, or None if the engine can."""
     if engine.zero_optimization_stage() == 0:
         return "ZeRO stage 0"
     if not isinstance(engine.optimizer, (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)):
@@ -201,9 +207,9 @@ def mixed_plan(engine: Any) -> Plan:
 
 
 def note_plan(case: Case, engine: Any) -> None:
-    """Record in the test's notes file that an engine of a DeepSpeed test has a plan of ebbtide.
+    """Record in the study's notes file that an engine of a DeepSpeed test has a plan of ebbtide.
 
-    A second line is added to the notes when the engine has taken its first step under the plan.
+    A second line is added when the engine has taken its first step under the plan.
     """
     session = session_of(engine)
     plan = session.plan

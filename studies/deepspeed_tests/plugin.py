@@ -47,7 +47,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def settled(orders: Orders) -> set[str]:
-    """Return the DeepSpeed tests that need not run again.
+    """Return the names of the DeepSpeed tests that this pytest run can skip.
 
     They have ended in an earlier run, or have hung too often.
     """

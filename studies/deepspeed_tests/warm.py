@@ -1,6 +1,7 @@
-"""Imports for the server process from which the ranks of DeepSpeed's tests are forked.
+"""Imports for the server process that forks the ranks of DeepSpeed's tests.
 
-The first imports and queries of an engine take longer than most tests, so they are done once here.
+An engine's first imports and queries of the machine take longer than most tests, so they are done once
+here.
 """
 
 import contextlib

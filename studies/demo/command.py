@@ -57,7 +57,7 @@ class Demo:
         self.first_prediction: Times = {}
 
     def prepare(self) -> None:
-        """Empty the demo's folder, so that files of an earlier demo are not taken for new ones."""
+        """Empty the demo's result folder, so that files of an earlier demo are not taken for new ones."""
         warm_up(["studies.demo.warm"])
         for name in ("checkpoints", "runs", "logs"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
@@ -114,7 +114,9 @@ class Demo:
         self.console.print(demo_tables.plan(plan))
 
     def _same(self) -> bool:
-        """Print the phase times of stock DeepSpeed and of the plan. Return True if both trained the same bits."""
+        """Print the phase times of training with stock DeepSpeed and under the plan. Return True if the
+        bits are equal.
+        """
         same = self._compare("stock", "plan")
         times = self._times()
         self.console.print(demo_tables.times(times, machine_label(self.machine)))
@@ -203,10 +205,10 @@ class Demo:
         )
 
     def _compare(self, reference: str, name: str) -> bool:
-        """Return True if two training runs have the same bits. In both cases, delete the tensors that the run
-        ``reference`` has saved.
+        """Return True if two training runs of the demo end with the same bits.
 
-        The tensors take gigabytes on disk.
+        In both cases, delete the tensors that the run ``reference`` has saved, which take gigabytes on
+        disk.
         """
         wrong = same_bits(self.folder, reference, name)
         losses = same_losses(Run.load(self.folder, reference), Run.load(self.folder, name))
@@ -227,11 +229,14 @@ class Demo:
         return times | predicted_phases(plan, "plan")
 
     def _early_and_not(self) -> tuple[Plan, dict[str, float], dict[str, float], Run]:
-        """Return the demo's results with and without early updates (before the gradient norm is known).
+        """Return the results of the demo's runs with and without early updates (before the gradient norm is
+        known).
 
         Returns:
             The plan with early updates, its seconds of an iteration, those of the plan without early
-            updates, and the training run with early updates. Seconds are by ``measured`` and ``predicted``.
+            updates, and the training run with early updates. The seconds are dicts with the keys
+            ``measured`` and
+            ``predicted``.
         """
         rows: dict[bool, tuple[Plan, dict[str, float], Run]] = {}
         for name in ("plan", "toggled"):

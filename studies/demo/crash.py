@@ -33,10 +33,11 @@ class Crash:
 
 
 def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_bytes: int, iteration_s: float) -> Plan:
-    """Return the plan with background checkpoints, each written during about half a checkpoint interval.
+    """Return the plan with background checkpoints, each written to disk during about half a checkpoint
+    interval.
 
-    The write rate is limited for two reasons. The demo can then kill training while a checkpoint is
-    half written, and the disk traffic is spread over several iterations as in a long run.
+    The write rate is limited for two reasons. The demo can then kill training while a checkpoint is half
+    written, and the disk traffic is spread over several iterations as in a long run.
     """
     rate = checkpoint_bytes / (0.5 * interval_steps * iteration_s)
     checkpoint = CheckpointPlan(
@@ -92,7 +93,9 @@ def _growth(child: PhaseProcess, folder: Path, size: int) -> Iterator[int]:
 
 
 def committed(folder: Path) -> str:
-    """Return the tag of the newest committed checkpoint, as named by the file ``latest``, or ""."""
+    """Return the tag that the file ``latest`` of a checkpoint folder names: the newest committed
+    checkpoint, or "".
+    """
     latest = folder / "latest"
     try:
         return latest.read_text().strip()
@@ -101,7 +104,9 @@ def committed(folder: Path) -> str:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return the number of bytes that a folder's files occupy on disk, without ranges not yet written."""
+    """Return the number of bytes that a folder's files occupy on disk, so that ranges not yet written do
+    not count.
+    """
     total = 0
     for parent, _, names in os.walk(folder):  # which leaves out a folder that has just gone
         for name in names:

@@ -30,7 +30,7 @@ def measure(folder: Path, seconds: float, elements: int) -> None:
 
 
 def make_plan(folder: Path) -> None:
-    """Make a plan for the measured machine and the profiled training, and write it to ``plan.json``.
+    """Make a plan for the measured machine and the profiled model, and write it to ``plan.json``.
 
     A second plan, which differs only in its early updates, is written to ``toggled.json``.
     """
@@ -43,10 +43,10 @@ def make_plan(folder: Path) -> None:
 
 
 def toggled(plan: Plan) -> Plan:
-    """Return a plan to compare a plan with, which differs only in its early updates.
+    """Return a copy of a plan that differs only in its early updates, to show what early updates gain.
 
-    An early update starts before the gradient norm is known. If the plan has early updates, the other
-    plan has none. If it has none, the other plan has as many as possible.
+    An early update starts before the gradient norm is known. If the plan has early updates, the copy has
+    none. If the plan has none, the copy has as many as possible.
     """
     early = not any(plan.updated_early)
     ways = tuple(way._replace(early=early).fitted() for way in plan.ways)
@@ -54,7 +54,8 @@ def toggled(plan: Plan) -> Plan:
 
 
 def predict_anew(folder: Path) -> None:
-    """Simulate both plans of the demo with the newest profile, and write the predictions to their files.
+    """Simulate both plans of the demo with the newest profile, and write the predictions to the plans'
+    files.
 
     The second plan differs from the first one only in its early updates.
     """

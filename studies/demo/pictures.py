@@ -1,4 +1,6 @@
-"""The demo's pictures: an iteration's timeline, its memory use, and times of stock DeepSpeed and plan."""
+"""The demo's pictures: an iteration's timeline, its memory use, and times with stock DeepSpeed and under
+the plan.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def machine_label(machine: Machine) -> str:
 
 
 def draw_timelines(predicted: Timeline, measured: Timeline, path: Path, label: str, iterations: int = 2) -> None:
-    """Draw the ops of the last iterations over time: predicted ones above, measured ones below."""
+    """Draw the ops of the last training steps over time: predicted ones above, measured ones below."""
     pair = [last_iterations(timeline, iterations) for timeline in (predicted, measured)]
     longest = max(timeline.makespan_s for timeline in pair)
     scale = 1e3 if longest < 2 else 1.0
@@ -50,7 +52,9 @@ def last_iterations(timeline: Timeline, count: int) -> Timeline:
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the timeline of median length, so that timelines from a disturbed machine are avoided."""
+    """Return the timeline of median length among several, so that one from a disturbed machine is not
+    shown.
+    """
     return sorted(timelines, key=lambda timeline: timeline.makespan_s)[(len(timelines) - 1) // 2]
 
 

@@ -45,7 +45,7 @@ class Run:
 
 
 def same_bits(folder: Path, ours: str, theirs: str) -> tuple[str, ...]:
-    """Return the names of parameters and moments that differ between two training runs of the demo."""
+    """Return the names of parameters and Adam moments that differ between two training runs of the demo."""
     return differences(_tensors(folder, ours), _tensors(folder, theirs))
 
 
@@ -56,15 +56,17 @@ def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def same_losses(whole: Run, part: Run) -> bool:
-    """Return True if a resumed training run has the losses of an uninterrupted one, step by step."""
+    """Return True if a resumed training run has the same losses as an uninterrupted run in every step that
+    it trains.
+    """
     return whole.losses[part.first_step - whole.first_step :] == part.losses
 
 
 def predicted_phases(plan: Plan, side: str) -> dict[str, dict[str, float]]:
-    """Return predicted phase times from a plan's file: of the plan itself, or of stock DeepSpeed.
+    """Return the phase times that a plan's file predicts: of the plan itself, or of stock DeepSpeed.
 
-    ``side`` is ``plan`` or ``stock``. The result has one entry, such as ``{"plan, predicted": times}``
-    with times in seconds. It is empty if the file has no such prediction.
+    ``side`` is ``plan`` or ``stock``. The result has one entry, such as ``{"plan, predicted": times}`` with
+    times in seconds. It is empty if the file has no such prediction.
     """
     if side == "plan":
         chosen = plan.prediction

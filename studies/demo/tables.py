@@ -1,4 +1,4 @@
-"""The tables and texts that the demo prints."""
+"""The tables and texts that ebbtide's demo prints."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,7 +60,9 @@ def doubts(measured: Machine, path: Path) -> str:
 
 
 def workload(profiled: Workload) -> str:
-    """Return one line with the profiled model's size, its phase times and its peak of memory."""
+    """Return one line with the size of the demo's model, its measured phase times and its peak of
+    memory.
+    """
     peak = max((max(p.device_bytes, p.host_bytes) for p in profiled.memory_curve), default=0)
     memory = f", memory peak {peak / 2**20:.0f} MiB" if peak else ""
     return (
@@ -71,7 +73,9 @@ def workload(profiled: Workload) -> str:
 
 
 def plan(chosen: Plan) -> Table:
-    """Return a table of predicted times: of the chosen plan, of other strategies, and of stock DeepSpeed."""
+    """Return a table of predicted iteration times: of the demo's plan, of other strategies, and of stock
+    DeepSpeed.
+    """
     table = _table("strategy", "predicted iteration", "forward", "backward", "step")
     ordered = sorted(chosen.alternatives, key=lambda p: p.iteration_s)
     stock = [p for p in ordered if p.strategy in STOCK_NAMES]
@@ -92,7 +96,13 @@ def plan(chosen: Plan) -> Table:
 
 
 def times(columns: Mapping[str, Mapping[str, float]], label: str) -> Table:
-    """Return a table of phase times, with a row per training phase and a column per run or prediction."""
+    """Return a table of training times, with a row per training phase and a column per run or prediction.
+
+    The last column is the speed-up of the plan over stock DeepSpeed.
+
+    Args:
+        columns: Seconds of each phase, by the name of the run or prediction.
+    """
     table = _table("per iteration", *columns, "speed-up")
     for phase in (*PHASES, "iteration"):
         cells = [f"{row[phase] * 1e3:.0f} ms" for row in columns.values()]
@@ -120,7 +130,9 @@ def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, 
 
 
 def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> str:
-    """Return one line that tells the basis of the demo's predictions, and the predictions before the runs."""
+    """Return one line on what the demo's predictions are based on, with the predictions made before the
+    runs.
+    """
     shown = [
         f"{name.partition(',')[0]} {row['iteration'] * 1e3:.0f} ms" for name, row in before.items() if name in times
     ]
@@ -131,7 +143,9 @@ def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, M
 
 
 def crash(hit: Crash) -> str:
-    """Return one line on the killed training run: how much of a checkpoint was on disk, what is committed."""
+    """Return one line on the killed training run: how much of a checkpoint was on disk, and what was
+    committed.
+    """
     share = hit.written_bytes / hit.checkpoint_bytes
     return (
         f"killed with {share:.0%} of the next checkpoint on disk ({hit.written_bytes / 2**20:.0f} "

@@ -80,7 +80,7 @@ class Training:
         self._losses: list[torch.Tensor] = []
 
     def resume(self, folder: Path) -> None:
-        """Load the newest committed checkpoint in a folder, to continue with the step after it."""
+        """Load the newest committed checkpoint in a folder, to continue training with the step after it."""
         path, _ = self.engine.load_checkpoint(str(folder))
         if path is None:
             raise FileNotFoundError(f"a committed checkpoint is needed to resume, but {folder} has none")
@@ -108,7 +108,9 @@ class Training:
         self.next = last
 
     def save(self, folder: Path, name: str) -> None:
-        """Write the losses and times to ``runs/NAME.json``, and parameters and optimizer state to ``.pt``."""
+        """Write the run's losses and times to ``runs/NAME.json``, and parameters and optimizer state to a
+        ``.pt`` file.
+        """
         report(self.next, self.model.steps, "collecting parameters and moments")
         state = state_of(self.engine)
         torch.save(state, folder / "runs" / f"{name}.pt")
@@ -155,10 +157,10 @@ def stock(folder: Path, model: DemoModel) -> None:
 
 
 def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
-    """Train under a plan for the demo, in turns of a few steps, while the other runs pause.
+    """Train under a plan for the demo, in turns of a few steps.
 
-    This run pauses before each turn and before it writes its results. Other processes train in the pauses.
-    All steps of a turn except its first one are timed.
+    This run pauses before each turn and before it writes its results, so that the other runs can train in
+    between. All steps of a turn except its first one are timed.
 
     Args:
         name: Name of the plan's file and of the run.
@@ -183,7 +185,7 @@ def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
 
 
 def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | None) -> None:
-    """Train under a plan with checkpoints to the last step, without pauses.
+    """Train for the demo under a plan with checkpoints, up to the last step and without pauses.
 
     If ``resume`` is a folder, training starts from its newest checkpoint.
     """
