@@ -60,7 +60,7 @@ def emitted_config(
 def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
     """Replace ``"auto"`` in a DeepSpeed config by the batch sizes and the precision that a plan assumes.
 
-    The Hugging Face Trainer then refuses arguments that differ from them.
+    The Hugging Face Trainer then refuses arguments that differ from these values.
     """
     numbers = {"train_micro_batch_size_per_gpu": steps.micro_batch, "gradient_accumulation_steps": steps.accumulation}
     for key, number in numbers.items():

@@ -182,7 +182,9 @@ def read_machine(given: str) -> Machine:
 
 
 def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a training job that the command-line flags for ``--model`` set."""
+    """Return a dict of `Job` fields, such as the sequence length and the number of ranks, from the values of
+    the command-line flags that accompany ``--model``.
+    """
     ranks = ("data_parallel", "tensor_parallel", "pipeline_parallel")
     return {
         "sequence": about["sequence"] or SEQUENCE,
@@ -196,7 +198,9 @@ def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a training job that the flags for kernels and recomputation set."""
+    """Return a dict of `Job` fields on kernels and recomputation, from the values of the command-line flags
+    that set them. Flags that were not given are left out.
+    """
     given: dict[str, Any] = {name: about[name] for name in ("recompute_share", "kernels") if about.get(name)}
     if about.get("fused_loss"):
         given["fused_loss"] = True
@@ -206,7 +210,9 @@ def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def started_by(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a training job that the flags in `LAUNCHER_OPTIONS` set: launcher and threads."""
+    """Return a dict of `Job` fields on the launcher and its threads, from the values of the command-line flags
+    in `LAUNCHER_OPTIONS`. Flags that were not given are left out.
+    """
     return {name: about[name] for name in _STARTED if about[name] is not None}
 
 
@@ -288,12 +294,14 @@ def read_trained(
 
 
 def _check_kinds(config: Mapping[str, Any] | None, config_path: str | None, model: str | None) -> None:
-    """Refuse a model's config that is given as DeepSpeed's config, the reverse, and quantized weights.
+    """Refuse a model's config that is given as ``--ds-config``, a DeepSpeed config that is given as
+    ``--model``, and a model with quantized weights.
 
     Quantized weights cannot be fully trained.
 
     Raises:
-        BadInputError: A file belongs to another flag, which the message names, or the weights are quantized.
+        BadInputError: A file belongs to another flag, which the message names, or the weights are
+            quantized.
     """
     from ebbtide.simulator.estimates.architecture import is_deepspeed, is_model, quantized
     from ebbtide.simulator.estimates.deepspeed_keys import read_file
@@ -333,7 +341,9 @@ def read_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def check_offloading(trained: Trained) -> None:
-    """Raise BadInputError if no offloading plan can be applied to the training job of the command line."""
+    """Raise BadInputError if no plan that offloads optimizer state can be applied to the training job which
+    the command-line flags describe.
+    """
     from ebbtide.simulator.estimates.job import plan_refusal
 
     if refusal := plan_refusal(trained.config or {}, trained.offload):
@@ -341,9 +351,9 @@ def check_offloading(trained: Trained) -> None:
 
 
 def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Return the directories that may store optimizer state, with their sizes in bytes.
+    """Return a dict from directory to bytes: the storage that may hold optimizer state.
 
-    They come from ``--storage``, or else from DeepSpeed's config.
+    The directories come from ``--storage``, or otherwise from DeepSpeed's config.
 
     Raises:
         BadInputError: ``--storage`` is given with ZeRO-1 or ZeRO-2, which cannot keep state on a drive.
@@ -372,7 +382,7 @@ def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str |
 
 
 def tell_unread(trained: Trained) -> None:
-    """Print which keys of DeepSpeed's config were ignored, and how the others were read."""
+    """Print which keys of a DeepSpeed config a ``tune`` command ignored, and how it read the others."""
     notes = trained.workload.provenance.partition("; ")[2]
     if trained.config is not None and notes:
         click.echo(f"note: {notes}", err=True)
@@ -431,9 +441,8 @@ def check_folder(flag: str, path: str | None) -> None:
 
 @contextmanager
 def written(flag: str, path: str) -> Iterator[None]:
-    """Name the output file's flag in an error that is raised while the file is written.
-
-    The error becomes a BadInputError.
+    """Turn an error that is raised while an output file is written into a BadInputError that names the flag of
+    the file.
     """
     try:
         yield

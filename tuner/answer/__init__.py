@@ -1,1 +1,3 @@
-"""The presentation of a plan to its user: the comparison with other ways to train, the reasons, and reports."""
+"""The presentation of a training plan to its user: a table that compares the plan with other ways to
+train, the reasons for the plan, and reports.
+"""

@@ -1,4 +1,6 @@
-"""A quick plan for interactive use, found with a small fraction of the simulations of a full search."""
+"""A short plan search for interactive use, which makes a small fraction of the simulations of a full
+search.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,9 +27,10 @@ def even_plan(
     offload_parameters: bool = True,
     folders: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """Return a training plan from a quick search, with its prediction and the lower bound of an iteration.
+    """Return the training plan that a short plan search finds, with its predicted iteration and a lower bound
+    of the iteration time.
 
-    The plan's ``reasons`` say if a full search may find a better plan.
+    The plan's field ``reasons`` says if a full search, as by ``tune plan``, may find a faster plan.
 
     Raises:
         ImpossibleError: No plan fits into memory.
@@ -39,7 +42,7 @@ def even_plan(
 
 
 def quick_or_none(workload: Workload, machine: Machine, limits: Limits, **freedom: Any) -> Plan | None:
-    """Return a training plan from a quick search, or None if no plan fits into memory."""
+    """Return the training plan that a short plan search finds, or None if no plan fits into memory."""
     try:
         return even_plan(workload, machine, limits, **freedom)
     except ImpossibleError:
@@ -47,7 +50,9 @@ def quick_or_none(workload: Workload, machine: Machine, limits: Limits, **freedo
 
 
 def best_of(found: Decision) -> Plan:
-    """Return the training plan that a quick search has chosen, with its prediction and the reasons for it."""
+    """Convert the decision of a short plan search into a plan, with its predicted iteration and the reasons
+    for it.
+    """
     search = found.search
     workload, machine, limits = search.workload, search.machine, search.limits
     made = found.chosen.plan(workload, **found.folders)

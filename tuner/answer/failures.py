@@ -22,10 +22,12 @@ RESTART_S = 60.0  # as `tune plan --restart` has it
 def checkpointed(
     plan: Plan, workload: Workload, machine: Machine, limits: Limits, mtbf_s: float
 ) -> tuple[Plan, Choice]:
-    """Return a training plan with the best checkpoint interval for a mean time between failures.
+    """Return a copy of a training plan with the checkpoint interval that gives the highest goodput (useful
+    share of the time) for a mean time between failures.
 
-    If the plan already has an interval, its bandwidth cap and copy budget (host memory for copies of state) stay.
-    Otherwise a small and a large copy budget are tried, which is quick and seldom worse than a search.
+    If the plan already has an interval, its cap on the write bandwidth and its copy budget (host memory for
+    copies of state) stay. Otherwise a small and a large copy budget are tried, which is quick and seldom
+    worse than a search.
 
     Args:
         plan: Plan with a prediction.
@@ -55,10 +57,11 @@ def checkpointed(
 def goodput_of(
     predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, choice: Choice | None, mtbf_s: float
 ) -> dict[str, Any]:
-    """Return the goodput (useful share of the time) of training under a plan and under the baselines.
+    """Return a dict with the goodput (useful share of the time) of training under a plan and under the
+    baselines, by role (``plan``, ``stock``, ``no offload``), and with the times that describe the failures.
 
-    Under a plan, checkpoints are written while training goes on. The baselines wait for each checkpoint, and each
-    has its best checkpoint interval.
+    Under a plan, checkpoints are written while training goes on. The baselines wait for each checkpoint,
+    and each has its best checkpoint interval.
 
     Args:
         predicted: Predicted iteration by kind: the plan, stock DeepSpeed and no offload.

@@ -1,4 +1,6 @@
-"""The reasons for a plan in sentences: what limits its iteration, and how much each technique saves."""
+"""The reasons for a training plan in sentences: what limits an iteration's time, and how much time each
+technique of the plan saves.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,12 +18,13 @@ from ebbtide.tuner.quantities import told_least, told_seconds
 
 
 def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound, stock: Workload) -> list[str]:
-    """Return sentences with figures on the reasons for a plan, the most important one first.
+    """Return a list of sentences, with figures, that give the reasons for a training plan: what limits an
+    iteration's time, and how many seconds each technique saves.
 
     Args:
-        workload: The training run with the plan's subgroups.
-        floor: The lower bound of the iteration time.
-        stock: The training run with the subgroups that DeepSpeed alone has.
+        workload: Training run with the plan's subgroups.
+        floor: Lower bound of the iteration time.
+        stock: Training run with the subgroups that DeepSpeed alone has.
     """
     assert plan.prediction is not None
     chosen_s = plan.prediction.iteration_s
@@ -57,8 +60,8 @@ _ABLATIONS: tuple[tuple[str, dict[str, object]], ...] = (
 
 
 def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list[str]:
-    """Return a list with one sentence about the time that DeepSpeed without a plan loses because it uses too few CPU
-    threads.
+    """Return a list with one sentence about the time that DeepSpeed without a plan loses in each step because
+    it uses too few CPU threads.
 
     The list is empty if DeepSpeed loses hardly any time.
     """

@@ -29,13 +29,17 @@ UNITS = {"bytes": "GB/s", "params": "G params/s"}  # of a billion a second
 
 
 def wide_console() -> Console:
-    """Return a console for the output of ``tune``. It has the terminal's width, or COLUMNS, or 120 columns."""
+    """Return a rich console for the output of ``tune``, as wide as the terminal or the environment variable
+    COLUMNS says, and otherwise 120 columns wide.
+    """
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=120)
 
 
 def show_machine(machine: Machine, console: Console) -> None:
-    """Print a machine's rates with their quartiles and sources. Its warnings come last."""
+    """Print the rates of a machine (such as bandwidths) with their quartiles and sources, and then the
+    machine's warnings.
+    """
     nodes = f" on {machine.numa_nodes} NUMA nodes" if machine.numa_nodes > 1 else ""
     table = Table(title=f"{machine.name}: {machine.device_name}, {machine.cpu_cores} cores{nodes}")
     for column in ("rate", "median", "quartiles", "unit", "stable", "source"):
@@ -76,7 +80,9 @@ def show_machine(machine: Machine, console: Console) -> None:
 
 
 def show_workload(workload: Workload, console: Console) -> None:
-    """Print a workload: its phases with their spread, the times and memory of its layers, and its warnings."""
+    """Print the workload of a training run: seconds of its phases with quartiles, times and memory of its
+    layers, and its warnings.
+    """
     w = workload
     shape = f"{w.params / 1e9:.4g} billion parameters in {len(w.subgroups)} subgroups on this rank"
     clips = "" if w.clip_rate is None else f", {w.clip_rate:.1%} of the steps clip"
@@ -114,7 +120,9 @@ def _amount(workload: Workload) -> str:
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Print a training plan: the advice in one sentence, the placements, the table of strategies, and the reasons."""
+    """Print a training plan: the advice in one sentence, the placements, the table of ways to train with their
+    predicted times, and the reasons.
+    """
     console.print(headline(plan), style="bold")
     console.print(placed_in_words(plan))
     if plan.trained_as is not None:
@@ -143,7 +151,9 @@ _PLACED: Mapping[Placement, str] = {
 
 
 def placed_in_words(plan: Plan) -> str:
-    """Return sentences on where a plan keeps its subgroups' optimizer state, on its buffers and on its overlap."""
+    """Return sentences on where a plan keeps its subgroups' optimizer state, on early updates, on buffers, and
+    on a missing overlap with the next forward.
+    """
     counts = [(p, plan.count(p)) for p in get_args(Placement) if plan.count(p)]
     early, summed = sum(plan.updated_early), sum(plan.summed_on_device)
     sentences = [f"{plan.subgroup_count} subgroups: " + ", ".join(f"{n} {_PLACED[p]}" for p, n in counts)]
@@ -161,9 +171,10 @@ def placed_in_words(plan: Plan) -> str:
 
 
 def memory(plan: Plan) -> Table:
-    """Return a table of the peak use of GPU and host memory, divided by kind of data.
+    """Return a table of the predicted peak memory of a rank in GiB, with a row for each kind of data.
 
-    It has columns for a plan and for the baselines, such as DeepSpeed without a plan.
+    The table has columns for GPU and host memory, under the plan and under each baseline, such as DeepSpeed
+    without a plan.
     """
     assert plan.prediction is not None
     others = {role_of(p.strategy): p for p in plan.alternatives if p.memory}
@@ -190,8 +201,8 @@ def memory(plan: Plan) -> Table:
 def strategies(predictions: Iterable[Prediction]) -> Table:
     """Build a table with one row per predicted strategy (the plan or another way to train), within 80 columns.
 
-    Strategies that fit into memory come first. A note below the table says what the others lack. There are
-    columns for the time between iterations and for state on drives only if a strategy has any.
+    Strategies that fit into memory come first. A note below the table says what the other strategies lack.
+    There are columns for the time between iterations and for state on drives only if a strategy has any.
     """
     rows = sorted(predictions, key=lambda p: (not p.fits, p.iteration_s))
     unit, scale = ("s", 1.0) if rows[0].iteration_s >= LONG_S else ("ms", 1e3)

@@ -1,4 +1,6 @@
-"""The table that compares a plan with other ways to train, each simulated."""
+"""The table that compares the simulated iteration under a plan with the iterations of other ways to train,
+such as DeepSpeed's own offload.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,10 +50,10 @@ class Row:
 
     @property
     def prediction(self) -> Prediction:
-        """Return a row of the table that compares ways to train, as the prediction that a plan's file stores.
+        """Convert a row of the table that compares ways to train into the prediction that a plan's file stores.
 
-        The row has no interval: its low and high times equal the predicted time. Memory by kind is given only for
-        the plan, DeepSpeed without a plan, and no offload.
+        The prediction has no interval: its low and high times equal the predicted time. Memory by kind of data
+        is given only for the plan, DeepSpeed without a plan, and no offload.
         """
         seconds = self.result.iteration_s
         return Prediction(
@@ -148,11 +150,11 @@ def compare(
 
 
 def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, Any]]:
-    """Return the name and setting of DeepSpeed's own training strategy that a plan is compared with.
+    """Return the name and options of DeepSpeed's own training strategy that a plan is compared with.
 
-    If the plan stores optimizer state on a drive, the strategy is ZeRO-Infinity, which does the same. It also is if the
-    plan keeps parameters in host memory, and GPU memory cannot hold them. Otherwise the strategy is DeepSpeed's
-    optimizer offload to host memory, which is faster.
+    The strategy is ZeRO-Infinity if the plan stores optimizer state on a drive, or if the plan keeps
+    parameters in host memory that GPU memory cannot hold. Otherwise the strategy is DeepSpeed's optimizer
+    offload to host memory, which is faster.
     """
     if plan is None:
         return stock_offload(workload.zero_stage), {}
@@ -193,17 +195,17 @@ def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
-    """Return a prediction for each way to train that a plan was compared with.
-
-    A plan's file stores these predictions as its alternatives.
+    """Convert rows of the table that compares ways to train into predictions. A plan's file stores them as its
+    alternatives.
     """
     return tuple(row.prediction for row in rows if row.role != "plan")
 
 
 def role_of(label: str) -> Role:
-    """Return the kind of way to train (such as a baseline or a variant of the plan) that a label names.
+    """Return the role of a way to train (such as stock DeepSpeed, no offload, or a variant of the plan), given
+    the label that a plan's file stores.
 
-    Labels are in a plan's file. Older versions of the planning service wrote names of strategies instead.
+    Older versions of the planning service stored the strategy's name instead of a label.
     """
     if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
         return "stock"

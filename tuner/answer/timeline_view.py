@@ -46,7 +46,8 @@ GROUPS: dict[OpKind, str] = {
 
 
 def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]:
-    """Return one iteration of a timeline as JSON data, from the end of a backward to the end of the next.
+    """Return one iteration of a timeline as JSON data, from the end of one backward pass to the end of the
+    next.
 
     Args:
         timeline: Simulated or measured timeline.
@@ -83,10 +84,11 @@ def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]
 
 
 def window(timeline: Timeline) -> tuple[float, float]:
-    """Return the start and end in seconds of one iteration in a timeline, from a backward's end to the next.
+    """Return the start and end in seconds of one iteration in a timeline, from the end of a backward pass to
+    the end of the next.
 
-    In a measured timeline, the iteration is one of about average length. If the timeline has no whole iteration,
-    return its own start and end.
+    In a measured timeline, the iteration is one of about average length. If the timeline has no whole
+    iteration, return the start and end of the timeline.
     """
     ends: dict[int, float] = {}
     for span in timeline.spans:

@@ -1,4 +1,6 @@
-"""The instructions for training under a plan: a DeepSpeed config, a command, and arguments for the Trainer."""
+"""The instructions for training under a plan: a DeepSpeed config, a command, and arguments for the Hugging
+Face Trainer.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +13,8 @@ CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
 
 
 def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the DeepSpeed config, the command and the Hugging Face Trainer's arguments for training under a plan.
+    """Return a dict with the DeepSpeed config (``deepspeed``), the shell command (``command``) and the
+    arguments of the Hugging Face Trainer (``trainer``) for training under a plan.
 
     The files of the config and of the plan must lie in the folder in which training starts.
 
@@ -25,7 +28,9 @@ def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dic
 
 
 def trainer(workload: Workload, config_file: str = CONFIG_FILE) -> str:
-    """Return Python source with those arguments of the Hugging Face Trainer that a plan depends on."""
+    """Return Python source that creates the Hugging Face Trainer's arguments which a plan depends on, such as
+    the batch size, the dtype and the DeepSpeed config.
+    """
     given: dict[str, Any] = {"output_dir": "out"}
     if workload.wire_dtype != "fp32":
         given[workload.wire_dtype] = True
@@ -45,7 +50,9 @@ def _python(value: Any) -> str:
 
 
 def command(workload: Workload, config_file: str = CONFIG_FILE) -> str:
-    """Return the command that trains an unchanged script under a plan. With several nodes, it runs on each node."""
+    """Return the shell command that runs an unchanged training script under a plan. With several nodes, the
+    user runs the command on each node.
+    """
     ranks = workload.ranks_per_node
     launcher = f"torchrun --nproc-per-node {ranks}" if ranks * workload.nodes > 1 else "python"
     if workload.nodes > 1:

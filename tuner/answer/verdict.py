@@ -1,4 +1,6 @@
-"""The advice for or against offloading in one sentence, by one rule for plan files, service and searches."""
+"""The advice for or against offloading optimizer state, in one sentence. Plan files, the planning service
+and searches apply the same rule.
+"""
 
 import math
 from collections.abc import Iterable
@@ -33,8 +35,9 @@ class Verdict:
 def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> Verdict:
     """Return the advice on offloading, given predictions for a plan, stock DeepSpeed and no offload.
 
-    The plan counts as faster or slower only if the other time is outside its prediction's interval. A plan from
-    an older ebbtide has no interval. The gain over stock DeepSpeed is named only if stock DeepSpeed fits.
+    The plan counts as faster or slower than no offload only if the time without offload is outside the
+    interval of the plan's prediction. A plan from an older ebbtide has no interval. The gain over stock
+    DeepSpeed is named only if stock DeepSpeed fits into memory.
 
     Args:
         predicted: Pairs of kind and prediction. The plan's prediction has an interval and a lower bound.
@@ -75,7 +78,9 @@ def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
 
 
 def differs(plan: Prediction, other_s: float) -> bool:
-    """Return True if another iteration time lies outside the interval of a plan's prediction."""
+    """Return True if the iteration time of another way to train is outside the interval of a plan's predicted
+    iteration time, and differs from that time by more than 0.1%.
+    """
     low_s = min(plan.iteration_low_s, plan.iteration_s * (1 - WORTH))
     high_s = max(plan.iteration_high_s, plan.iteration_s * (1 + WORTH))
     return not low_s <= other_s <= high_s
@@ -100,7 +105,8 @@ def _times(longer: Prediction, shorter: Prediction) -> str:
 
 
 def distance(plan: Prediction) -> str:
-    """Return how far a plan's iteration is above the lower bound, as text. Empty if the bound is unknown.
+    """Return a text on how far a plan's predicted iteration time is above the lower bound, such as ``within 3%
+    of a lower bound``. The text is empty if the bound is unknown.
 
     The percentage is rounded up, so that the text is true.
     """
@@ -110,12 +116,16 @@ def distance(plan: Prediction) -> str:
 
 
 def above_bound(plan: Prediction) -> float:
-    """Return a plan's iteration time above the lower bound, as a fraction of the bound. ``inf`` if it is unknown."""
+    """Return how far a plan's predicted iteration time is above the lower bound, as a fraction of the bound.
+    ``inf`` if the bound is unknown.
+    """
     return plan.iteration_s / plan.lower_bound_s - 1 if plan.lower_bound_s else math.inf
 
 
 def headline(plan: Plan) -> str:
-    """Return the advice for or against offloading that follows from a plan's file, in one sentence."""
+    """Return the advice for or against offloading, in one sentence, that follows from the predictions in a
+    plan's file.
+    """
     if plan.prediction is None:
         return "A plan without a prediction: plan again with `tune plan` to know what it brings."
     others = [(role_of(p.strategy), p) for p in plan.alternatives]

@@ -50,9 +50,9 @@ class WayOut:
 
     @property
     def price(self) -> int:
-        """Return how expensive a set of changes to a job is: the rank of its most expensive change.
+        """Return how expensive a set of changes to a training job is, as a rank: 0 is the cheapest kind of change.
 
-        Changing a flag is cheap, and buying hardware is expensive.
+        The most expensive change of the set counts. Changing a flag is cheap, and buying hardware is expensive.
         """
         return max(PRICES.index(name) for name in self.changes)
 
@@ -155,11 +155,11 @@ class _Tried:
 
 
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
-    """Return the smallest changes that make a training job fit into memory, the cheapest first.
+    """Return a list of the smallest changes that make a training job fit into memory, the cheapest first.
 
-    Among equally cheap changes, the one with the fastest training comes first. If one change of the job's own
-    fields is enough, changes are not combined. Otherwise they are combined, and combinations that keep all
-    samples are tried first. No change needs more GPU memory than the card has.
+    Among equally cheap changes, the one with the fastest training comes first. If one change of the job's
+    own fields is enough, changes are not combined. Otherwise they are combined, and combinations that leave
+    all training samples as they are come first. No change needs more GPU memory than the card has.
 
     Args:
         job: Training job that does not fit.
@@ -294,7 +294,7 @@ def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> 
 
 
 def flags(way: WayOut, job: Job) -> str:
-    """Return the ``tune`` options that make a set of changes to a training job.
+    """Return the ``tune`` options, as text, that make a set of changes to a training job.
 
     A change without an option is described in words.
     """

@@ -1,1 +1,1 @@
-"""Corrections of a machine's rates, and intervals of predictions, learned from measured training runs."""
+"""The calibration of a machine's rates by measured training runs, and the intervals of predicted times."""

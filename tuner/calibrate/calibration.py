@@ -51,9 +51,10 @@ class Observation:
 
     Attributes:
         name: Name of the run.
-        build: Function from a machine to the schedule of one iteration, as layers' times depend on the machine.
+        build: Function from a machine to the schedule of one iteration, as layers' times depend on the
+            machine.
         measured_s: Measured seconds by phase, for at least one of PHASES.
-        notes: Doubts that arose when the run was read.
+        notes: Warnings about the run, found when its file was read.
     """
 
     name: str
@@ -69,9 +70,11 @@ class Knob:
     Attributes:
         name: Name of the correction.
         fields: Rates that the factor multiplies.
-        width: Prior standard deviation of the factor in log units, which is how far the given rates may be off.
+        width: Prior standard deviation of the factor in log units: how far the machine's given rates may be
+            off.
         ranks: If above 0, the factor is for a rank's share of DRAM bandwidth while that many ranks use it.
-        varies: Standard deviation between different days or nodes in log units, which more runs do not reduce.
+        varies: Standard deviation between different days or nodes in log units, which more runs do not
+            reduce.
     """
 
     name: str
@@ -104,7 +107,9 @@ SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 @dataclass(frozen=True)
 class Change:
-    """A rate of a machine that calibration corrected, before and after. Values are in the rate's own unit."""
+    """The change of one rate of a machine by calibration: the median before and after, and the quartiles
+    after, in the rate's own unit.
+    """
 
     knob: str
     field: str
@@ -120,10 +125,11 @@ class Calibrated:
 
     Attributes:
         contradictions: Sentences about runs that no single set of rates explains.
-        unexplained: Sentences about phases that deviate in the same way in all runs, which no rate explains.
-        before_pct: Median prediction error of a phase over all runs before calibration, in percent. 100 means a
-            factor of two in either direction.
-        left_pct: Median prediction error after calibration, in percent.
+        unexplained: Sentences about phases that deviate in the same way in all runs, which no rate
+            explains.
+        before_pct: Median error of the predicted time of a phase, over all phases of all runs, before
+            calibration, in percent. 100 means a factor of two in either direction.
+        left_pct: The same error after calibration, in percent.
     """
 
     machine: Machine
@@ -135,7 +141,8 @@ class Calibrated:
 
 
 def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
-    """Return a schedule's simulated seconds by phase, for one iteration of training.
+    """Return a dict from phase (``forward``, ``backward``, ``step`` or ``iteration``) to the simulated seconds
+    of one training iteration.
 
     The time between two iterations counts only for the phase ``iteration``.
     """
@@ -149,11 +156,11 @@ def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
 
 
 def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrated:
-    """Return a machine with rates corrected by measured training runs.
+    """Return a machine with rates corrected by measured training runs, and the list of corrections.
 
-    A rate that the runs' times do not depend on stays as it is. A corrected rate has the source ``fitted``, and
-    quartiles that show how well the runs agree. If predictions would be worse after the correction, no rate is
-    changed.
+    A rate that the runs' times do not depend on stays as it is. A corrected rate has the source ``fitted``,
+    and quartiles that show how well the runs agree. If the median error of the predicted phases would grow,
+    no rate is changed.
 
     Raises:
         CalibrationError: There is no run, or a run has no measured phase.
@@ -190,10 +197,10 @@ class _Fit:
 
 
 def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observation]) -> _Fit:
-    """Return the most probable corrections of a machine's rates.
+    """Return the most probable correction factors of a machine's rates, given measured training runs.
 
-    If all runs show that the machine is further from its data sheet than usual, larger corrections are allowed,
-    but only as large as needed.
+    If all runs show that the machine is further from its data sheet than usual, larger corrections are
+    allowed, but only as large as needed.
     """
     usual = _fit_within(start, knobs, 1.0, observations)
     if usual.worst < UNEXPLAINED:
@@ -254,9 +261,11 @@ def _check(observations: Sequence[Observation]) -> None:
 
 
 def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
-    """Return a machine with the time that training spends between its phases, as measured runs show it.
+    """Return a copy of a machine with the measured time between two iterations (the training loop): the
+    seconds of a whole iteration minus those of its phases.
 
-    Only runs with all phases and the whole iteration are used.
+    Only runs with all phases and the whole iteration are used. Without such a run, the machine stays as it
+    is.
     """
     between = [
         max(LEAST_LOOP_S, 2 * seen.measured_s["iteration"] - sum(seen.measured_s.values()))
@@ -271,9 +280,11 @@ def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
 
 
 def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
-    """Return the corrections (factors for groups of rates) that are possible for a machine.
+    """Return the correction factors that calibration may fit for a machine: one for each group of rates with a
+    common cause, such as the bandwidths of copies.
 
-    There is one factor for each known number of ranks that share the machine's DRAM bandwidth.
+    Rates that the machine does not have are left out. In addition, there is one factor for each known
+    number of ranks that share the machine's DRAM bandwidth.
     """
     known = [
         replace(knob, fields=fields)
@@ -289,14 +300,15 @@ def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
 def turned(
     machine: Machine, knobs: Sequence[Knob], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
 ) -> Machine:
-    """Return a machine with the rates of each correction multiplied by ``exp(x)``.
+    """Return a copy of a machine with the rates of each correction multiplied by its factor ``exp(x)``, but
+    not beyond their physical limits.
 
     Args:
         machine: Machine to change.
         knobs: Corrections, each for a group of rates.
         x: Logarithm of the factor for each correction.
-        spread: For some corrections, by number: the new standard deviation of the rates in log units, and the
-            source to record. Other rates keep their spread and source.
+        spread: Dict from the number of a correction to the new standard deviation of the rates in log
+            units, and the source to record. Other rates keep their spread and source.
     """
     update: dict[str, Any] = {}
     limits = rate_limits(machine)
@@ -344,9 +356,11 @@ def _median_error(machine: Machine, observations: Sequence[Observation]) -> floa
 
 
 def _phase_errors(machine: Machine, observations: Sequence[Observation]) -> list[float]:
-    """Return the prediction errors of all measured phases of all runs, in log units.
+    """Return the prediction errors of all measured phases of all runs in one list, each as ``log(predicted /
+    measured)``.
 
-    The whole iteration of a run is left out if its phases are known. Otherwise they would count twice.
+    The whole iteration of a run is left out if the run's phases are known. Otherwise they would count
+    twice.
     """
     return [
         error
@@ -362,18 +376,19 @@ def _run_errors(machine: Machine, seen: Observation) -> dict[str, float]:
 
 
 def _robust(scaled: Floats) -> Floats:
-    """Return prediction errors with limited weight for outliers (pseudo-Huber).
+    """Return prediction errors changed so that a least-squares fit limits the weight of outliers
+    (pseudo-Huber).
 
-    Errors beyond two standard deviations count linearly instead of squared.
+    Errors beyond two standard deviations then count linearly instead of squared.
     """
     return np.asarray(np.sign(scaled) * np.sqrt(8 * (np.sqrt(1 + (scaled / 2) ** 2) - 1)))
 
 
 def _sigma(jacobian: Floats, cost: float, freedom: int) -> Floats:
-    """Return the standard deviations of the corrections in a calibration.
+    """Return the standard deviation of each correction factor in a calibration, in log units.
 
-    If the measured runs scatter more around the corrected predictions than was assumed, the standard deviations are
-    increased accordingly.
+    If the measured runs scatter more around the corrected predictions than was assumed, the standard
+    deviations are increased accordingly.
     """
     covariance = np.linalg.pinv(jacobian.T @ jacobian)
     scatter = max(1.0, 2 * cost / max(1, freedom))
@@ -393,9 +408,10 @@ def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[
 
 
 def _left(machine: Machine, observations: Sequence[Observation]) -> float:
-    """Return the spread of predictions around measured iterations that is left after calibration, in log units.
+    """Return the standard deviation of predicted around measured iteration times that is left after
+    calibration, in log units.
 
-    It includes the simulator's own error, but not the noise of the measurements.
+    The simulator's own error is included, but not the noise of the measurements.
     """
     left: list[float] = []
     for seen in observations:

@@ -56,12 +56,14 @@ class DeepSpeedLog:
 
     @property
     def sums_s(self) -> list[float]:
-        """Return, for each iteration in a DeepSpeed log, the seconds of all its phases together."""
+        """Return a list with the sum of the phases' seconds of each iteration in a DeepSpeed log."""
         return [sum(seconds) for seconds in zip(*self.phases_s.values(), strict=True)]
 
 
 def read_log(text: str) -> DeepSpeedLog:
-    """Parse the times in DeepSpeed's log. For a log without timing lines, the result has empty lists."""
+    """Parse the text of a DeepSpeed log into measured times. For a log without timing lines, the result has
+    empty lists.
+    """
     phases: dict[str, list[float]] = {phase: [] for phase in _NAMES[0].values()}
     for line in _GLOBAL.finditer(text):
         timers = {key: float(ms) for key, ms in _TIMER.findall(line[1])}
@@ -81,10 +83,11 @@ def read_log(text: str) -> DeepSpeedLog:
 
 
 def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
-    """Return the seconds per iteration between neighboring lines of DeepSpeed's log.
+    """Return the seconds per iteration between neighboring throughput lines of DeepSpeed's log, from the times
+    of day and the step numbers in these lines.
 
-    A smaller step number than before means that another run begins. DeepSpeed prints no such line before its
-    third step, so warm-up is not included.
+    A smaller step number than before means that another run begins. DeepSpeed prints no such line before
+    its third step, so warm-up is not included.
     """
     return [
         (later - at).total_seconds() / (number - before)
@@ -94,7 +97,9 @@ def _wholes_s(steps: Sequence[tuple[datetime, int]]) -> list[float]:
 
 
 def levels_s(seconds: Sequence[float]) -> tuple[list[float], list[float]] | None:
-    """Split iteration times into short and long ones at a wide gap. Return None if there is no such gap."""
+    """Split measured iteration times in seconds into a list of short and a list of long ones, at the widest
+    gap. Return None if no gap is wide enough.
+    """
     ordered = sorted(seconds)
     least = max(LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL * len(ordered))
     gaps = [

@@ -130,12 +130,18 @@ def model_spread(machine: Machine, strategy: str = "") -> float:
 
 
 def _published_host(machine: Machine) -> bool:
-    """Return True if a published run shows how fast several ranks together update on a machine's CPU."""
+    """Return True if a published training run shows how fast the CPU of a machine updates optimizer state of
+    several ranks at once.
+
+    Otherwise predictions of DeepSpeed's own offload on the machine of a preset get a wider interval.
+    """
     return any("dram" in shares and shares["dram"].source == "published" for shares in machine.rank_shares.values())
 
 
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
-    """Return the standard deviation of ``log(seconds)`` that follows from the spread of a machine's rates."""
+    """Return the standard deviation of the logarithm of a predicted time that follows from the spread of a
+    machine's rates. ``seconds`` predicts the time for a given machine.
+    """
     variance = 0.0
     for knob in (*knobs_of(machine, APART), *BESIDE):
         width = knob_sigma(machine, knob)
@@ -153,9 +159,10 @@ def _secant(of: Callable[[float], float], width: float) -> float:
 
 
 def knob_sigma(machine: Machine, knob: Knob) -> float:
-    """Return how uncertain a group of a machine's rates is, as a standard deviation in log units.
+    """Return the standard deviation, in log units, of the group of a machine's rates that one calibration
+    factor corrects.
 
-    One factor corrects all rates of the group. The result is therefore taken from the first rate alone.
+    The result is taken from the first rate of the group alone.
     """
     value = getattr(machine, knob.fields[0])
     quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value

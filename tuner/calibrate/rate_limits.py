@@ -5,10 +5,11 @@ from ebbtide.simulator.machine import Machine
 
 
 def rate_limits(machine: Machine) -> dict[str, float]:
-    """Return the physical upper limit of each rate of a machine that has one.
+    """Return a dict from rate to physical upper limit, for the rates of a machine that have a limit.
 
     The limits of links and matrix products are on the data sheet, if the device has a preset. Copies from
-    pageable memory have their link's limit. The limit of CPU updates follows from the measured DRAM bandwidth.
+    pageable memory have the limit of their link. The limit of CPU updates follows from the measured DRAM
+    bandwidth.
     """
     limits = sheet_limits(machine.device_name)
     for direction in ("h2d", "d2h"):

@@ -21,7 +21,9 @@ def phases_of(measured_s: Mapping[str, float]) -> float:
 
 
 def too_short(whole_s: float, measured_s: Mapping[str, float]) -> bool:
-    """Return True if a run's measured iteration is clearly shorter than its phases together."""
+    """Return True if the measured seconds of a run's whole iteration are clearly fewer than the sum of its
+    phases, which is impossible.
+    """
     return whole_s < (1 - SHORTFALL) * phases_of(measured_s)
 
 

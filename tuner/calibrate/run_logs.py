@@ -29,7 +29,8 @@ _STARTED = ("launcher", "omp_threads")
 
 @dataclass(frozen=True)
 class Described:
-    """A description of measured training runs with facts that their file lacks, from the command's flags.
+    """The facts about measured training runs that the file of the runs lacks, taken from the flags of ``tune
+    calibrate``.
 
     Attributes:
         model: Model's config, a description, or a path.

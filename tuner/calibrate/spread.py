@@ -1,4 +1,4 @@
-"""Random variants of a machine, with rates that vary as much as the measured rates do."""
+"""Random variants of a machine, with each rate drawn from the spread of its measurements."""
 
 import random
 
@@ -10,9 +10,8 @@ _SPREAD = tuple(name for name, known in RATES.items() if known.scatters)
 
 
 def sampled_machines(machine: Machine, seed: int, samples: int = SAMPLES) -> list[Machine]:
-    """Return copies of a machine with each rate drawn at random from a normal distribution.
-
-    The distribution of a rate has the width of its quartiles.
+    """Return a list of copies of a machine, with each rate drawn at random from a normal distribution as wide
+    as the rate's quartiles.
     """
     rng = random.Random(seed)
     return [

@@ -60,10 +60,11 @@ def starts_alone(command: Sequence[str], environment: Mapping[str, str]) -> bool
 
 
 def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that a launcher would set for a single training process.
+    """Return the environment variables that a launcher would set for a single training process, such as the
+    rank and a free port.
 
-    They include a free port. Without them DeepSpeed asks MPI for its rank, and fails if mpi4py is missing. The
-    variable `ALONE` tells ebbtide's startup hook which variables to remove if the script starts ranks itself.
+    Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing. The variable
+    `ALONE` tells ebbtide's startup hook which variables to remove if the script starts ranks itself.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -35,18 +35,20 @@ class Answer:
 
     @property
     def fitting(self) -> list[Outcome]:
-        """Return the predicted training configurations that fit into memory, the fastest first.
+        """Return the predictions of the training configurations that fit into memory, the fastest first.
 
-        Among equally fast ones, the one with the least GPU memory comes first.
+        Among equally fast configurations, the one with the least GPU memory comes first.
         """
         fit = [o for o in self.outcomes if o.fits]
         return sorted(fit, key=lambda o: (-o.tokens_per_s, o.device_peak_bytes))
 
     @property
     def front(self) -> list[Outcome]:
-        """Return the training configurations on the Pareto front of speed and GPU memory, the fastest first.
+        """Return the predictions of the training configurations on the Pareto front of speed and GPU memory, the
+        fastest first.
 
-        For each of them, every faster one takes more GPU memory. Only simulated configurations count.
+        For each configuration on the front, every faster one takes more GPU memory. Only simulated
+        configurations count.
         """
         front: list[Outcome] = []
         for outcome in self.fitting:
@@ -55,9 +57,10 @@ class Answer:
         return front
 
     def costs(self) -> dict[str, dict[Any, float]]:
-        """Return the best speed that is possible with each value of each varied setting.
+        """Return a dict from varied setting to a dict from value to the speed of the fastest configuration with
+        this value that fits into memory.
 
-        A speed is a fraction of the overall best speed. The result has, by setting, the speed by value.
+        A speed is a fraction of the overall best speed.
         """
         fitting = self.fitting
         costs: dict[str, dict[Any, float]] = {}
@@ -69,9 +72,10 @@ class Answer:
         return costs
 
     def remarks(self) -> list[str]:
-        """Return the result of a configuration search in sentences.
+        """Return the result of a configuration search as a list of sentences.
 
-        They name the fastest configuration, the gain of offloading, and a smaller number of GPUs if that is enough.
+        The sentences name the fastest configuration, the gain of offloading, and a smaller number of GPUs if
+        that is enough.
         """
         if not self.fitting:
             return [self._nothing_fits()]

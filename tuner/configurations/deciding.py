@@ -139,11 +139,11 @@ class Contests:
     _leaders: dict[object, float] = field(default_factory=dict)
 
     def of(self, c: Configuration) -> Iterator[object]:
-        """Yield the groups of training configurations that a configuration belongs to.
+        """Yield the groups that a training configuration belongs to, so that the search finds the fastest
+        configuration of each group.
 
-        The search finds the fastest configuration of each group. The groups are all configurations, those that
-        offload or
-        do not, and those with the same value of a setting.
+        The groups are all configurations, those that offload or do not, and those with the same value of a
+        setting.
         """
         yield "all"
         for knob in self.space.free:
@@ -153,7 +153,8 @@ class Contests:
                 yield "stays", value == "none"
 
     def simulate(self, c: Configuration) -> Outcome | None:
-        """Return the prediction for a training configuration, which is simulated only once.
+        """Return the prediction for a training configuration. If the configuration was simulated before, the
+        earlier prediction is returned.
 
         Return None if the search has reached its largest number of simulations.
         """

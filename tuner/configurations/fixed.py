@@ -1,4 +1,5 @@
-"""The settings of a configuration search that the command's flags and DeepSpeed's config fix.
+"""The settings that a configuration search (``tune search``) keeps fixed, since a flag of the command or
+DeepSpeed's config gives their values.
 
 The search varies the other settings.
 """

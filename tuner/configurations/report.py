@@ -11,9 +11,8 @@ from rich.table import Table
 
 
 def show(answer: Answer, console: Console) -> None:
-    """Print the result of a configuration search.
-
-    It has sentences on the result, the Pareto front of speed and GPU memory, and the speed with each setting.
+    """Print the result of a configuration search: sentences, the Pareto front of speed and GPU memory, and the
+    best speed with each value of each varied setting.
     """
     for remark in answer.remarks():
         console.print(remark)

@@ -113,9 +113,8 @@ class Space:
 
     @classmethod
     def of(cls, base: Configuration, free: Sequence[str], global_batch: int | None = None) -> "Space":
-        """Build the set of configurations of a search from the usual values of each varied setting.
-
-        The base configuration's own values are added to them.
+        """Build the set of configurations of a search from the usual values of each varied setting and the base
+        configuration's own values.
 
         Raises:
             ValueError: A setting is unknown, no setting varies, or no configuration can have the global batch.

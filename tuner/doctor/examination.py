@@ -10,9 +10,10 @@ from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
 
 def fast_part() -> list[Finding]:
-    """Run those checks of ``tune doctor`` that take milliseconds. ``tune run`` begins with them.
+    """Run those checks of ``tune doctor`` that take milliseconds, and return their findings. ``tune run``
+    starts with these checks.
 
-    They check package versions and the compiler, without importing torch.
+    The package versions and the compiler are checked, without importing torch.
     """
     return [*software.versions(), *software.compiler()]
 

@@ -1,4 +1,6 @@
-"""A check in ``tune doctor`` of how training with a DeepSpeed config would go under a plan. Nothing is trained."""
+"""A check in ``tune doctor`` of a DeepSpeed config: if ebbtide would refuse it, leave it to DeepSpeed
+alone, or train under a plan. Nothing is trained.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,9 +30,11 @@ _SWAPPED = (
 
 
 def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
-    """Report how `ebbtide.initialize` would treat a DeepSpeed config, without training.
+    """Report if `ebbtide.initialize` would refuse a DeepSpeed config, leave it to DeepSpeed alone, or train
+    under a plan.
 
-    The report includes config keys that have another effect under a plan than with DeepSpeed alone.
+    Nothing is trained. The report includes config keys that have another effect under a plan than with
+    DeepSpeed alone.
     """
     from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
     from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
