@@ -176,8 +176,7 @@ def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
 
 
 def _nearest(job: "Job", machine: "Machine", strategy: str) -> Iterator[str]:
-    """Yield sentences for the user on changes of a training job that does not fit into memory, so that it would
-    fit.
+    """Yield sentences for the user on changes of a training job that does not fit into memory, so that it would fit.
 
     If the job fits under a plan and not with plain DeepSpeed, the only change is to train under a plan.
     """
@@ -214,9 +213,7 @@ def _machine(gpu: "str | Machine") -> "Machine":
 
 
 def _rule(optimizer: Any) -> str:
-    """Return the simulator's name for the update rule of a torch optimizer, such as "adam" for
-    ``torch.optim.AdamW``.
-    """
+    """Return the simulator's name for a torch optimizer's update rule, such as "adam" for ``torch.optim.AdamW``."""
     from ebbtide.simulator.rules import RuleError
     from ebbtide.simulator.update.optimizer import OPTIMIZERS
 

@@ -62,8 +62,7 @@ def what_if(
     gpu_memory_bytes: Sequence[float] | None = None,
     **options: Any,
 ) -> "pd.DataFrame":
-    """Simulate every combination of strategies, GPU memory sizes and rates, and return a table with a row for
-    each.
+    """Simulate every combination of strategies, GPU memory sizes and rates, and return a table with a row for each.
 
     For the strategy "ebbtide" the row is of the plan that a short search finds. The rules for subgroup sizes,
     early updates and memory that stays free are those of the function `plan`.

@@ -27,8 +27,6 @@ def tiny_llama() -> torch.nn.Module:
 
 
 def samples(count: int = 256) -> list[dict[str, torch.Tensor]]:
-    """Return a list of training samples of random tokens, each a dict with the tensors ``input_ids`` and
-    ``labels``.
-    """
+    """Return a list of training samples of random tokens, each a dict with the tensors ``input_ids`` and ``labels``."""
     tokens = torch.randint(0, VOCABULARY, (count, SEQUENCE), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in tokens]

@@ -79,8 +79,7 @@ class SavedTensors:
 
 
 class AllocatorDeltas:
-    """A counter of activation memory that measures the growth of allocated GPU memory in each part of a model's
-    forward.
+    """A counter of activation memory that measures how allocated GPU memory grows in each part of a model's forward.
 
     Growth by parameters that ZeRO-3 has gathered in the meantime does not count.
 

@@ -1,6 +1,4 @@
-"""Profilers of a live DeepSpeed engine, for training steps that ebbtide runs and for the user's own training
-loop.
-"""
+"""Profilers of a live DeepSpeed engine, for training steps that ebbtide runs and for the user's own training loop."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,8 +49,7 @@ def profile_engine(
 
 
 class SampledProfile:
-    """A profile of a live DeepSpeed engine from training steps that the caller chooses. Other steps are not
-    measured.
+    """A profile of a live DeepSpeed engine from training steps that the caller chooses. Other steps are not measured.
 
     Profiled steps can alternate with undisturbed timed steps. So a prediction from the profile can be compared
     with measured times on a machine that becomes faster or slower over time.
@@ -84,8 +81,7 @@ class SampledProfile:
         return loss
 
     def workload(self) -> Workload:
-        """Return the workload (the planner's description of a training job) measured from all profiled steps of an
-        engine.
+        """Return the workload (the planner's view of a training job) measured from all profiled steps of an engine.
 
         The engine's first few steps are slower and should not be profiled.
 
@@ -138,9 +134,7 @@ class PassiveProfile:
         engine.step = self._stepped
 
     def stop(self) -> None:
-        """Remove all wrappers that this profile has put around the DeepSpeed engine's functions, so that no more is
-        measured.
-        """
+        """Remove all wrappers that this profile has put around the DeepSpeed engine's functions, to end measuring."""
         if self._stopped:
             return
         self._stopped = True

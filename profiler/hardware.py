@@ -1,6 +1,4 @@
-"""Facts about this machine's hardware that need no timing: cores, memory, NUMA nodes, limits, and the GPU's
-link.
-"""
+"""Facts about this machine's hardware that need no timing: cores, memory, NUMA nodes, limits, and the GPU's link."""
 
 import resource
 from dataclasses import dataclass
@@ -31,9 +29,7 @@ class Hardware:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return a dict from field names of `Machine`, such as ``cpu_cores``, to facts about this machine's
-        hardware.
-        """
+        """Return a dict from field names of `Machine`, such as ``cpu_cores``, to facts about this machine."""
         return {
             "device_kind": "cuda" if self.gpu_name else "emulated",
             "device_name": self.gpu_name or self.cpu_name,

@@ -1,6 +1,4 @@
-"""Profiling of a training script: a launcher starts the script in separate processes, which measure its
-workload.
-"""
+"""Profiling of a training script: a launcher starts the script in separate processes, which measure its workload."""
 
 import signal
 import subprocess
@@ -102,8 +100,7 @@ class ScriptRun:
 
 
 def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None) -> Workload:
-    """Run an unchanged training script until the profiler has measured its workload, and write the workload to a
-    file.
+    """Run an unchanged training script until the profiler has measured its workload, and write the workload to a file.
 
     Args:
         run: Training script, and how to run it.

@@ -9,9 +9,7 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def device_bytes() -> int:
-    """Return the bytes of this process's tensors in GPU memory. Without CUDA, return the process's resident host
-    memory.
-    """
+    """Return the bytes of this process's tensors in GPU memory, or its resident host memory without CUDA."""
     if torch.cuda.is_available():
         return int(torch.cuda.memory_allocated())
     return host_bytes()

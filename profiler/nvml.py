@@ -1,6 +1,4 @@
-"""Facts about a GPU from NVIDIA's management library (NVML): its PCIe link, clocks, and other programs that
-use it.
-"""
+"""Facts about a GPU from NVIDIA's management library (NVML): its PCIe link, clocks, and other programs that use it."""
 
 import threading
 from dataclasses import dataclass, field

@@ -47,9 +47,7 @@ class ProgressFile:
 
 
 def read_progress(folder: Path) -> list[RankProgress]:
-    """Read the latest progress of every rank of a training script that is profiled, from the ranks' files in a
-    folder.
-    """
+    """Read the latest progress of every rank of a training script that is profiled, from files in a folder."""
     return [RankProgress(**json.loads(path.read_text(encoding="utf-8"))) for path in sorted(folder.glob("rank-*.json"))]
 
 

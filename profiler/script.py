@@ -1,5 +1,4 @@
-"""The program that profiles an unchanged training script: it runs the script and measures the script's
-workload.
+"""The program that profiles an unchanged training script: it runs the script and measures the script's workload.
 
     python -m ebbtide.profiler.script --out workload.json -- train.py --epochs 1
 
@@ -24,9 +23,7 @@ from ebbtide.profiler.workload import WARMUP_STEPS
 
 
 class ScriptError(RuntimeError):
-    """An error: no workload could be measured from a training script, or the script failed after the
-    measurement.
-    """
+    """An error: no workload could be measured from a training script, or the script failed after the measurement."""
 
 
 class _StopError(BaseException):
@@ -207,9 +204,7 @@ def _run_as_main(script: Path, arguments: list[str]) -> str:
 
 
 def _leave_job() -> None:
-    """Destroy torch's process group before a rank exits. With an open group the exit may fail after all work is
-    done.
-    """
+    """Destroy torch's process group before a rank exits, since the exit may fail while the group is open."""
     import torch.distributed
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -1,6 +1,4 @@
-"""The division of a model into the parts that become layers of a workload: its blocks, and the other
-modules.
-"""
+"""The division of a model into the parts that become layers of a workload: its blocks, and the other modules."""
 
 from collections.abc import Sequence
 

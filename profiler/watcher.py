@@ -20,8 +20,7 @@ Phase = Literal["forward", "backward", "step", "other"]
 
 @dataclass
 class Trace:
-    """The record of one profiled training step. Times are in seconds, on CUDA between synchronizations with the
-    GPU.
+    """The record of one profiled training step. Times are in seconds, on CUDA between synchronizations with the GPU.
 
     Attributes:
         units: Forward seconds by part of the model, summed over all micro-batches.

@@ -34,9 +34,7 @@ KNOTS = re.compile(
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Yield the place ("FILE:LINE") and the text of every docstring of a module, class or function in the
-    project.
-    """
+    """Yield the place ("FILE:LINE") and the text of every docstring of a module, class or function in the project."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -69,8 +67,7 @@ def newest_subject() -> str:
 
 
 def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
-    """Return a list with a sentence for each limit that the project's docstrings or the newest commit's subject
-    exceed.
+    """Return a list with a sentence for each limit that the project's docstrings or the newest commit's subject exceed.
 
     Args:
         found: Place and text of every docstring.
@@ -94,9 +91,7 @@ def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
 
 
 def main() -> None:
-    """Print which limits the project's docstrings and the newest commit's subject exceed. Exit with 1 if there are
-    any.
-    """
+    """Print which limits the project's docstrings and the newest commit's subject exceed. Exit with 1 if any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "--list", action="store_true", help="print every docstring that begins oddly or is hard to read"

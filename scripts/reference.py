@@ -26,9 +26,7 @@ MODELS = (plan.Plan, plan.WayRun, UpdateOrder, plan.CheckpointPlan, TrainedAs, p
 
 
 def pages() -> dict[str, str]:
-    """Return a dict from the file name below docs/ to the text of each reference page that is generated from the
-    code.
-    """
+    """Return a dict from the file name below docs/ to the text of each page that is generated from the code."""
     return {"cli.md": cli_page(), "plan-file.md": plan_page()}
 
 

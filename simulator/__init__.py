@@ -1,8 +1,8 @@
 """The public names of ebbtide's simulator, which predicts the start and end of each op of a training
 iteration.
 
-Importing this package loads numpy, pydantic, scipy and numba. pandas and joblib are loaded only by
-`what_if`, when it is called.
+Importing this package loads numpy, pydantic, scipy and numba. pandas and joblib are loaded only when
+`what_if` is called.
 """
 
 from ebbtide.simulator.analysis.what_if import what_if

@@ -1,6 +1,4 @@
-"""The limits of one rank's memory in bytes, and the check whether the memory peaks of training stay within
-these limits.
-"""
+"""The limits of one rank's memory in bytes, and the check whether the memory peaks of training stay within them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,9 +33,7 @@ def size(size_bytes: float) -> str:
 
 
 class Peaks(Protocol):
-    """The interface of results that report peaks of GPU and host memory, such as a simulation or a plan in the
-    search.
-    """
+    """The interface of results that report peaks of GPU and host memory, such as simulations or scored plans."""
 
     @property
     def device_peak_bytes(self) -> int: ...
@@ -141,9 +137,7 @@ class Limits:
 
     @property
     def in_memory(self) -> "Limits":
-        """Return a copy of the memory limits without one for storage, for plans that keep no optimizer state on
-        drives.
-        """
+        """Return a copy of the memory limits without storage, for plans that keep no optimizer state on drives."""
         return replace(self, storage_bytes=None)
 
     @property
@@ -161,9 +155,7 @@ class Limits:
         return {memory: size for memory, size in asked.items() if size is not None}
 
     def missing(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-        """Return the bytes that memory peaks need beyond a rank's limits, as a dict by memory. Empty if the peaks
-        fit.
-        """
+        """Return the bytes that memory peaks need beyond a rank's limits, by memory. Empty if the peaks fit."""
         return missing(self.by_memory, device_bytes, host_bytes, storage_bytes)
 
     def hold(self, device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> bool:
@@ -178,8 +170,7 @@ class Limits:
         return self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes, peaks.storage_bytes)
 
     def spare_host_bytes(self, peaks: Peaks) -> int:
-        """Return the bytes of host memory that stay free at the peak, so that checkpoints may use them for copies of
-        state.
+        """Return the bytes of host memory that stay free at the peak, which checkpoints may use for copies of state.
 
         Args:
             peaks: Memory peaks of training.

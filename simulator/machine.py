@@ -1,6 +1,4 @@
-"""The data type of a machine: rates and capacities of one node of a cluster, and how the node's ranks share
-them.
-"""
+"""The data type of a machine: rates and capacities of one node of a cluster, and how the node's ranks share them."""
 
 import hashlib
 import json
@@ -55,8 +53,7 @@ DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """The properties of a field of `Machine` that holds a rate: limit, label and others, the same for all
-    machines.
+    """The properties of a field of `Machine` that holds a rate: limit, label and others, the same for all machines.
 
     Attributes:
         most: Limit far above the rate of any hardware. A higher value must have been given in a wrong unit.
@@ -248,8 +245,7 @@ class Machine(Shown, Page):
         return (most * known[most] + pace * (ranks - most)) / ranks
 
     def _known_shares(self, capacity: ShareName) -> dict[int, float]:
-        """Return the measured fractions of a capacity (such as DRAM bandwidth) that each of several concurrent ranks
-        gets.
+        """Return the measured fractions of a capacity (such as DRAM bandwidth) that each of several ranks gets.
 
         Measurement noise is removed: if a fraction grows with the number of ranks, or the ranks together exceed the
         node's capacity, the lower value is used.
@@ -308,8 +304,7 @@ class Machine(Shown, Page):
         return ("median",)
 
     def rate(self, name: RateName) -> float:
-        """Return the rate of a machine by its name, in the unit per second that the name says, for an op that runs
-        alone.
+        """Return the rate of a machine by name, in the unit per second that the name says, for an op that runs alone.
 
         A rate that was not measured is derived from a related one. Copies from or to unpinned memory take a quarter
         of the rate of pinned copies, because the driver copies them through a pinned buffer of its own. Copies
@@ -464,9 +459,7 @@ class Machine(Shown, Page):
 
     @staticmethod
     def fingerprint_of(hardware: "Machine | Mapping[str, Any]") -> str:
-        """Return a hash of a machine's hardware, from a `Machine` or from a mapping with the machine's hardware
-        fields.
-        """
+        """Return a hash of a machine's hardware, from a `Machine` or from a mapping with its hardware fields."""
         names = ("device_kind", "device_name", "unified_memory", "gpus_per_node", "cpu_cores")
         sizes = ("host_memory_bytes", "device_memory_bytes")
         values: Mapping[str, Any] = (

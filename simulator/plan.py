@@ -90,8 +90,7 @@ class WayRun(Page):
 
 
 class _Ways:
-    """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the plan
-    file.
+    """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the plan file.
 
     In Python there is a `Way` (placement, parameter location and flags) for each subgroup. A row of the file
     stands for several neighboring subgroups with the same values.
@@ -115,8 +114,7 @@ def _as_rows(ways: Any) -> Any:
 
 
 def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return the rows of a plan file, as dicts, for the `Way` (placement, parameter location, flags) of each
-    subgroup.
+    """Return the rows of a plan file, as dicts, for the `Way` (placement, parameter location, flags) of each subgroup.
 
     Neighboring subgroups with equal values share a row. Fields with default values are left out.
     """
@@ -173,9 +171,7 @@ class CheckpointPlan(Page):
 
     @property
     def writer_threads(self) -> int:
-        """Return the number of threads that write a checkpoint's files (``writers``), plus one that prepares the
-        bytes.
-        """
+        """Return the number of threads that write a checkpoint's files (``writers``), plus one that prepares bytes."""
         return self.writers + READY_BLOCKS
 
     @model_validator(mode="before")
@@ -249,15 +245,15 @@ class Prediction(Page):
 
     @property
     def missing(self) -> dict[str, int]:
-        """Return the bytes of each memory that a predicted plan needs beyond its limit. Empty if it fits or has no
-        limits.
+        """Return the bytes of each memory that a predicted plan needs beyond the memory's limit.
+
+        The result is empty if the plan fits, or if its prediction has no limits.
         """
         return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
 
     @property
     def step_times(self) -> StepTimes | None:
-        """Return the predicted iteration times of a plan with early updates, in steps that clip and in steps that do
-        not.
+        """Return the predicted iteration times of a plan with early updates, in steps that clip and other steps.
 
         An early update starts before the gradient norm is known. The result is None if the plan has none.
         """
@@ -465,16 +461,12 @@ class Plan(Shown, Page):
 
     @property
     def parameter_locations(self) -> tuple[ParameterLocation, ...]:
-        """Return the memory ("device" or "host") that holds each subgroup's 16-bit parameters, in the order of the
-        layers.
-        """
+        """Return the memory ("device" or "host") of each subgroup's 16-bit parameters, in the order of the layers."""
         return tuple(way.parameters for way in self.ways)
 
     @property
     def updated_early(self) -> tuple[bool, ...]:
-        """Return one boolean for each subgroup of a plan: True if its update starts before the gradient norm is
-        known.
-        """
+        """Return a boolean for each subgroup of a plan: True if its update starts before the gradient norm is known."""
         return tuple(way.early for way in self.ways)
 
     @property

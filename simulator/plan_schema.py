@@ -31,8 +31,7 @@ class _HomeRun(Page):
 
 
 class _Counts(Page):
-    """The fields of a plan file of schema 2 that are numbers of subgroups. Schema 3 has a setting for each
-    subgroup instead.
+    """The fields of a plan file of schema 2 that are numbers of subgroups. Schema 3 has settings for each subgroup.
 
     Attributes:
         speculate: Number of subgroups that the CPU updates before the gradient norm is known. They are the last

@@ -76,8 +76,7 @@ class Quantity(BaseModel):
         return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
 
     def scaled(self, factor: float, detail: str = "") -> "Quantity":
-        """Return a copy of a quantity (a measured or assumed number) with median and quartiles multiplied by
-        ``factor``.
+        """Return a copy of a quantity (a measured or assumed number) with median and quartiles times ``factor``.
 
         Args:
             factor: Positive number.
@@ -88,16 +87,12 @@ class Quantity(BaseModel):
 
     @property
     def sigma(self) -> float:
-        """Return the standard deviation of a measured quantity, as a normal distribution with its quartiles would have
-        it.
-        """
+        """Return the standard deviation that a normal distribution with a measured quantity's quartiles has."""
         return (self.q3 - self.q1) / (2 * QUARTILE)
 
     @property
     def log_sigma(self) -> float:
-        """Return the standard deviation of the logarithm of a measured quantity, from its quartiles as if it were
-        log-normal.
-        """
+        """Return the standard deviation of a measured quantity's logarithm, from its quartiles as if log-normal."""
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property
@@ -107,7 +102,5 @@ class Quantity(BaseModel):
 
     @property
     def stable(self) -> bool:
-        """Return True if the repeated measurements of a quantity differ little. A single measurement is never
-        stable.
-        """
+        """Return True if the repeated measurements of a quantity differ little. False after a single measurement."""
         return self.n > 1 and self.relative_iqr <= UNSTABLE_IQR

@@ -75,8 +75,7 @@ def shortened(value: object) -> str:
 
 
 def suggestion(given: str, known: Iterable[str]) -> str:
-    """Return a phrase for an error message that suggests a known name for a misspelled one. Empty if none is
-    similar.
+    """Return a phrase for an error message that suggests a known name for a misspelled one. Empty if none is similar.
 
     >>> suggestion("sequnce", ["sequence", "machine"])
     " (did you mean 'sequence'?)"

@@ -1,5 +1,4 @@
-"""The schedule: a graph of ops (copies, updates, forward, backward) that the simulator times and the runtime
-executes.
+"""The schedule: a graph of ops (copies, updates, forward, backward) that the simulator times and the runtime executes.
 
 Each op runs on a lane, which is a queue of ops that run one after the other.
 """
@@ -112,7 +111,8 @@ def op_label(kind: OpKind, subgroup: int, layer: int) -> str:
 
 
 class Op(NamedTuple):
-    """An op of a schedule: one piece of work on a lane, such as a copy. It is a tuple because there are thousands.
+    """An op of a schedule: one piece of work on a lane, such as a copy. Ops are tuples, since a schedule has
+    thousands.
 
     Attributes:
         id: Position in the schedule. ``after`` contains only smaller ids, so that the graph has no cycle.
@@ -120,7 +120,8 @@ class Op(NamedTuple):
         after: Ids of the ops that must end before this op starts, in addition to the previous op of its lane.
         dram_bytes: Host memory traffic of the whole op, reads plus writes.
         cores: Number of CPU cores that the op keeps busy at full speed.
-        device_share: Fraction of the GPU's compute (or memory bandwidth) that the op takes at full speed, 0 to 1.
+        device_share: Fraction of the GPU's compute (or memory bandwidth) that the op takes at full speed, 0 to
+            1.
         device_alloc_bytes, host_alloc_bytes: Memory that is allocated when the op starts.
         device_free_bytes, host_free_bytes: Memory that is freed when the op ends.
         subgroup, layer: Subgroup and layer that the op belongs to. -1 if none.

@@ -15,9 +15,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class Shown:
-    """A base class of plans, machines and other objects, for their display: a short ``repr``, a table and a
-    chart.
-    """
+    """A base class of plans, machines and other objects, for their display: a short ``repr``, a table and a chart."""
 
     def in_short(self) -> str:
         """Return one line of text about an object, such as a plan or a machine, for the object's ``repr``."""

@@ -1,6 +1,4 @@
-"""The rates of reading and writing in the folders that may hold optimizer state, for one folder or several
-together.
-"""
+"""The rates of reading and writing in the folders that may hold optimizer state, for one folder or several together."""
 
 from collections.abc import Mapping
 from typing import Self
@@ -12,8 +10,7 @@ ANY_BYTES = 10**18  # where nobody says how much there is
 
 
 class StorageRates(Page):
-    """The rates of reading and writing in one folder, measured on its drive and not in the operating system's page
-    cache.
+    """The rates of reading and writing in one folder, measured on its drive and not in the system's page cache.
 
     Attributes:
         write_bytes_per_s, read_bytes_per_s: Rate of only writing, and of only reading, with as many blocks in
@@ -33,8 +30,7 @@ class StorageRates(Page):
 
     @classmethod
     def together(cls, drives: "Mapping[str, StorageRates]") -> Self:
-        """Return the storage rates of several drives that are used together, each for a part of every subgroup's
-        state.
+        """Return the storage rates of several drives that are used together, each for a part of every subgroup's state.
 
         The parts are those of the function `shares`. A read or write ends when its last part has ended.
         """

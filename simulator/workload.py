@@ -1,6 +1,4 @@
-"""The data type of a workload: layers, subgroups of optimizer state, and settings of one rank's training
-iteration.
-"""
+"""The data type of a workload: layers, subgroups of optimizer state, and settings of one rank's training iteration."""
 
 import hashlib
 import json
@@ -122,9 +120,7 @@ class Cut(Protocol):
 
     @property
     def deepspeed_subgroup_size(self) -> int:
-        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's subgroups, otherwise
-        0.
-        """
+        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's, otherwise 0."""
         ...
 
 
@@ -414,9 +410,7 @@ class Workload(Shown, Page):
 
     @property
     def one_subgroup(self) -> "Workload":
-        """Return a copy of the workload with all optimizer state in one subgroup, as DeepSpeed has it under ZeRO-1 and
-        2.
-        """
+        """Return a copy of the workload with all optimizer state in one subgroup, as in DeepSpeed's ZeRO-1 and 2."""
         return Workload.model_validate({**self.model_dump(), "subgroups": (self.params,)})
 
     @property
@@ -452,9 +446,7 @@ class Workload(Shown, Page):
         return self.params * self.optimizer_state.state_bytes + self.model_checkpoint_bytes
 
     def layers_of_subgroups(self) -> tuple[tuple[int, ...], ...]:
-        """Return, for each subgroup of optimizer state, the numbers of the layers that have parameters in it,
-        ascending.
-        """
+        """Return, for each subgroup of optimizer state, the numbers of the layers that have parameters in it."""
         layer_ends = list(accumulate(layer.params for layer in self.layers))
         subgroup_ends = list(accumulate(self.subgroups))
         result: list[tuple[int, ...]] = []
@@ -470,9 +462,7 @@ class Workload(Shown, Page):
         return tuple(result)
 
     def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return, for each layer, a tuple of pairs: a subgroup, and the number of the layer's elements in that
-        subgroup.
-        """
+        """Return, for each layer, a tuple of pairs: a subgroup, and the number of the layer's elements in it."""
         result: list[tuple[tuple[int, int], ...]] = []
         subgroup, left = 0, self.subgroups[0]
         for layer in self.layers:
@@ -495,9 +485,7 @@ class Workload(Shown, Page):
         )
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a list of table rows, one for each layer of a workload: times and activation memory of one
-        micro-batch.
-        """
+        """Return a list of table rows, one for each layer of a workload, with times and memory of one micro-batch."""
         return [
             {
                 "layer": layer.name,
@@ -519,9 +507,7 @@ class Workload(Shown, Page):
 
     @property
     def trained_as(self) -> TrainedAs | None:
-        """Return the settings with which a workload was trained, to be compared with those of a plan. None if
-        unknown.
-        """
+        """Return the settings with which a workload was trained, to compare them with a plan's. None if unknown."""
         if self.micro_batch is None:
             return None
         return TrainedAs(
@@ -569,8 +555,7 @@ def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
 
 
 def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
-    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its
-    parameters.
+    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its parameters.
 
     Args:
         partitions: Number of elements of each parameter's partition on one rank.

@@ -1,3 +1,1 @@
-"""Measurements of a machine's rates (copies, updates, storage): one activity alone, two at once, and all ranks
-at once.
-"""
+"""Measurements of a machine's rates (copies, updates, storage): one activity alone, two at once, all ranks at once."""

@@ -18,9 +18,7 @@ _STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process h
 
 
 class AdamBuffers:
-    """Host or GPU buffers for timing an Adam update: a subgroup's optimizer state, a bf16 gradient and a
-    parameter.
-    """
+    """Host or GPU buffers for timing an Adam update: a subgroup's optimizer state, a bf16 gradient and a parameter."""
 
     def __init__(self, elements: int, device: str = "cpu") -> None:
         self.state = [noise(elements, device) for _ in range(3)]
@@ -62,8 +60,7 @@ def host_adam_by_threads(elements: int, counts: list[int], budget_s: float) -> t
 
 
 def host_adam_out_of_place(elements: int, threads: int, budget_s: float) -> Quantity:
-    """Measure the speed of CPU updates that write new state to other buffers, divided by the speed of updates in
-    place.
+    """Measure the speed of CPU updates that write new state to other buffers, divided by the speed of updates in place.
 
     Updates of both kinds alternate.
     """
@@ -152,9 +149,7 @@ def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) 
 
 
 def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
-    """Measure how many parameters per second the GPU's Adam kernel updates. Without CUDA, measure the CPU on one
-    thread.
-    """
+    """Measure how many parameters per second the GPU's Adam kernel updates, or one CPU thread without CUDA."""
     if not cuda:
         buffers = AdamBuffers(elements)
         durations = repeat_s(lambda: buffers.host_update(1), budget_s)

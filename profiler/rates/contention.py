@@ -1,6 +1,4 @@
-"""Measurement of an activity's speed (such as a copy's) while another activity runs, relative to its speed
-alone.
-"""
+"""Measurement of an activity's speed (such as a copy's) while another activity runs, relative to its speed alone."""
 
 import statistics
 import threading

@@ -121,8 +121,7 @@ def _pageable(size_bytes: int, share_s: float) -> tuple[Quantity, Quantity]:
 
 
 def both_ways(ends: Endpoints, size_bytes: int) -> Callable[[], None]:
-    """Return a function that copies from host to GPU and from GPU to host at the same time, to measure both
-    together.
+    """Return a function that copies from host to GPU and from GPU to host at the same time, to measure both together.
 
     The function uses two streams, or two threads without CUDA.
     """

@@ -55,9 +55,7 @@ class Job:
 
 @dataclass(frozen=True)
 class StageSamples:
-    """Measured rates of one activity, such as copies: with rank 0 running alone, and with all ranks at the same
-    time.
-    """
+    """Measured rates of one activity, such as copies: with rank 0 alone, and with all ranks at the same time."""
 
     alone: list[float]
     together: list[list[float]]
@@ -101,9 +99,7 @@ def measure_ranks(
 
 
 def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
-    """Raise ValueError if fewer than 2 ranks are requested, or more than this machine has cores (or GPUs, on
-    CUDA).
-    """
+    """Raise ValueError if fewer than 2 ranks are requested, or more than this machine has cores (or GPUs, on CUDA)."""
     most = min(cores, torch.cuda.device_count()) if cuda else cores
     if not 2 <= ranks <= most:
         of = "cores and GPUs" if cuda else "cores"

@@ -1,6 +1,4 @@
-"""A comparison between measured and simulated slowdown of two activities (such as a copy and CPU updates) at
-once.
-"""
+"""A comparison between measured and simulated slowdown of two activities (such as a copy and CPU updates) at once."""
 
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES
 from ebbtide.simulator.engines.reference import alone_s, capacities, demands

@@ -176,8 +176,7 @@ def duplex_factor(at_once_s: float, writes_s: Sequence[float], reads_s: Sequence
 
 
 def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
-    """Return the size in bytes of a test file that a disk can write `LEAST_FILES` times within ``share_s``
-    seconds.
+    """Return the size in bytes of a test file that a disk can write `LEAST_FILES` times within ``share_s`` seconds.
 
     The size is at most ``size_bytes``.
     """

@@ -1,6 +1,4 @@
-"""A search for the fastest setting of an offloading strategy, such as Twin-Flow's ratio, that fits into
-memory.
-"""
+"""A search for the fastest setting of an offloading strategy, such as Twin-Flow's ratio, that fits into memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,8 +27,7 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
 @dataclass(frozen=True)
 class Simulated:
-    """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at ratio
-    0.3.
+    """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at ratio 0.3.
 
     Attributes:
         setting: Options that were passed to `build_strategy`.
@@ -80,9 +77,7 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
 
 @dataclass(frozen=True)
 class _Strategy:
-    """An offloading strategy for one workload on one machine, to be simulated at several settings (such as
-    ratios).
-    """
+    """An offloading strategy for one workload on one machine, to be simulated at several settings (such as ratios)."""
 
     name: str
     workload: Workload

@@ -27,8 +27,7 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and i
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound of a training iteration's time under any plan, and the placement of parameters that would
-    reach it.
+    """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach it.
 
     Attributes:
         iteration_s: Mean seconds of one iteration in a steady state that no plan can beat.
@@ -81,8 +80,7 @@ def lower_bound(
 
 
 def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:
-    """Return the linear program for the lower bound of an iteration's time, with all rules for steps that do not
-    clip.
+    """Return the linear program for the lower bound of an iteration's time, with all rules for steps that do not clip.
 
     Args:
         early: True if updates may start before the gradient norm is known.
@@ -91,8 +89,7 @@ def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool
 
 
 def clipping_steps(p: Problem) -> Problem:
-    """Add the rules for steps that clip to the lower bound's linear program, and return the problem of such a
-    step.
+    """Add the rules for steps that clip to the lower bound's linear program, and return the problem of such a step.
 
     In a step that clips, early updates are dropped. So the step is no faster than a step of the same plan
     without its early updates: a plan with the same subgroups in each placement, and the same buffers.

@@ -28,9 +28,7 @@ _NOTHING = Writing((), {})
 
 @dataclass(frozen=True)
 class _Run:
-    """A simulated schedule of training that contains one checkpoint save. Times are seconds from the start of that
-    save.
-    """
+    """A simulated schedule of training with one checkpoint save. Times are seconds from the start of that save."""
 
     ops: tuple[Op, ...]
     result: SimResult
@@ -94,8 +92,7 @@ class _Run:
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
-    """Return the times at which updates overwrite subgroups, raised so that they never decrease in the order of
-    updates.
+    """Return the times at which updates overwrite subgroups, raised so that they never decrease in update order.
 
     Simulated times may decrease: one update overwrites state while it computes, another one later, when it
     copies state back to host memory. So each time is raised to that of the previous update in its queue.
@@ -152,9 +149,7 @@ def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
 
 
 def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
-    """Return a list of the bytes of each subgroup's state that a checkpoint writes. State that is on a drive
-    counts as 0.
-    """
+    """Return a list of the bytes of each subgroup's state that a checkpoint writes: 0 for state on a drive."""
     each = workload.optimizer_state.state_bytes
     return [
         0 if RECIPES[placement].state == "storage" else n * each
@@ -163,9 +158,7 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the bytes of one rank that a checkpoint writes: optimizer state, and parameters in the model's
-    precision.
-    """
+    """Return the bytes of one rank that a checkpoint writes: optimizer state, and parameters in model precision."""
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
 
@@ -251,8 +244,7 @@ class CheckpointSimulation:
 
     @cached_property
     def _quiet(self) -> _Run:
-        """Simulate training with a checkpoint save that writes nothing, to learn when updates overwrite each
-        subgroup's state.
+        """Simulate training with a checkpoint save that writes nothing, to learn when updates overwrite state.
 
         The order of writing the checkpoint is planned from these times. The save only delays the training thread.
         """

@@ -1,6 +1,4 @@
-"""The critical path of a simulated iteration: the chain of ops that must get shorter for the iteration to get
-shorter.
-"""
+"""The critical path of a simulated iteration: the chain of ops that decides how long the iteration takes."""
 
 from collections import defaultdict
 

@@ -19,8 +19,7 @@ from ebbtide.simulator.workload import Workload
 
 
 def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
-    """Return a plan's simulation with the mean iteration time over steps that clip gradients and steps that do
-    not.
+    """Return a plan's simulation with the mean iteration time over steps that clip gradients and steps that do not.
 
     In steps that clip, updates that started before the gradient norm was known have to be redone.
 

@@ -86,9 +86,7 @@ class CheckpointCost:
         return steps * math.ceil(needed_s / (steps * iteration_s) * (1 - 1e-9)), self
 
     def fewest_steps(self, iteration_s: float) -> int:
-        """Return the least number of iterations between two checkpoints such that one is written before the next is
-        due.
-        """
+        """Return the least number of iterations between checkpoints such that one is written before the next is due."""
         return max(1, math.ceil((self.persist_s - self.cost_s) / iteration_s * (1 - 1e-12)))
 
 

@@ -196,9 +196,7 @@ class PlanSweep:
         )
 
     def result(self, plan: Plan) -> SimResult:
-        """Return the predicted times and memory peaks of a plan as an object, without the start and end of single
-        ops.
-        """
+        """Return the predicted times and memory peaks of a plan as an object, without the times of single ops."""
         none = np.zeros(0)
         return result(self.evaluate_plan(plan), none, none)
 

@@ -1,6 +1,4 @@
-"""The memory in use at the peak of a simulated iteration, divided by kind: parameters, state, gradients and
-others.
-"""
+"""The memory in use at the peak of a simulated iteration, divided by kind: parameters, state, gradients and others."""
 
 from collections.abc import Callable
 

@@ -190,8 +190,7 @@ def grid(
     memories: Sequence[float] | None,
     changes: Mapping[str, Sequence[float]],
 ) -> Iterator[Point]:
-    """Yield every combination of the given strategies, GPU memory sizes and values of changed fields, as a
-    `Point`.
+    """Yield every combination of the given strategies, GPU memory sizes and values of changed fields, as a `Point`.
 
     Raises:
         ValueError: No strategy or no memory size is given, or one of them is impossible.
@@ -342,9 +341,7 @@ def _limits(work: Workload, machine: Machine, point: Point) -> Limits:
 
 
 def _told_bound_s(plan: Plan | None) -> float:
-    """Return the lower bound of the iteration time, in seconds, that a plan's prediction records, or ``inf`` if
-    none.
-    """
+    """Return the lower bound of the iteration time in a plan's prediction, in seconds, or ``inf`` if there is none."""
     told = None if plan is None else plan.prediction
     return math.inf if told is None else told.lower_bound_s
 

@@ -1,3 +1,1 @@
-"""The two engines that simulate a schedule of ops on a machine: a readable reference, and a fast one compiled
-by numba.
-"""
+"""The two engines that simulate a schedule of ops on a machine: a readable one, and a fast one compiled by numba."""

@@ -35,8 +35,7 @@ def takes_files(folder: Path) -> bool:
 
 @lru_cache
 def _temporary(among: str) -> Path:
-    """Return a folder for reusable files in the directory for temporary files, if the home directory is not
-    writable.
+    """Return a folder for reusable files in the directory for temporary files, if the home directory is not writable.
 
     Only the current user can write to the folder, because compiled code is loaded from it.
     """

@@ -138,8 +138,7 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
 
 
 def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
-    """Return the times and memory peaks of a simulated schedule, with names, from the arrays of the compiled
-    simulator.
+    """Return the times and memory peaks of a simulated schedule, with names, from the arrays of the compiled simulator.
 
     Args:
         summary: Row of times and peaks that the compiled simulator wrote.
@@ -162,9 +161,7 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
 
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
-    """Return the rates of a machine that a compiled schedule needs, as an array in the order of its
-    ``rate_keys``.
-    """
+    """Return the rates of a machine that a compiled schedule needs, as an array in the order of its ``rate_keys``."""
     return np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
 
 
@@ -178,9 +175,7 @@ def capacity_vector(machine: Machine, ranks: int) -> Floats:
 
 
 def machine_vector(machine: Machine) -> Floats:
-    """Return, as an array, a machine's values that the compiled simulator needs in addition to rates and
-    capacities.
-    """
+    """Return, as an array, a machine's values that the compiled simulator needs in addition to rates and capacities."""
     return np.array(
         [
             machine.cpu_cores,
@@ -194,9 +189,7 @@ def machine_vector(machine: Machine) -> Floats:
 
 
 def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
-    """Return the timeline of a schedule that the compiled simulator has simulated, without the memory in use over
-    time.
-    """
+    """Return the timeline of a schedule after the compiled simulator ran, without the memory in use over time."""
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)
         for op, start, end in zip(schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True)

@@ -169,8 +169,7 @@ def _op_row(op: Op) -> Floats:
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """Return the number and the sizes of a plan's subgroups, for each combination of placement and parameter
-    location.
+    """Return the number and the sizes of a plan's subgroups, for each combination of placement and parameter location.
 
     Returns:
         The number of subgroups, their elements, and the elements of the largest one: shape (2, 3,

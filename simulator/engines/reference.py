@@ -1,6 +1,4 @@
-"""The reference simulator, written for readers: it computes step by step when each op of a schedule runs on a
-machine.
-"""
+"""The reference simulator, written for readers: it computes step by step when each op runs on a machine."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
 
 def capacities(machine: Machine, ranks: int) -> dict[str, float]:
-    """Return the capacities per second, such as DRAM bandwidth, that each of ``ranks`` equal ranks of a node has,
-    by name.
+    """Return the capacities per second (such as DRAM bandwidth) of each of ``ranks`` equal ranks of a node, by name.
 
     CPU cores are divided among the ranks only if forward and backward run on the CPU. Otherwise DRAM bandwidth
     limits the updates: a few cores can already use a rank's share of DRAM bandwidth. Dividing both would count
@@ -67,9 +64,7 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
 
 
 def rate_of(op: Op, machine: Machine) -> float:
-    """Return the rate of an op of a schedule that runs alone on a machine, in the op's unit (such as bytes) per
-    second.
-    """
+    """Return the rate of an op of a schedule that runs alone on a machine, in the op's unit per second."""
     return machine.op_rate(op.rate, op.cores)
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 
 def max_min_speeds(demands: Sequence[Mapping[str, float]], capacities: Mapping[str, float]) -> list[float]:
-    """Return the speeds of ops that run at the same time under max-min fair sharing, from 0 to 1 (full speed), as
-    a list.
+    """Return the speeds of ops that run at the same time under max-min fair sharing: a list, from 0 to 1 (full speed).
 
     All ops speed up together until a capacity is full (progressive filling). The ops that use this capacity
     keep their speed, and the others continue. See Bertsekas & Gallager, Data Networks, section 6.5.2.

@@ -1,5 +1,4 @@
-"""Functions that find the sizes of a model's layers, from a Hugging Face config, a torch module or a
-description.
+"""Functions that find the sizes of a model's layers, from a Hugging Face config, a torch module or a description.
 
 They need no network.
 """
@@ -156,9 +155,7 @@ def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
 
 
 def _gated_ffn(hidden: int) -> int:
-    """Return the width of the gated MLP in a Llama layer: 8/3 of the hidden size, rounded up to a multiple of
-    256.
-    """
+    """Return the width of the gated MLP in a Llama layer: 8/3 of the hidden size, rounded up to a multiple of 256."""
     return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
@@ -209,9 +206,7 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
 
 
 def _layout(config: Mapping[str, Any], mixture: bool) -> str:
-    """Return the names of the parts of a described model's layer (norm, qkv ...), in order. The default is a Llama
-    layer.
-    """
+    """Return the names of the parts of a described model's layer (norm, qkv ...), in order. Default: a Llama layer."""
     given = [flag for flag in _LAYOUT_FLAGS if flag in config]
     if "layout" in config:
         if given or not isinstance(config["layout"], str):
@@ -236,14 +231,12 @@ def is_deepspeed(config: Mapping[str, Any]) -> bool:
 
 
 def is_model(config: Mapping[str, Any]) -> bool:
-    """Return True if a JSON object is a model's config: it names a model family, or gives number and size of the
-    layers.
-    """
+    """Return True if a JSON object is a model's config: it names a family, or gives the layers' number and size."""
     return "model_type" in config or all(any(name in config for name in KEYS[key]) for key in ("layers", "hidden"))
 
 
 def quantized(config: Mapping[str, Any]) -> str:
-    """Return a sentence that says why training a quantized model cannot be planned. Empty if the model is not
+    """Return a sentence on why training a quantized model cannot be planned. Empty if the model is not
     quantized.
     """
     given = config.get("quantization_config")

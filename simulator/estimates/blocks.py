@@ -71,9 +71,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def blocks(self) -> list[Block]:
-        """Return the blocks of the model in order: the embedding, each layer, and the last norm together with the
-        head.
-        """
+        """Return the blocks of the model in order: embedding, layers, and the last norm together with the head."""
 
     @property
     def elements(self) -> int:
@@ -83,9 +81,7 @@ class Architecture(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltArchitecture(Architecture):
-    """The architecture of a model as read from the model's torch modules, see
-    `ebbtide.simulator.estimates.modules`.
-    """
+    """The architecture of a model as read from the model's torch modules, see `ebbtide.simulator.estimates.modules`."""
 
     held: tuple[Block, ...]
 

@@ -56,8 +56,7 @@ class Links:
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds that a ring of ranks takes to pass all data once from GPU to GPU, except each rank's own
-    part.
+    """Return the seconds that a ring of ranks takes to pass all data once from GPU to GPU, except each rank's own part.
 
     Args:
         size_bytes: Bytes of data.
@@ -137,9 +136,7 @@ class Layout:
 
     @property
     def tensor_groups_cut(self) -> int:
-        """Return the largest number of tensor-parallel groups of one node that also have ranks on other nodes. 0:
-        none.
-        """
+        """Return the largest number of one node's tensor-parallel groups that also have ranks on other nodes."""
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
             return 0
         if self.tensor % self.gpus_per_node == 0:

@@ -152,9 +152,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a micro-batch: its numbers of tokens, and the model's hidden size and number of attention
-    heads.
-    """
+    """The shape of a micro-batch: its numbers of tokens, and the model's hidden size and number of attention heads."""
 
     hidden: int
     heads: int
@@ -163,8 +161,7 @@ class Shape:
 
 
 def overlapped_s(*parts_s: float) -> float:
-    """Return the seconds of several activities that overlap partly: more than the longest of them, less than their
-    sum.
+    """Return the seconds of several activities that overlap partly: more than the longest of them, less than their sum.
 
     The result is the root of the sum of squares. It equals the longest if that dominates, and is 1.4 times the
     longest of two equal ones. Full overlap is not reached in training: the first kernel of each layer waits for

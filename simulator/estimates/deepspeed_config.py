@@ -139,9 +139,7 @@ def default_clipping(installed: str | None = None) -> float:
 
 
 class _Resolver:
-    """A reader of a DeepSpeed config that replaces each ``"auto"`` by a value, and notes the replacement for the
-    user.
-    """
+    """A reader of a DeepSpeed config that replaces each ``"auto"`` by a value, and notes that for the user."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
@@ -254,9 +252,7 @@ class _Resolver:
         return stage  # type: ignore[return-value]
 
     def optimizer(self) -> str:
-        """Return the simulator's name for a DeepSpeed config's optimizer, a key of `OPTIMIZERS`. The default is
-        Adam.
-        """
+        """Return the simulator's name for a DeepSpeed config's optimizer, as in `OPTIMIZERS`. The default is Adam."""
         kind = str(self.section("optimizer").get("type", "AdamW"))
         name = {"adamw": ADAM.name}.get(kind.lower(), kind.lower())
         if name not in OPTIMIZERS:

@@ -109,8 +109,7 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """Read a DeepSpeed config from a file, which may have comments and trailing commas (Hjson), and return it as a
-    dict.
+    """Read a DeepSpeed config from a file, which may have comments and trailing commas (Hjson), as a dict.
 
     Raises:
         ModelError: The file cannot be read, or does not contain an object. The message names the file.
@@ -237,16 +236,12 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=256)
 def _nearly(key: str) -> str:
-    """Return the key of DeepSpeed configs that is spelled most like the given one, to suggest it. Results are
-    cached.
-    """
+    """Return the key of DeepSpeed configs that is spelled most like the given one, as a suggestion. Cached."""
     return next(iter(get_close_matches(key, _TOP, 1, _NEARLY)), "")
 
 
 def _of_installed(where: str) -> set[str]:
-    """Return the keys of a DeepSpeed config's section that the installed DeepSpeed knows. Empty if none is
-    installed.
-    """
+    """Return the keys of a DeepSpeed config's section that the installed DeepSpeed knows. Empty without DeepSpeed."""
     try:
         from deepspeed.runtime.zero import config, offload_config
     except ImportError:

@@ -1,5 +1,4 @@
-"""The families of models that are known without the transformers library, by the ``model_type`` of their
-configs.
+"""The families of models that are known without the transformers library, by the ``model_type`` of their configs.
 
 A family gives the parts of a layer, which configs do not list. The parts have the order in which the
 modules of the newest stable transformers register them, with one parameter for a kind of matrix of all

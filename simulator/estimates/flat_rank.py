@@ -69,8 +69,7 @@ class FlatRank(Rank):
         return counts
 
     def _laid_out(self) -> list[tuple[int, int]]:
-        """Return a list with the layer and the number of elements of each parameter, in the order of DeepSpeed's flat
-        buffer.
+        """Return a list of the (layer, elements) of each parameter, in the order of DeepSpeed's flat buffer.
 
         This buffer of ZeRO-1 and 2 holds all parameters. ``round_robin_gradients`` distributes the parameters over
         the ranks in turn. With ``parameter_alignment`` each parameter starts at a multiple of ALIGNMENT_BYTES.
@@ -95,14 +94,11 @@ class FlatRank(Rank):
     # -- what differs from ZeRO-3 ------------------------------------------------------------
 
     def issue_s(self, block: Block) -> float:
-        """Return the host's seconds to launch the kernels of a block's forward under ZeRO-1 or 2, which have no hooks
-        of ZeRO-3.
-        """
+        """Return the host's seconds to launch a block's forward under ZeRO-1 or 2, which have no hooks of ZeRO-3."""
         return ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return a tuple of the number of elements of each of a block's parameters that a rank holds under ZeRO-1 or
-        2.
+        """Return a tuple of the number of elements of each of a block's parameters that a rank holds under ZeRO-1 or 2.
 
         These stages do not divide parameters among data-parallel ranks.
         """

@@ -1,6 +1,4 @@
-"""The training job: a model with its training settings, from which times and memory of training are
-estimated.
-"""
+"""The training job: a model with its training settings, from which times and memory of training are estimated."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -78,8 +76,7 @@ class Job(Training):
         return cls._checked({"architecture": arch, **read, **shape})
 
     def changed(self, **knobs: Any) -> Self:
-        """Return a copy of the training job with other values for some settings. ``offload`` may be a name from
-        `OFFLOADS`.
+        """Return a copy of the training job with other settings. ``offload`` may be a name from `OFFLOADS`.
 
         Raises:
             ModelError: A value cannot be used.
@@ -164,8 +161,7 @@ def _no_network(layout: Layout, machine: Machine) -> str:
 
 
 def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
-    """Return a sentence that names the key of a DeepSpeed config with which no plan can be searched. Empty if
-    there is none.
+    """Return a sentence that names the key of a DeepSpeed config that makes plans impossible, or an empty string.
 
     With such a key, training under a plan is not possible, has nothing to plan, or cannot be simulated.
 

@@ -28,8 +28,7 @@ def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: i
 
 
 def started(workload: Workload, launcher: Launcher = "deepspeed", omp_threads: int | None = None) -> Workload:
-    """Return a copy of the workload for another launcher, with the number of OpenMP threads that this launcher
-    sets.
+    """Return a copy of the workload for another launcher, with the number of OpenMP threads that this launcher sets.
 
     The number decides how fast DeepSpeed updates on the CPU.
     """

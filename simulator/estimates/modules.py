@@ -1,6 +1,4 @@
-"""Functions that read a model's architecture from torch modules, which transformers builds from a config
-without weights.
-"""
+"""Functions that read a model's architecture from torch modules, which transformers builds without weights."""
 
 import json
 import sys
@@ -205,9 +203,7 @@ class _Reader:
         )
 
     def _layers(self) -> Iterator[Any]:
-        """Yield the layers of a transformers model: the modules of its longest list. Layers of an encoder come
-        first.
-        """
+        """Yield the layers of a transformers model: the modules of its longest list, with an encoder's layers first."""
         import torch
 
         parts = [self.model]
@@ -233,9 +229,7 @@ class _Reader:
         return flops
 
     def _visited(self, path: str, parameter: Any, layer: Any) -> float:
-        """Return the fraction of a parameter's elements that each token uses: below 1 only for the experts of a
-        mixture.
-        """
+        """Return the fraction of a parameter's elements that each token uses: below 1 only for a mixture's experts."""
         parts = path.split(".")
         stacked = parameter.ndim == 3 and parameter.shape[0] > 1
         if "experts" in parts:
@@ -264,8 +258,7 @@ class _Reader:
         return 0
 
     def _scores(self, layer: Any, hidden: int) -> int:
-        """Return a layer's number of attention heads times the head size, which determines the cost of attention
-        scores.
+        """Return a layer's number of attention heads times the head size, which decides the cost of attention scores.
 
         The result is 1 for a layer without attention.
         """

@@ -176,9 +176,7 @@ class Offloading:
             raise ModelError(f"{STATE}.{key} must be absent together with {beyond}: the two are not simulated together")
 
     def keys_read(self, zero_stage: int) -> set[str]:
-        """Return the offload keys of a DeepSpeed config that have an influence on the simulation of DeepSpeed at a
-        ZeRO stage.
-        """
+        """Return the offload keys of a DeepSpeed config that influence the simulation of DeepSpeed at a ZeRO stage."""
         keys = {f"{STATE}.device", f"{HELD}.device", f"{STATE}.ratio", _ACTIVATIONS}
         if self.optimizer == "nvme":
             keys |= {f"{STATE}.pipeline_read", f"{STATE}.pipeline_write"}
@@ -258,8 +256,7 @@ def default_pinning(installed: str | None = None) -> bool:
 
 
 def left_to_stock(config: Mapping[str, Any]) -> str:
-    """Return the reason why a plan has nothing to do under a DeepSpeed config, or an empty string if there is
-    none.
+    """Return the reason why a plan has nothing to do under a DeepSpeed config, or an empty string if there is none.
 
     The reason is ZeRO stage 0, or optimizer state that stays on the GPU.
     """
@@ -323,8 +320,7 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
 
 
 def own_step_key(config: Mapping[str, Any]) -> str:
-    """Return the key of a DeepSpeed config that makes the optimizer run its own step under a plan, or an empty
-    string.
+    """Return the key of a DeepSpeed config that makes the optimizer run its own step under a plan, or an empty string.
 
     With such a key all optimizer state is in host memory, so there is no plan to search.
     """

@@ -229,8 +229,7 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
 
 
 def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return the fractions of DRAM and link bandwidth that each of several concurrent ranks has on a preset
-    machine.
+    """Return the fractions of DRAM and link bandwidth that each of several concurrent ranks has on a preset machine.
 
     Fractions of DRAM follow from published CPU updates, fractions of links from the wiring of the GPUs.
 
@@ -247,8 +246,7 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return each rank's fraction of a preset machine's DRAM bandwidth, computed from published rates of CPU
-    updates.
+    """Return each rank's fraction of a preset machine's DRAM bandwidth, computed from published rates of CPU updates.
 
     Returns:
         By number of concurrent ranks, a dict from "dram" to the fraction.

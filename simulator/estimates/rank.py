@@ -104,8 +104,7 @@ class Rank:
 
     @cached_property
     def stage_blocks(self) -> list[Block]:
-        """Return the blocks (embedding, layers, head) of a model that belong to the pipeline stage of the simulated
-        rank.
+        """Return the blocks (embedding, layers, head) of a model in the pipeline stage of the simulated rank.
 
         The first stage has the embedding, the last stage the head.
         """
@@ -196,9 +195,7 @@ class Rank:
 
     @cached_property
     def device(self) -> Device:
-        """Return the rates of one of a machine's GPUs for a training job's precision, kernels and tensor
-        parallelism.
-        """
+        """Return a GPU's rates for a training job's precision, kernels and tensor parallelism, from its machine."""
         p = self.job
         return Device.of(
             self.machine,
@@ -211,9 +208,7 @@ class Rank:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of one micro-batch: its numbers of tokens, and the model's hidden size and number of
-        heads.
-        """
+        """Return the shape of one micro-batch: numbers of tokens, and the model's hidden size and number of heads."""
         return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
 
     def device_s(self, block: Block) -> float:
@@ -248,9 +243,7 @@ class Rank:
         return overlapped_s(*self._backward_parts_s(block)) + self.averaging_s(block) + exposed
 
     def _backward_parts_s(self, block: Block) -> tuple[float, float]:
-        """Return two times in seconds: of a block's backward alone, and of the gathers and reductions that overlap
-        it.
-        """
+        """Return two times in seconds: of a block's backward, and of the gathers and reductions that overlap it."""
         issued = (ISSUED_BACKWARD + self.again(block)) * self.issue_s(block)
         beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
         return run_ahead_s(self.device_backward_s(block), issued), beside_s
@@ -275,8 +268,7 @@ class Rank:
 
     @property
     def reduced_beside(self) -> float:
-        """Return the fraction of the time of gradient reductions over the ranks that overlaps with backward under
-        ZeRO-3.
+        """Return the fraction of the time of gradient reductions over the ranks that overlaps with backward.
 
         NCCL runs gathers and reductions in the order of their launch, because both belong to one process group. A
         reduction starts as soon as the gradient bucket is full. The parameters that backward needs next are
@@ -312,8 +304,7 @@ class Rank:
         return self.gather_s(block, self.job.gradient_bytes)
 
     def gather_s(self, block: Block, element_bytes: int) -> float:
-        """Return the seconds of ZeRO's all-gather or reduce-scatter of one block's elements among the ranks of one
-        node.
+        """Return the seconds of ZeRO's all-gather or reduce-scatter of one block among the ranks of one node.
 
         Args:
             block: Block of the model, such as a layer.
@@ -323,8 +314,7 @@ class Rank:
         return self.links.gather_s(size, self.layout.ring_in_node)
 
     def tensor_exchange_s(self, block: Block) -> float:
-        """Return the seconds of tensor parallelism's two all-reduces in the forward of a layer. 0 for embedding and
-        head.
+        """Return the seconds of tensor parallelism's two all-reduces in a layer's forward. 0 for embedding and head.
 
         If a tensor-parallel group has ranks on several nodes, the all-reduces use the network.
         """
@@ -338,9 +328,7 @@ class Rank:
 
     @property
     def exchanged_bytes(self) -> int:
-        """Return the bytes of one micro-batch's activations that an all-reduce of tensor parallelism sums over the
-        ranks.
-        """
+        """Return the bytes of a micro-batch's activations that an all-reduce of tensor parallelism sums over ranks."""
         return self.tokens * self.arch.hidden * self.wire
 
     def network_bytes(self, block: Block) -> tuple[int, int]:

@@ -209,8 +209,7 @@ class Training(BaseModel):
 
     @property
     def aligned(self) -> bool:
-        """Return True if each parameter starts at an aligned position of DeepSpeed's flat buffer
-        (``parameter_alignment``).
+        """Return True if each parameter is aligned in DeepSpeed's flat buffer (``parameter_alignment``).
 
         DeepSpeed has this buffer only under ZeRO-1 and 2.
         """

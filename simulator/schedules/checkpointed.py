@@ -1,5 +1,4 @@
-"""The builder of schedules of training with checkpoints. A save waits for updates, and its files are written
-during training.
+"""The builder of schedules of training with checkpoints: saves wait for updates, and training goes on during writes.
 
 If a subgroup's update is due before its state is written, the state is copied first (copy on update). The
 ops of checkpoints share DRAM, CPU cores, the link and storage with those of training.
@@ -135,9 +134,7 @@ class CheckpointedLoop(EbbtideLoop):
             self.step_end, self.unread = self.commits[-1], {}
 
     def _pass_begins(self) -> None:
-        """Start copying the next part of the state in GPU memory to the host for a checkpoint, when a layer's pass
-        begins.
-        """
+        """Start copying the next part of the state in GPU memory to the host for a checkpoint, as a layer begins."""
         if self.save_op < 0 or self.hook >= len(self.hooks_s):
             return
         self.hook += 1
@@ -182,8 +179,7 @@ class CheckpointedLoop(EbbtideLoop):
         )
 
     def _snapshot(self, subgroup: int) -> int:
-        """Append to the schedule a copy of one subgroup's state in host memory, for a checkpoint that is not yet
-        written.
+        """Append to the schedule a copy of one subgroup's state in host memory, for an unfinished checkpoint.
 
         The thread that is about to overwrite the state makes the copy.
         """
@@ -205,8 +201,7 @@ class CheckpointedLoop(EbbtideLoop):
         return self.snapshots[subgroup]
 
     def _persist(self, segment: Segment, after: int) -> int:
-        """Append to the schedule the write of a part of a checkpoint's bytes, at the rate of storage or at the user's
-        limit.
+        """Append to the schedule a write of a part of a checkpoint, at the rate of storage or at the user's limit.
 
         The user's limit for the rate is ignored if an update waits for this write.
         """
@@ -259,9 +254,7 @@ def reserved_bytes(saving: CheckpointPlan) -> int:
 
 
 def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
-    """Return the number of CPU cores that a checkpoint's writer threads use while they write at the full rate of
-    storage.
-    """
+    """Return the number of CPU cores that a checkpoint's writer threads use at the full rate of storage."""
     measured = machine.writer_s_per_byte
     cost_s = WRITER_S_PER_BYTE if measured is None else measured.median
     return min(saving.writer_threads, cost_s * machine.rate("storage_write_bytes_per_s"))

@@ -17,8 +17,7 @@ from ebbtide.simulator.workload import Workload
 def build_schedule(
     workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True, arrival: Sequence[int] | None = None
 ) -> Schedule:
-    """Return the schedule of ops that ebbtide's runtime executes under a plan, for a number of training
-    iterations.
+    """Return the schedule of ops that ebbtide's runtime executes under a plan, for a number of training iterations.
 
     Three iterations are enough to see the steady state, since the first has no earlier updates to wait for. The
     time of an iteration is the time between the ends of the second and the third backward.
@@ -67,9 +66,7 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
 
 
 class EbbtideLoop(PlannedLoop):
-    """The simulated training loop of ebbtide under a plan. A subgroup's placement decides about the ops of its
-    update.
-    """
+    """The simulated training loop of ebbtide under a plan. A subgroup's placement decides how it is updated."""
 
     def __init__(
         self, workload: Workload, plan: Plan, *, fused: bool = True, arrival: Sequence[int] | None = None
@@ -103,9 +100,7 @@ class EbbtideLoop(PlannedLoop):
         self.waited_for = -1  # the latest of them before which nothing more is issued
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the ops that were appended so far as a schedule, with the bytes that are in use throughout an
-        iteration.
-        """
+        """Return the ops appended so far as a schedule, with the bytes that are in use throughout an iteration."""
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,

@@ -1,5 +1,4 @@
-"""The builder of schedules for ZeRO-1 and 2 with optimizer state in host memory, as DeepSpeed 0.19.8 runs
-them.
+"""The builder of schedules for ZeRO-1 and 2 with optimizer state in host memory, as DeepSpeed 0.19.8 runs them.
 
 Gradients are converted to fp32 on the GPU and copied to the host once. The partition of each rank is
 updated as a whole, copied to the GPU, and gathered by all ranks. Source: ``DeepSpeedZeroOptimizer`` of
@@ -60,8 +59,7 @@ class FlatOffloadLoop(StockLoop):
         super().__init__(workload.one_subgroup, options)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Return the ops that were appended so far as a schedule, with the host memory that is in use throughout an
-        iteration.
+        """Return the ops appended so far as a schedule, with the host memory in use throughout an iteration.
 
         That memory holds optimizer state, fp32 gradients and the 16-bit copy of new parameters. With several
         micro-batches it also holds the sum of their gradients.

@@ -48,8 +48,7 @@ class Gathered:
     live: int | None
 
     def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
-        """Return the numbers of a layer's parameter elements that ZeRO-3 keeps gathered, and that backward gathers
-        again.
+        """Return how many of a layer's parameter elements ZeRO-3 keeps gathered, and how many backward gathers again.
 
         Args:
             pieces: Key of each parameter, and the number of its elements on this rank. A parameter that no module
@@ -112,8 +111,7 @@ class _Coordinator:
         self.most = max(self.most, self.available)
 
     def fetch(self, step: int, module: Module) -> None:
-        """Gather those parameters of one module that ZeRO-3 has not gathered yet, when forward or backward uses the
-        module.
+        """Gather those parameters of one module that ZeRO-3 has not gathered yet, as forward or backward uses it.
 
         Args:
             step: Position of the module in the order in which a forward and its backward use modules.

@@ -1,5 +1,4 @@
-"""The builder of schedules for ZeRO-3 with parameters or activations in host memory, or optimizer state on
-NVMe.
+"""The builder of schedules for ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe.
 
 These are DeepSpeed's ``offload_param``, ``activation_checkpointing.cpu_checkpointing``, and
 ``offload_optimizer.device: nvme`` (Rajbhandari et al., ZeRO-Infinity, SC 2021). They are simulated here for

@@ -1,6 +1,4 @@
-"""The simulated forward and backward of a training iteration, as ops of a schedule, for all offloading
-strategies.
-"""
+"""The simulated forward and backward of a training iteration, as ops of a schedule, for all offloading strategies."""
 
 import math
 from abc import ABC, abstractmethod
@@ -69,8 +67,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append ops to the schedule for one layer's gradients of a micro-batch, after they are reduced over the
-        ranks.
+        """Append ops to the schedule for one layer's gradients of a micro-batch, after they are reduced over the ranks.
 
         Called during backward for each layer, the last layer first.
         """
@@ -93,16 +90,12 @@ class TrainingLoop(ABC):
 
     @property
     def boundary(self) -> int:
-        """Return the number of the last micro-batch of an optimizer step, from 0. Its backward completes the
-        gradients.
-        """
+        """Return the number of the last micro-batch of a step, from 0. Its backward completes the gradients."""
         return self.workload.gradient_accumulation_steps - 1
 
     @property
     def gradients_done(self) -> list[int]:
-        """Return the ops that must end before the gradient norm: the last backward, and the last reduction between
-        nodes.
-        """
+        """Return the ops that must end before the gradient norm: the last backward, and the last network reduction."""
         return [self.backward_done, *([] if self.reduce_done is None else [self.reduce_done])]
 
     def forward(self, micro_step: int) -> None:

@@ -1,6 +1,4 @@
-"""Builders of schedules for DeepSpeed's own offloading strategies (as of version 0.19.8) and for published
-improvements.
-"""
+"""Builders of schedules for DeepSpeed's own offloading strategies (version 0.19.8) and for published improvements."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -100,9 +98,7 @@ class StockOptions:
 
 
 class StockLoop(TrainingLoop):
-    """The simulated training loop of DeepSpeed's ZeRO-3 offload, and of published improvements on it
-    (`StockOptions`).
-    """
+    """The simulated training loop of DeepSpeed's ZeRO-3 offload, and of improvements on it (`StockOptions`)."""
 
     def __init__(self, workload: Workload, options: StockOptions) -> None:
         super().__init__(workload)
@@ -130,9 +126,7 @@ class StockLoop(TrainingLoop):
         return int((1 - self.options.host_ratio) * count)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Return the ops that were appended so far as a schedule, with the memory that is in use throughout an
-        iteration.
-        """
+        """Return the ops appended so far as a schedule, with the memory in use throughout an iteration."""
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.staged), default=0)
@@ -252,8 +246,7 @@ class StockLoop(TrainingLoop):
         )
 
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
-        """Append to the schedule a copy of gradients to the host that the host thread waits for, and a conversion to
-        fp32.
+        """Append to the schedule a copy of gradients to the host that the host waits for, and a conversion to fp32.
 
         One CPU core converts. The host thread launches nothing else meanwhile.
         """
@@ -341,8 +334,7 @@ class StockLoop(TrainingLoop):
         return self._parameters_to_device(subgroup, [after, done])
 
     def _update_host(self, subgroup: int, waits: Sequence[int]) -> int:
-        """Append to the schedule the update of a subgroup on the CPU by DeepSpeed: unscale, Adam, and conversion to 16
-        bits.
+        """Append to the schedule DeepSpeed's update of a subgroup on the CPU: unscale, Adam, conversion to 16 bits.
 
         The machine's rate for DeepSpeed's CPU update covers all three.
         """
@@ -417,8 +409,7 @@ class StockLoop(TrainingLoop):
         )
 
     def _stage(self, subgroup: int, after: int) -> int:
-        """Append to the schedule a staged update: a subgroup's state is copied to the GPU, updated there, and copied
-        back.
+        """Append to the schedule a staged update: a subgroup's state is copied to the GPU, updated, and copied back.
 
         If the fp32 gradient is in host memory, it is copied too.
         """
@@ -449,9 +440,7 @@ class DeviceLoop(TrainingLoop):
     """The simulated training loop without offload: all optimizer state is in GPU memory."""
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients, which stay there until the
-        step.
-        """
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients, which stay until the step."""
         if micro_step > 0:
             return 0
         return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
@@ -497,9 +486,7 @@ class DeviceLoop(TrainingLoop):
         )
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the ops that were appended so far as a schedule, with the memory that is in use throughout an
-        iteration.
-        """
+        """Return the ops appended so far as a schedule, with the memory in use throughout an iteration."""
         w = self.workload
         return Schedule(
             ops=tuple(self.out.ops),

@@ -1,5 +1,4 @@
-"""The base of simulated training loops under a plan: forward, backward, gradient reductions and waits for
-updates.
+"""The base of simulated training loops under a plan: forward, backward, gradient reductions and waits for updates.
 
 The ops of a subgroup's gradient and update are added by subclasses: by the builder of schedules
 (`ebbtide.simulator.schedules.ebbtide`), and by the compiled simulator by way of a recorded iteration
@@ -50,8 +49,7 @@ def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
 
 
 class PlannedLoop(TrainingLoop):
-    """A simulated training loop under a plan, to which subclasses add the ops that depend on the plan's
-    placements.
+    """A simulated training loop under a plan, to which subclasses add the ops that depend on the plan's placements.
 
     Attributes:
         locations: Memory that holds each subgroup's 16-bit parameters.
@@ -127,8 +125,7 @@ class PlannedLoop(TrainingLoop):
         return super().before_pass(layer, waits, backward=backward)
 
     def _issued(self, layer: int, waits: list[int]) -> int:
-        """Append to the schedule the training thread's time to launch a layer's kernels after it waited for
-        parameters.
+        """Append to the schedule the training thread's time to launch a layer's kernels after it waited for parameters.
 
         The thread waits for the copy of the layer's parameters to the GPU, or until the last op of their update is
         launched. Before that, no kernel of the layer is queued on the GPU.
@@ -142,9 +139,7 @@ class PlannedLoop(TrainingLoop):
             self.gradient_reduced(part, micro_step, after)
 
     def step(self) -> None:
-        """Append to the schedule the gradient norm, and then all updates on the CPU and on the GPU in the plan's
-        order.
-        """
+        """Append to the schedule the gradient norm, and then all CPU and GPU updates in the plan's order."""
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()])
         new, self.ends = self.updates(norm)
         if self.overlaps:

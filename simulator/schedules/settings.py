@@ -1,6 +1,4 @@
-"""The options that a comparison of offloading strategies tries by default, such as several ratios of
-Twin-Flow.
-"""
+"""The options that a comparison of offloading strategies tries by default, such as several ratios of Twin-Flow."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,8 +10,7 @@ Setting = Mapping[str, Any]
 
 
 def settings(name: str, subgroups: int) -> Iterator[Setting]:
-    """Yield the sets of options that a comparison tries for an offloading strategy, as arguments of
-    `build_strategy`.
+    """Yield the sets of options that a comparison tries for an offloading strategy, as arguments of `build_strategy`.
 
     A strategy without options yields one empty set.
 

@@ -1,6 +1,4 @@
-"""The offloading strategies that can be simulated, by name: DeepSpeed's own, published improvements, and
-ebbtide.
-"""
+"""The offloading strategies that can be simulated, by name: DeepSpeed's own, published improvements, and ebbtide."""
 
 from collections.abc import Callable, Mapping
 from functools import cache

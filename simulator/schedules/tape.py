@@ -1,5 +1,4 @@
-"""The recording of one training iteration as a list of ops, to which a simulator adds the ops that depend on a
-plan.
+"""The recording of one training iteration as a list of ops, to which a simulator adds the ops that depend on a plan.
 
 For the recording, the training loop runs for two iterations without a plan. The second iteration shows
 which ops of its own and of the previous iteration each op waits for. A marker stands wherever ops of a plan

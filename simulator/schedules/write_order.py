@@ -1,5 +1,4 @@
-"""The order of writing a checkpoint's bytes to storage, and the choice of bytes that are copied before an
-update.
+"""The order of writing a checkpoint's bytes to storage, and the choice of bytes that are copied before an update.
 
 This module simulates `ebbtide.runtime.checkpoint.stream.persist.BlockWriter`. State is written from its
 live memory in the order of the plan's updates. If a subgroup's update is due before its state is written,
@@ -21,8 +20,7 @@ _NOTHING = 1e-6  # bytes; less is rounding
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of one subgroup's state that a checkpoint writes without interruption. Times are seconds since the
-    save.
+    """Bytes of one subgroup's state that a checkpoint writes without interruption. Times are seconds since the save.
 
     Attributes:
         part: ``live``: written before the subgroup's update is due. ``copied``: written from a copy that was
@@ -65,8 +63,7 @@ class Writing:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """The rates of a checkpoint in bytes per second: of normal writes, of urgent writes, and of copies in host
-    memory.
+    """The rates of a checkpoint in bytes per second: of normal writes, of urgent writes, and of copies in host memory.
 
     A write is urgent if an update waits for it.
     """
@@ -84,8 +81,7 @@ def order_writing(
     rest_bytes: float = 0.0,
     turns: Sequence[int] | None = None,
 ) -> Writing:
-    """Return the order and the times of writing a checkpoint's bytes to storage, and the bytes that are copied
-    before.
+    """Return the order and the times of writing a checkpoint's bytes to storage, and the bytes that are copied before.
 
     Args:
         sizes_bytes: Bytes of each subgroup's state.
@@ -136,8 +132,7 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Save the rest of a subgroup's state for the checkpoint, just before the subgroup's update overwrites the
-        state.
+        """Save the rest of a subgroup's state for the checkpoint, just before the subgroup's update overwrites it.
 
         As many bytes as fit are copied to reserved host memory. The other bytes are written to storage.
 

@@ -1,6 +1,4 @@
-"""The computation of the bytes that training under a plan needs in each memory. No other module computes these
-bytes.
-"""
+"""The computation of the bytes that training under a plan needs in each memory. No other module computes them."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ ByKind = dict[str, dict[Kind, int]]  # the same, by memory and kind
 
 
 def footprint(workload: Workload, plan: Plan) -> Footprint:
-    """Return the bytes of GPU memory, host memory and storage that one rank uses throughout an iteration under a
-    plan.
-    """
+    """Return the bytes of GPU memory, host memory and storage that one rank uses in an iteration under a plan."""
     return totals(footprint_by_kind(workload, plan))
 
 
@@ -104,8 +100,7 @@ def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[in
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in host
-    memory.
+    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in host memory.
 
     The elements of the layers that run are copied to the GPU, and take GPU memory all the same.
 
@@ -138,9 +133,7 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
 
 
 def fetches_of_a_step(workload: Workload) -> list[float]:
-    """Return, for each layer, the number of copies per step of a parameter to the GPU, if it is kept in host
-    memory.
-    """
+    """Return, for each layer, the number of copies per step of a parameter to the GPU, if it is kept in host memory."""
     micro_batches = range(workload.gradient_accumulation_steps)
     return [
         sum(fetched_for(layer, layer.params, m, backward=backward) for m in micro_batches for backward in (False, True))
@@ -151,7 +144,8 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 
 @dataclass(frozen=True)
 class Holding:
-    """The bytes per parameter in each memory, for each way of updating a subgroup, and which ways use buffers.
+    """The bytes per parameter in each memory for each way of updating a subgroup, and the buffers that each way
+    uses.
 
     A way is a combination of placement and parameter location.
 
@@ -263,16 +257,17 @@ class Holding:
         updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> ByKind:
-        """Return the bytes that subgroups and buffers need, by memory and kind.
+        """Return the bytes that subgroups and buffers need, as a dict by memory of dicts by kind (state, gradients
+        ...).
 
         The workload's base memory is not included.
 
         Args:
             amounts: Number of subgroups and of elements for each of `plain_ways`, from `tally`.
-            updated_early: Numbers from `tally` for the subgroups that are updated before the gradient norm is known. If
-                given, ``amounts`` does not include these subgroups.
-            summed: Number of elements whose gradients are accumulated in GPU memory. Host memory then holds only their
-                gradients of the previous accumulation window.
+            updated_early: Numbers from `tally` for the subgroups that are updated before the gradient norm is
+                known. If given, ``amounts`` does not include these subgroups.
+            summed: Number of elements whose gradients are accumulated in GPU memory. Host memory then holds only
+                their gradients of the previous accumulation window.
         """
         both = amounts, updated_early or [[0] * len(amounts[0])] * 3
         early = both[1][1]
@@ -355,8 +350,7 @@ class Holding:
         return [way.recipe.gradient != "device" for way in plain_ways()]
 
     def slot_bytes(self, slot: Slot, elements: int, *, early_updates: bool = False) -> int:
-        """Return the bytes of one buffer of the given kind that can hold any subgroup of at most ``elements``
-        elements.
+        """Return the bytes of one buffer of the given kind that can hold any subgroup of at most ``elements`` elements.
 
         Args:
             early_updates: True if the buffer is also used by updates before the gradient norm is known. In GPU
@@ -397,9 +391,7 @@ def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
 
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
-    """Return the number of parameters with gradients that a plan accumulates on the GPU over several
-    micro-batches.
-    """
+    """Return the number of parameters with gradients that a plan accumulates on the GPU over several micro-batches."""
     return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
 
 
@@ -442,8 +434,7 @@ def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage
 
 
 def slot_elements(largest: int) -> int:
-    """Return the number of elements of each tensor in a staging buffer for subgroups of at most ``largest``
-    elements.
+    """Return the number of elements of each tensor in a staging buffer for subgroups of at most ``largest`` elements.
 
     The number is rounded up for alignment.
     """

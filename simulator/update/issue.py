@@ -1,5 +1,4 @@
-"""The state machine that decides which op of the optimizer's updates is issued next, in simulation and
-training.
+"""The state machine that decides which op of the optimizer's updates is issued next, in simulation and training.
 
 The builder of simulated schedules and the runtime's executor report events to it: a gradient is complete,
 or the gradient norm is known. The machine then calls their function ``add`` for each op. The builder
@@ -83,15 +82,12 @@ class Issue(Generic[Op]):
         self._coming: deque[int] = deque()
 
     def ahead(self, behind: Op | None = None) -> None:
-        """Issue the ops of updates that may already start for the next optimizer step, such as reads of state from
-        drives.
-        """
+        """Issue the ops of updates that may already start for the next optimizer step, such as reads from drives."""
         for subgroup in self._first(ahead=True):
             self._start(subgroup, behind)
 
     def backward(self, behind: Op | None, *, early: bool = True) -> None:
-        """Start copying state to the GPU for updates there, when the first gradient of the last micro-batch is
-        complete.
+        """Start copying state to the GPU for updates there, when the last micro-batch's first gradient is complete.
 
         Subgroups that are updated early come first. Further calls in the same step do nothing. State that is still
         in its staging buffer (GPU memory for one subgroup) after a skipped step is not copied again.

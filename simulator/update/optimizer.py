@@ -1,5 +1,4 @@
-"""The table of optimizers: the fp32 state of each, per parameter, and the bytes that an update reads and
-writes.
+"""The table of optimizers: the fp32 state of each, per parameter, and the bytes that an update reads and writes.
 
 All such numbers of bytes come from this module. A new optimizer needs only a new row in `OPTIMIZERS`.
 """
@@ -28,9 +27,7 @@ class OptimizerState:
 
     @property
     def tensor_count(self) -> int:
-        """Return the number of fp32 tensors in an optimizer's state: the moments and, if it has one, the master
-        parameter.
-        """
+        """Return the number of fp32 tensors in an optimizer's state: the moments and the master parameter, if any."""
         return len(self.tensors) + self.master
 
     @property

@@ -132,9 +132,7 @@ def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[in
 
 
 def order_of(issue: Iterable[int], placements: Sequence[Placement]) -> UpdateOrder:
-    """Return the order of the CPU's updates and the order of the GPU's updates, given one sequence of all
-    subgroups.
-    """
+    """Return the order of the CPU's updates and the order of the GPU's updates, given one sequence of all subgroups."""
     lanes: dict[Queue, list[int]] = {queue: [] for queue in Queue}
     for subgroup in issue:
         lanes[RECIPES[placements[subgroup]].queue].append(subgroup)

@@ -43,9 +43,7 @@ class StepTimes(NamedTuple):
 
     @property
     def costs(self) -> float:
-        """Return the time that early updates cost in a step that clips, as a fraction of the time without early
-        updates.
-        """
+        """Return the time that early updates cost in a step that clips, as a fraction of the time without them."""
         return max(0.0, (self.wrong_s - self.plain_s) / self.plain_s)
 
     @property
@@ -58,8 +56,7 @@ class StepTimes(NamedTuple):
         return 1.0 if span_s <= 0 else min(1.0, max(0.0, (self.plain_s - self.right_s) / span_s))
 
     def mean_s(self, clip_rate: float) -> float:
-        """Return the mean seconds of an iteration with early updates, if the fraction ``clip_rate`` of the steps
-        clips.
+        """Return the mean seconds of an iteration with early updates, if the fraction ``clip_rate`` of the steps clips.
 
         The result is at most slightly longer than without early updates, because `PauseRule` pauses updates that
         lose time.
@@ -101,8 +98,7 @@ class PauseRule:
         return self.balance >= max(self.times.costs, -self.times.saves)
 
     def stepped(self, right: bool | None) -> None:
-        """Add to the balance of saved time what the early updates of a finished step saved, or subtract what they
-        cost.
+        """Add to the balance of saved time what the early updates of a finished step saved, or subtract what they cost.
 
         Args:
             right: True if the early updates were kept. False if they were redone, because the step clipped or

@@ -26,8 +26,7 @@ HOST_SLOTS = 3  # where a plan says nothing else: one read into, one updated, on
 
 
 class Queue(StrEnum):
-    """The queue to which a subgroup's update belongs: updates on the CPU ("host") or updates on the GPU
-    ("device").
+    """The queue to which a subgroup's update belongs: updates on the CPU ("host") or updates on the GPU ("device").
 
     The subgroups of a queue are updated one after the other, in the plan's order.
     """
@@ -51,8 +50,7 @@ class Slot(StrEnum):
 
     @property
     def ahead(self) -> bool:
-        """Return True if a buffer of this kind may be filled for the next optimizer step as soon as the buffer is
-        free.
+        """Return True if a buffer of this kind may be filled for the next optimizer step as soon as the buffer is free.
 
         That is not so for buffers in GPU memory, because activations need the memory until the end of their
         backward.
@@ -116,8 +114,7 @@ def _adams(amounts: Bytes) -> float:
 
 
 def _unfused(amounts: Bytes) -> float:
-    """Return the bytes of host memory traffic per parameter of DeepSpeed's separate passes: unscale, update,
-    conversion.
+    """Return the bytes of host memory traffic per parameter of DeepSpeed's unscale, update and conversion passes.
 
     The unscale pass reads and writes the fp32 gradient. The conversion to 16 bits reads the master, and writes
     a cache line that it fetches first.
@@ -228,8 +225,7 @@ class Recipe:
 
     @cached_property
     def summed_on_device(self) -> Recipe | None:
-        """Return the recipe (the sequence of ops) of a subgroup with this placement, if the GPU accumulates its
-        gradients.
+        """Return the recipe (the sequence of ops) of a subgroup with this placement and gradient sums on the GPU.
 
         The sum is copied to the host after the last micro-batch. The result is None if gradients of this placement
         never leave the GPU.

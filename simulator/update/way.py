@@ -46,9 +46,7 @@ class Way(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Return a number below 128 that encodes a `Way` of updating a subgroup: placement, parameter location and
-        flags.
-        """
+        """Return a number below 128 for this `Way` of updating a subgroup: placement, parameter location and flags."""
         code = PLACEMENT_CODES[self.placement] + LOCATION_CODES[self.parameters]
         return code + self.early * EARLY + self.sum_on_device * SUMMED
 
@@ -72,8 +70,7 @@ class Way(NamedTuple):
 
     @property
     def redo(self) -> Recipe:
-        """Return the recipe (the sequence of ops) of an update after the gradient norm, for a subgroup with early
-        updates.
+        """Return the recipe (sequence of ops) of an update after the gradient norm, for a subgroup with early updates.
 
         This recipe is needed in two cases: in steps without early updates, and if a step clips or overflows, so
         that the early update is discarded and redone. On the CPU the new parameters then always have a buffer of

@@ -78,9 +78,7 @@ class Rows:
         return None if solved.x is None else (float(solved.fun), np.asarray(solved.x))
 
     def full(self, x: Floats) -> tuple[str, ...]:
-        """Return the names of the rows of a linear program that hold with equality in a solution, so that they limit
-        it.
-        """
+        """Return the names of the rows of a linear program that hold with equality in a solution, and so limit it."""
         left = np.array(self.most) - self._matrix() @ x
         scale = 1e-7 * max(1.0, float(np.abs(x).max()))
         names = (n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)

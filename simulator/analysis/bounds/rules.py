@@ -91,7 +91,8 @@ class Blocks:
 
 @dataclass
 class Problem:
-    """The linear program for the lower bound of an iteration's time: its facts and its variables.
+    """The linear program for the lower bound of an iteration's time: the facts that it follows from, and its
+    variables.
 
     Attributes:
         given: The workload as it trains.
@@ -102,8 +103,8 @@ class Problem:
         waited: Seconds for which forward and backward wait outside the window.
         slots: By kind of buffer, the fraction of all elements that all buffers of this kind can hold.
         held: By way of updating, the kind of buffer that its state is copied to.
-        early, kept: By way, the fraction of all elements that are in a block, and in such a buffer when the norm
-            is known (``early``), or when the next forward has ended (``kept``).
+        early, kept: By way, the fraction of all elements that are in a block, and in such a buffer when the
+            norm is known (``early``), or when the next forward has ended (``kept``).
     """
 
     given: Workload
@@ -144,14 +145,11 @@ class Problem:
         return list(dict.fromkeys(r for op in self.ops for r, seconds in op.seconds.items() if seconds))
 
     def used_by_passes(self, resource: Resource) -> bool:
-        """Return True if forward and backward use all of a resource while they run: the GPU, or the cores if there is
-        no GPU.
-        """
+        """Return True if forward and backward use all of a resource: of the GPU, or of the cores without a GPU."""
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
-        """Return the linear program's terms for the work of a resource (in seconds) before the next forward of some
-        blocks.
+        """Return the linear program's terms for a resource's work (in seconds) before the next forward of some blocks.
 
         Args:
             resource: Lane or shared capacity that does the work.
@@ -174,8 +172,7 @@ class Problem:
         return terms
 
     def fetched(self, resource: Resource, blocks: slice, times: Floats | float) -> Iterator[Term]:
-        """Yield the linear program's terms for copying parameters from host memory to the GPU for forward and
-        backward.
+        """Yield the linear program's terms for copying parameters from host memory to the GPU for forward and backward.
 
         Args:
             resource: Lane or shared capacity whose seconds are counted.
@@ -248,8 +245,7 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
 
 
 def all_work_fits_into_the_iteration(p: Problem) -> None:
-    """Add the rule to the lower bound that each resource has time for all work of an iteration within the
-    iteration.
+    """Add the rule to the lower bound that each resource has time for all work of an iteration within the iteration.
 
     In a steady state an iteration contains one iteration's amount of work, though some belongs to the step
     before. A resource that forward and backward use entirely has no time for other work while they run.
@@ -263,8 +259,7 @@ def all_work_fits_into_the_iteration(p: Problem) -> None:
 
 
 def backward_waits_for_gradients(p: Problem) -> None:
-    """Add the rule to the lower bound that few gradients are still being copied to the host when backward has
-    ended.
+    """Add the rule to the lower bound that few gradients are still being copied to the host when backward has ended.
 
     A pass starts only if the gradients under way take no more than `GRADIENTS_UNDER_WAY_BYTES` and half of the
     oldest one, or if there is only one (`EbbtideLoop._make_room`). One is at most a layer's. All others were

@@ -20,9 +20,7 @@ Resource = Lane | str  # a lane, or a shared capacity such as "dram"
 
 
 class Since(IntEnum):
-    """The earliest moment of an iteration at which a piece of work can start, for the lower bound. Earlier ones
-    are less.
-    """
+    """The earliest moment of an iteration at which a piece of work can start. Earlier moments are smaller numbers."""
 
     ANY = 0  # in the iteration
     BACKWARD = 1  # the last micro-batch's backward of the last layer has ended
@@ -57,8 +55,7 @@ class Work:
 
 
 class Costs:
-    """A calculator of the least seconds that an op takes for one parameter element, for the lower bound of an
-    iteration.
+    """A calculator of the least seconds that an op takes for one parameter element, for the lower bound.
 
     Latencies are left out, because a plan may have subgroups of any size.
     """
@@ -107,8 +104,7 @@ class Costs:
 
 
 def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield the ops for updating one parameter element in a way, except copies of its 16-bit parameter for the
-    passes.
+    """Yield the ops for updating one parameter element in a way, except copies of its 16-bit parameter for the passes.
 
     A way is a combination of placement, parameter location and flags.
 

@@ -1,6 +1,4 @@
-"""Speeds and memory sizes of machines, from data sheets and publications, for
-`ebbtide.simulator.estimates.presets`.
-"""
+"""Speeds and memory sizes of machines, from data sheets and publications, for `ebbtide.simulator.estimates.presets`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,9 +103,7 @@ class Sheet:
 
     @property
     def triad_bytes_per_s(self) -> float:
-        """Return the bytes per second of host memory that a triad loop (``a = b + 2 c``) reaches: less than the data
-        sheet says.
-        """
+        """Return the host memory bandwidth that a triad loop (``a = b + 2 c``) reaches, in bytes per second."""
         return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
 
 
@@ -235,8 +231,7 @@ _RTX5090: Fields = {
 def _several(
     name: str, card: Fields, desktop: Fields, servers: Mapping[int, Fields], halved: Fields, full: Fields
 ) -> dict[str, Sheet]:
-    """Return the data sheet figures of machines with one kind of GPU: a desktop, and servers with four or eight
-    GPUs.
+    """Return the data sheet figures of machines with one kind of GPU: a desktop, and servers with four or eight GPUs.
 
     The result is a dict by the name of the machine.
     """
