@@ -535,9 +535,11 @@ class Plan(Shown, Page):
 
     @property
     def drives(self) -> dict[str, float]:
-        """Return a dict from each folder for a plan's stored optimizer state to the share of the state in this folder.
+        """Return a dict from each folder for a plan's stored optimizer state to a number, such as the drive's
+        bandwidth.
 
-        The result is empty if the plan has no such folder.
+        Each folder holds a part of every subgroup's state in proportion to its number. The dict is empty without
+        folders.
         """
         return self.storage_shares or ({self.storage_dir: 1.0} if self.storage_dir else {})
 
