@@ -1,4 +1,5 @@
-"""The search for a training plan's placements. A placement is the memory of a subgroup's optimizer state.
+"""The search for a training plan, mainly for the placement of each subgroup: the memory where the
+subgroup's optimizer state lives and is updated.
 
-A subgroup is a part of DeepSpeed's optimizer state. The folder also has the memory limits of the search.
+A subgroup is a part of DeepSpeed's optimizer state.
 """

@@ -1,8 +1,8 @@
-"""Simulated annealing, which improves a good plan step by step.
+"""Simulated annealing, which improves a good training plan by many small random changes.
 
-It changes the placements of subgroups (parts of DeepSpeed's optimizer state) and the order of their updates
-together, by the moves in `ebbtide.tuner.placements.moves`. Changing only one of them often gets stuck, since
-only slower plans lie between two good ones.
+Placements of subgroups (parts of DeepSpeed's optimizer state) and the order of their updates are changed
+together, by the moves in `ebbtide.tuner.placements.moves`. Changing only one of the two often gets
+stuck, since only slower plans lie between two good ones.
 """
 
 import math
@@ -59,16 +59,16 @@ def anneal(
 
 
 def _near(search: Search) -> bool:
-    """Return True if a search's best plan is so close to the lower bound that further search is not worth it."""
+    """Return True if the best plan of a search is so close to the lower bound of the iteration time that
+    further search is not worth it.
+    """
     bound = search.bound_with(None if search.moves_parameters else search.locations)
     return search.best_s <= CLOSE * bound.iteration_s
 
 
 def settings(search: Search) -> None:
-    """Try other settings for the best plan of a search, one setting after the other.
-
-    The settings are CPU threads, the numbers of staging buffers on the GPU and of buffers for stored state in
-    host memory, prefetched subgroups, overlap with the next forward, and update orders.
+    """Try other values of one setting after the other for the best plan of a plan search, and add the
+    scores to the search.
     """
     best = search.best()
     most = max(1, min(MOST_SLOTS, sum(p in STAGED for p in best.placements)))
@@ -110,9 +110,10 @@ class _Walk:
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, rng: Random) -> None:
-        """Try changes of a training plan while the annealing temperature falls from ``heat_s`` seconds to zero.
+        """Try random changes of a training plan while the annealing temperature falls from ``heat_s``
+        seconds to zero.
 
-        Stop early if the best plan is near the lower bound.
+        Stop early if the best plan is near the lower bound of the iteration time.
         """
         for step in range(evaluations):
             if _near(self.search):

@@ -39,7 +39,9 @@ SAME = 1e-4  # relative goodput that is not worth more memory
 
 @dataclass(frozen=True)
 class Choice:
-    """The settings of a plan's checkpoints, with the best interval, the simulated cost and the expected goodput."""
+    """The checkpoint settings of a plan, with the best interval between checkpoints, the simulated cost of
+    a checkpoint and the expected goodput (useful share of the time).
+    """
 
     saving: CheckpointPlan
     cost: CheckpointCost
@@ -62,9 +64,10 @@ def planned_failures(mtbf_s: float, restart_s: float) -> Failures:
 
 
 def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Failures) -> Choice:
-    """Return checkpoint settings with the interval that has the highest expected goodput.
+    """Return checkpoint settings with the interval of highest expected goodput (useful share of the time),
+    under a failure model.
 
-    The bandwidth cap and the copy budget (host memory for copies of state) stay as given.
+    The cap on the write bandwidth and the copy budget (host memory for copies of state) stay as given.
     """
     cost = simulation.cost(saving)
     steps = best_interval_steps(simulation.iteration_s, cost, failures)
@@ -75,10 +78,11 @@ def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Fa
 def best_checkpointing(
     simulation: CheckpointSimulation, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
 ) -> Choice:
-    """Return the checkpoint settings with the highest expected goodput.
+    """Return the checkpoint settings of a training plan with the highest expected goodput (useful share of
+    the time).
 
-    Intervals, bandwidth caps and copy budgets (host memory for copies of state) are varied. Among equally good
-    settings, the ones that reserve the least host memory are returned.
+    Intervals, caps on the write bandwidth and copy budgets (host memory for copies of state) are varied.
+    Among equally good settings, the ones that reserve the least host memory are returned.
 
     Args:
         simulation: Simulation of the checkpoints of one training plan.
@@ -106,7 +110,9 @@ def best_checkpointing(
 
 
 def thriftiest(tried: Sequence[Choice]) -> Choice:
-    """Return the checkpoint settings that reserve the least host memory among those with the best goodput."""
+    """Return the checkpoint settings that reserve the least host memory, among the settings that give the
+    best goodput (useful share of the time).
+    """
     most = max(choice.goodput for choice in tried)
     equal = [choice for choice in tried if choice.goodput >= most * (1 - SAME)]
     return min(equal, key=lambda c: (c.cost.reserved_bytes, -c.goodput))
@@ -125,10 +131,11 @@ def blocks(size_bytes: float) -> int:
 
 
 def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures) -> dict[str, int]:
-    """Return the training steps between two checkpoints by the rules of Young, Daly and CheckFreq.
+    """Return a dict from rule of thumb (``Young``, ``Daly``, ``CheckFreq``) to the number of training steps
+    between two checkpoints by this rule.
 
-    No interval is shorter than the time until a checkpoint is complete. CheckFreq's rule ignores failures. It
-    checkpoints as often as an overhead of 3.5% allows.
+    No interval is shorter than the time until a checkpoint is complete. CheckFreq's rule ignores
+    failures, and allows checkpoints as often as an overhead of 3.5% permits.
     """
     fewest = cost.fewest_steps(iteration_s)
     seconds = {
@@ -141,10 +148,10 @@ def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures)
 
 
 def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_s: float) -> None:
-    """Raise RuleError if failures are so frequent that training makes no progress under any plan.
+    """Raise RuleError if failures are so frequent that training makes no progress under any plan. The check
+    runs before a plan is searched.
 
-    It runs before a plan is searched. It assumes that a step takes only its forward and backward, and that
-    checkpoints cost no time.
+    Assumptions: a step takes only its forward and backward, and checkpoints cost no time.
 
     Args:
         workload: Training job of one rank.
@@ -182,12 +189,14 @@ def with_checkpoints(
     restart_s: float,
     folder: str | None,
 ) -> Plan:
-    """Return a training plan with checkpoint settings, the predicted stall of training, and the reasons.
+    """Return a copy of a training plan with checkpoint settings, the predicted stall of training, and the
+    reasons for the settings.
 
     Without a mean time between failures (``mtbf_s``), the plan gets no checkpoint interval.
 
     Raises:
-        ValueError: mtbf_s or restart_s is not positive, or failures are too frequent for any progress.
+        ValueError: ``mtbf_s`` or ``restart_s`` is not positive, or failures are too frequent for any
+            progress.
     """
     assert plan.prediction is not None
     spare = limits.spare_host_bytes(plan.prediction)

@@ -26,15 +26,17 @@ TOLD = 0.97  # and where others were asked for, this to be told
 
 
 def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = False) -> list[Workload]:
-    """Return a workload with its own subgroups and with subgroups of other sizes, the largest subgroups first.
+    """Return a list of workloads: the given one with its own subgroups, and copies with subgroups of other
+    sizes, the largest subgroups first.
 
-    A size is left out if it gives nearly as many subgroups as a larger size, or more than `MOST_SUBGROUPS`.
+    A size is left out if it gives nearly as many subgroups as a larger size, or more than
+    `MOST_SUBGROUPS`.
 
     Args:
         workload: Training job of one rank.
         sizes: Subgroup sizes to try, in elements.
-        pieces: True if DeepSpeed keeps its own subgroups. Each subgroup of the plan is then a part of one of
-            DeepSpeed's.
+        pieces: True if DeepSpeed keeps its own subgroups. Each subgroup of the plan is then a part
+            of one of DeepSpeed's.
 
     Raises:
         ValueError: The workload does not list its parameters.
@@ -49,7 +51,11 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
 
 
 def quick_cuts(cuts: Sequence[Workload]) -> list[int]:
-    """Return the numbers of the workloads that a quick search begins with: about 32 and about 110 subgroups."""
+    """Return the positions in a list of workloads at which a short plan search begins: the workloads with
+    about 32 and about 110 subgroups.
+
+    The workloads in the list differ in their subgroup size.
+    """
 
     def distance(number: int, count: int) -> float:
         return abs(math.log(len(cuts[number].subgroups) / count))
@@ -58,7 +64,9 @@ def quick_cuts(cuts: Sequence[Workload]) -> list[int]:
 
 
 def merged(workload: Workload, many: int) -> Workload:
-    """Return a workload with every ``many`` neighboring subgroups of optimizer state joined into one."""
+    """Return a copy of a workload with every ``many`` neighboring subgroups of optimizer state joined into
+    one.
+    """
     sizes = workload.subgroups
     joined = tuple(sum(sizes[i : i + many]) for i in range(0, len(sizes), many))
     return workload.model_copy(update={"subgroups": joined, "subgroup_size": 0, "parameters": ()})

@@ -1,10 +1,11 @@
-"""The decision on a job's plan and its subgroup size, used by every planning command.
+"""The decision on a training job's plan and its subgroup size, used by every planning command.
 
-Every command calls `decide`. It may vary the subgroup size, the placement of each subgroup (the memory of
-its optimizer state), the order of updates, early updates (before the gradient norm is known), on-device
-gradient accumulation, buffers, CPU threads and overlap. On request it also moves 16-bit parameters to host
-memory and optimizer state to storage. The memory margin is the same for all commands, but the effort is not:
-a quick decision compares simple plans at a few subgroup sizes, and a full one improves the best of them.
+Every command calls `decide`. The decision may vary the subgroup size, the placement of each subgroup
+(the memory of its optimizer state), the order of updates, early updates (before the gradient norm is
+known), on-device gradient accumulation, buffers, CPU threads and overlap. If allowed, 16-bit parameters
+also move to host memory, and optimizer state to storage. The memory margin is the same for all commands,
+but the effort is not: a quick decision compares a few subgroup sizes and ends with a short simulated
+annealing, and a full one compares all sizes and anneals for longer.
 """
 
 import math
@@ -41,24 +42,27 @@ Progress = Callable[[float, str], object]
 
 
 def silently(_share: float, _what: str) -> None:
-    """Ignore a report of a plan search's progress. This is the default callback."""
+    """Ignore a report of a plan search's progress. This is the default callback of `decide`."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """The input for choosing a plan: the training job, the machine, the memory limits, and the effort.
+    """The input of the decision on a plan: the training job, the machine, the memory limits, and the
+    effort.
 
     Attributes:
         workload: Training job of one rank.
         machine: Machine that trains.
         limits: Memory that plans may use.
-        subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If empty, only the
-            workload's own size is used.
-        offload_parameters: True if 16-bit parameters may live in host memory even if they fit on the GPU.
+        subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If
+            empty, only the workload's own size is used.
+        offload_parameters: True if 16-bit parameters may live in host memory even if they fit on the
+            GPU.
         folders: Fields of the plan's file that name the directories for stored optimizer state.
         seed: Seed of the search.
         effort: Fraction of a full search's evaluations.
-        pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's subgroups.
+        pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's
+            subgroups.
     """
 
     workload: Workload
@@ -87,15 +91,16 @@ class Question:
         effort: float | None = None,
         pieces: bool = False,
     ) -> "Question":
-        """Build the input for choosing a plan, with defaults for all arguments that are not given.
+        """Build the input of the decision on a plan from a planning command's arguments, with defaults for
+        the arguments that are not given.
 
         Args:
-            subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, `SIZES`. If
-                empty, only the workload's own size is used.
+            subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If
+                None, `SIZES`. If empty, only the workload's own size is used.
 
         Raises:
-            ValueError: effort is not in (0, 1], a memory limit cannot be used, or ``pieces`` is combined with
-                ``storage``.
+            ValueError: effort is not in (0, 1], a memory limit cannot be used, or ``pieces`` is combined
+                with ``storage``.
         """
         limits, machine, folders = with_storage(
             workload,
@@ -119,7 +124,12 @@ class Question:
 
     @property
     def cuts(self) -> list[Workload]:
-        """Return one workload for each subgroup size that the plan search tries, the largest subgroups first."""
+        """Return a list of workloads, one for each subgroup size that the plan search tries, the largest
+        subgroups first.
+
+        Only the workload's own size is tried if the workload lists no parameters, or on a machine with
+        unified memory.
+        """
         if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
             return [self.workload]
         return recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
@@ -127,7 +137,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Decision:
-    """The plan and the subgroup size that were chosen for a training job.
+    """The decision for a training job: the chosen plan, with its subgroup size.
 
     Attributes:
         question: Training job, machine and memory limits for which the plan was chosen.
@@ -153,21 +163,26 @@ class Decision:
 
     @property
     def folders(self) -> Mapping[str, Any]:
-        """Return the fields of the plan's file for storage directories. They are empty if no state is stored."""
+        """Return the plan file's fields that name the directories for stored optimizer state. The dict is
+        empty if the plan stores none.
+        """
         return {} if STORED.isdisjoint(self.chosen.placements) else self.question.folders
 
 
 def decide(question: Question, progress: Progress = silently) -> Decision:
-    """Return the fastest plan that a search with the given effort finds, and its subgroup size.
+    """Decide on the plan and the subgroup size of a training job.
 
-    A full search starts with a quick one, so its plan is never slower than the quick plan.
+    The plan is the fastest one that a search with the given effort finds, or one with larger subgroups
+    if that takes at most about 0.5% longer. A full search starts with a quick one, so the full search's
+    plan is never slower than the quick plan.
 
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the name of the current phase.
 
     Raises:
-        ImpossibleError: No plan fits into memory. If the job's bytes alone cannot fit, nothing is simulated.
+        ImpossibleError: No plan fits into memory. If the bytes of the job's state alone cannot fit,
+            nothing is simulated.
         RuleError: The step has too many micro-batches for its number of layers.
     """
     check_length(question.workload)
@@ -195,7 +210,8 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
 
 
 def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tuple[Decision, list[Search]]:
-    """Return the plan of a quick search, and the searches of all subgroup sizes that were compared.
+    """Return the decision of a quick plan search, and the list of searches at all subgroup sizes that were
+    compared.
 
     Args:
         question: Training job, machine, memory limits and effort.
@@ -216,9 +232,10 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
 
 
 def _decided(question: Question, best: Search) -> Decision:
-    """Decide on the best plan that a search has found, and return the decision.
+    """Return the decision for the best plan that a plan search has found.
 
-    If early updates or on-device gradient accumulation save almost no time, they are removed from the plan.
+    If early updates or on-device gradient accumulation save almost no time, they are removed from the
+    plan.
     """
     return Decision(question, best, fewest(best, best.best()))
 
@@ -226,15 +243,18 @@ def _decided(question: Question, best: Search) -> Decision:
 def _searches(
     question: Question, progress: Progress, known: Sequence[Search] = (), *, last: bool = True
 ) -> list[Search]:
-    """Return a short plan search for each subgroup size with which a plan fits into memory, the largest size first.
+    """Run a short plan search at each subgroup size, and return the searches that found a plan which fits
+    into memory, the largest subgroups first.
 
-    The sizes are compared by the best plans of these searches. A quick search compares few of them: two at first, and
-    then those beyond the better one, for as long as they are better still.
+    A quick search compares only a few sizes by their best plans: two at first (one if a step has many
+    micro-batches), and then the sizes next to the better one, for as long as the iteration gets clearly
+    shorter.
 
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the current subgroup size.
-        known: Earlier searches, which are returned as they are for their subgroup sizes.
+        known: Earlier searches, which are returned as they are instead of a new search at their
+            subgroup size.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
 
     Raises:
@@ -278,7 +298,8 @@ def _search(question: Question, cut: Workload, coarser: Sequence[Search], bounds
 
 
 def check_length(workload: Workload) -> None:
-    """Refuse a training step with so many micro-batches that the plan search would take hours and many GiB.
+    """Refuse a training job with so many micro-batches per step that the plan search would take hours and
+    many GiB.
 
     Nothing is simulated.
 
@@ -307,8 +328,8 @@ def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
 
 
 def follow(search: Search, coarser: Sequence[Search]) -> None:
-    """Adapt the best plans for larger subgroups to the smaller subgroups of a plan search, and simulate them there.
-    Then try early updates.
+    """Try three kinds of plans in a plan search: the best plans of searches with larger subgroups, adapted
+    to this search's smaller ones, evenly spread plans, and plans with early updates.
 
     An early update starts before the gradient norm is known.
 
@@ -328,38 +349,41 @@ def _changes(search: Search) -> int:
 
 
 def improve(search: Search, effort: float) -> None:
-    """Improve the plans of a search by simulated annealing.
+    """Improve the plans that a plan search has found, by simulated annealing.
 
     Args:
         search: Plan search.
-        effort: Fraction of a full search's evaluations.
+        effort: Fraction of a full search's evaluations (simulated plans).
     """
     search.effort = min(1.0, effort)
     anneal(search)
 
 
 def glance(search: Search) -> None:
-    """Improve the plans of a search by a short simulated annealing, as for a quick answer."""
+    """Improve the plans that a plan search has found, by a simulated annealing of at most `GLANCE`
+    evaluations, for a quick answer.
+    """
     anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops))
 
 
 def _finalists(searches: Sequence[Search], near: float = NEAR) -> list[Search]:
-    """Return the few plan searches that are worth more effort, the one with the fastest plan first.
+    """Return the one or two plan searches that are worth more effort, the one with the fastest plan first.
 
-    Each search has another subgroup size. A search is worth more effort if its best plan is nearly as fast as the
-    fastest plan of all searches.
+    Each search has another subgroup size. The second one is worth more effort if its best plan takes at
+    most ``near`` times as long as the fastest plan of all searches.
     """
     by_time = sorted(searches, key=lambda search: search.best_s)
     return [search for search in by_time if search.best_s <= near * by_time[0].best_s][:FINALISTS]
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
-    """Return the plan search with the fastest plan, or one with larger subgroups and a plan that is nearly as fast.
+    """Return the plan search with the fewest subgroups, among those with a best plan that takes at most
+    about 0.5% longer than the fastest plan of all searches.
 
     Args:
         searches: Plan searches at different subgroup sizes.
-        quick: Plan that a quick search has chosen for the same job. A search with a best plan that is slower than this
-            plan is not returned, unless it is the fastest plan of all searches.
+        quick: Decision of a quick search for the same job. A search with a best plan that is slower
+            than this plan is not returned, unless it is the fastest plan of all searches.
     """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))
@@ -368,7 +392,8 @@ def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = No
 
 
 def about_subgroups(search: Search) -> list[str]:
-    """Return advice on a faster subgroup size, if the plan's subgroups are large.
+    """Return advice to use a smaller subgroup size, if the plan's subgroups are large. A quick decision
+    finds the size.
 
     Returns:
         A list with one sentence, or an empty list if a smaller size would gain little.

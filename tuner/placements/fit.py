@@ -1,9 +1,10 @@
-"""A check of whether a training job's state fits into memory, without a simulation.
+"""A check of whether the memory limits can hold a training job's state, without a simulation.
 
 A plan divides the parameters among placements (memories for optimizer state) and among locations of the
-16-bit parameters. The check assumes any division, even of parts of subgroups, and staging buffers without
-size. A small linear program then gives the least memory that is missing. No real plan misses less, so a job
-is refused immediately if bytes are missing. The solution also shows where to look for plans.
+16-bit parameters. The check assumes any division, even of parts of subgroups, and staging buffers
+without size. A small linear program then gives the least memory that is missing. No real plan misses
+less, so a job is refused immediately if bytes are missing. The solution also shows where to look for
+plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ class Fit:
         device_peak_bytes: Peak of GPU memory in bytes.
         host_peak_bytes: Peak of host memory in bytes.
         storage_bytes: Bytes on storage.
-        shares: Fraction of the parameters by placement and by location of the 16-bit parameters.
+        shares: Dict from a pair of placement and location of the 16-bit parameters to the fraction
+            of the parameters.
     """
 
     device_peak_bytes: int

@@ -30,7 +30,7 @@ def begun(
     effort: float | None = None,
     bounds: Bounds | None = None,
 ) -> Search:
-    """Return a plan search that has already tried some simple plans.
+    """Return a plan search for a training job, after the search has tried some simple plans.
 
     Parameters move to host memory, and optimizer state to storage, only if no plan fits otherwise.
 
@@ -58,9 +58,11 @@ def begun(
 
 
 def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -> None:
-    """Allow a plan search to keep 16-bit parameters in host memory, and try some plans that do.
+    """Allow a plan search to keep 16-bit parameters in host memory, and try some plans with such
+    parameters.
 
-    First tried are the fewest subgroups with which a plan fits, then several larger numbers of subgroups.
+    First, as few subgroups as possible have their parameters in host memory, so that a plan just fits.
+    Then several larger numbers of subgroups are tried.
 
     Args:
         search: Plan search that is extended.

@@ -26,7 +26,9 @@ class ImpossibleError(RuleError):
 
     @classmethod
     def explain(cls, workload: Workload, limits: Limits, scores: Sequence[Peaks]) -> "ImpossibleError":
-        """Build the error for a job that fits no memory, from the memory peaks of all plans that were tried."""
+        """Build the error for a training job that no plan fits into memory, from the memory peaks of all
+        plans that were tried.
+        """
         nearest = min(scores, key=limits.missing_bytes)
         taken = {
             "GPU memory": nearest.device_peak_bytes,

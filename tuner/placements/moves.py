@@ -58,9 +58,11 @@ _STAGED_CODES = {PLACEMENT_CODES[placement] for placement in STAGED}
 
 
 def plain(code: int) -> int:
-    """Return a subgroup's code without the flags for early update and on-device gradient accumulation.
+    """Remove the flags for early update and on-device gradient accumulation from a subgroup's code, and
+    return the rest.
 
-    A code has the placement, the parameter location and the flags of a subgroup of optimizer state.
+    A code is a number that holds the placement, the parameter location and the flags of a subgroup of
+    optimizer state.
     """
     return code & ~(EARLY | SUMMED)
 
@@ -77,9 +79,9 @@ _STAGED_OR_NOT = bytes(code & _PLACED in _STAGED_CODES for code in range(2**8))
 
 
 def placements_of(codes: Iterable[int]) -> tuple[Placement, ...]:
-    """Return the placement of each subgroup of optimizer state, given each subgroup's code.
+    """Return a tuple with the placement of each subgroup of optimizer state, read from the subgroup's code.
 
-    A code has the placement, the parameter location and the flags of a subgroup.
+    A code is a number that holds the placement, the parameter location and the flags of a subgroup.
     """
     return tuple(PLACEMENTS[code & _PLACED] for code in codes)
 
@@ -163,7 +165,9 @@ class Moved:
         return new._limited()
 
     def _moves(self) -> dict[Callable[[Self, Random], None], float]:
-        """Return the random changes that are possible for this training plan, each with its relative frequency."""
+        """Return a dict from each kind of random change to its relative frequency in the annealing of this
+        plan. Kinds that are not possible have the frequency 0.
+        """
         kind, free = type(self), self.free
         return {
             kind._swap: 40,
@@ -180,7 +184,7 @@ class Moved:
 
     @property
     def staged(self) -> int:
-        """Return the number of subgroups that a plan copies to the GPU for their update."""
+        """Return the number of subgroups that this plan copies to the GPU for their update."""
         return bytes(self.codes).translate(_STAGED_OR_NOT).count(1)
 
     def _limited(self) -> Self:
@@ -192,9 +196,10 @@ class Moved:
         return self.sequences[_QUEUES[self.codes[subgroup]]]
 
     def _swap(self, rng: Random) -> None:
-        """Exchange the placements and the positions in the update order of two random subgroups.
+        """Exchange the placements and the positions in the update order of two random subgroups of this
+        plan.
 
-        The 16-bit parameters of both stay where they are.
+        The 16-bit parameters of both subgroups stay where they are.
         """
         one, other = rng.randrange(len(self.codes)), rng.randrange(len(self.codes))
         first, second = self._sequence(one), self._sequence(other)
@@ -204,10 +209,10 @@ class Moved:
         self.codes[one], self.codes[other] = ALLOWED[self.codes[other] ^ away], ALLOWED[self.codes[one] ^ away]
 
     def _place(self, rng: Random) -> None:
-        """Give a random subgroup another placement.
+        """Give a random subgroup of this plan another placement.
 
-        If the CPU now updates it instead of the GPU, or the reverse, its position in the new update order mostly
-        follows its layer, and otherwise is random.
+        If the update thereby moves from the GPU to the CPU, or the reverse, the subgroup's position in
+        the new update order mostly follows its layer, and otherwise is random.
         """
         subgroup = rng.randrange(len(self.codes))
         before, code = self._sequence(subgroup), self.codes[subgroup]
@@ -228,7 +233,9 @@ class Moved:
         self.codes[subgroup] = ALLOWED[self.codes[subgroup] ^ bit]
 
     def _turn_early(self, rng: Random) -> None:
-        """Make a random subgroup's update early (before the gradient norm is known), or no longer early."""
+        """Make the update of a random subgroup of this plan early (before the gradient norm is known), or
+        no longer early.
+        """
         self._turn(EARLY, rng)
 
     def _turn_sum(self, rng: Random) -> None:
@@ -238,7 +245,9 @@ class Moved:
         self._turn(PARAMETERS_ON_HOST, rng)
 
     def _shift_early(self, rng: Random) -> None:
-        """Make one random early update wait for the gradient norm, and make another subgroup's update early."""
+        """Make one random early update of this plan wait for the gradient norm, and make another subgroup's
+        update early.
+        """
         early = [s for s, code in enumerate(self.codes) if code & EARLY]
         others = [s for s, code in enumerate(self.codes) if not code & EARLY and CAN_BE_EARLY[plain(code)]]
         if early and others:
@@ -246,7 +255,9 @@ class Moved:
                 self.codes[subgroup] ^= EARLY
 
     def _reorder(self, rng: Random) -> None:
-        """Move a random part of an update order to another position, sometimes reversed."""
+        """Move a random part of this plan's order of CPU or GPU updates to another position, sometimes
+        reversed.
+        """
         sequence = rng.choice(self.sequences)
         if len(sequence) < 2:
             return
@@ -280,7 +291,8 @@ class Moved:
         return UpdateOrder.from_sequences(by_queue[Queue.HOST], by_queue[Queue.DEVICE])
 
     def arrays(self) -> tuple[Codes, NDArray[np.int64]]:
-        """Return a plan's placement codes and the order of its updates, with one entry per subgroup.
+        """Return two arrays with one entry per subgroup: the codes of a plan's subgroups (placement,
+        parameter location, flags), and the order of their updates.
 
         `PlanSweep.evaluate` takes both arrays.
         """

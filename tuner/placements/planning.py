@@ -137,8 +137,8 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
 
 
 def about(workload: Workload, machine: Machine) -> str:
-    """Return a text that names a plan's trained model and machine, and says if the machine's rates were measured or
-    are a preset's.
+    """Return a text that names the model and the machine that a plan is made for, and says if the machine's
+    rates were measured or are a preset's.
     """
     known = "a preset" if machine.measured_with == "preset" else "measured"
     return f"{workload.name} on {machine.device_name or machine.name}, {known}"

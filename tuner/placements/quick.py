@@ -1,4 +1,5 @@
-"""A short plan search for use during training: for ``plan="auto"`` and for a new plan while training runs.
+"""A short plan search for use in a training process: for ``plan="auto"``, and for a new plan while training
+runs.
 
 The search needs neither pandas nor matplotlib.
 """

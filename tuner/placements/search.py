@@ -1,4 +1,6 @@
-"""The state of a plan search: the plans tried so far, their scores, and the simple plans it begins with."""
+"""The state of a plan search: the plans tried so far, their scores, and the simple plans that the search
+begins with.
+"""
 
 from __future__ import annotations
 
@@ -92,9 +94,10 @@ class Candidate:
         locations: Sequence[ParameterLocation] = (),
         **fields: Any,
     ) -> Self:
-        """Return a searched plan without early updates and with on-device gradient accumulation wherever possible.
+        """Build a plan, in the form that a plan search scores, from the placement of each subgroup.
 
-        An early update starts before the gradient norm is known.
+        The plan has no early updates (before the gradient norm is known), and on-device gradient
+        accumulation wherever possible.
         """
         located = locations or ["device"] * len(placements)
         codes = [PLACEMENT_CODES[p] + LOCATION_CODES[h] + SUMMED for p, h in zip(placements, located, strict=True)]
@@ -113,7 +116,9 @@ class Candidate:
         )
 
     def plan(self, workload: Workload, **fields: Any) -> Plan:
-        """Build the plan's file from a plan of the search. ``fields`` are further fields of the file."""
+        """Convert this plan of a plan search into a `Plan`, the contents of a plan file. ``fields`` are
+        further fields of the file.
+        """
         staged = not STAGED.isdisjoint(self.placements)
         made = {
             "workload_fingerprint": workload.fingerprint,
@@ -132,20 +137,23 @@ class Candidate:
         return Plan.model_validate({**made, **fields})
 
     def with_codes(self, codes: Codes) -> Self:
-        """Return this searched plan with another code for each subgroup.
+        """Return a copy of this plan with another code for each subgroup.
 
-        A code has the placement, the parameter location and the flags of a subgroup of optimizer state.
+        A code is a number that holds the placement, the parameter location and the flags of a subgroup
+        of optimizer state.
         """
         return replace(self, ways=codes.tobytes())
 
     def with_placements(self, placements: Sequence[Placement]) -> Self:
-        """Return this searched plan with other placements. Flags that a new placement does not allow are removed."""
+        """Return a copy of this plan with other placements, one per subgroup. Flags that a new placement
+        does not allow are removed.
+        """
         pairs = zip(self.ways, placements, strict=True)
         codes = (code - code % SUMMED + PLACEMENT_CODES[placement] for code, placement in pairs)
         return replace(self, ways=bytes(ALLOWED[code] for code in codes))
 
     def count(self, bit: int) -> int:
-        """Return the number of subgroups in a searched plan that have a given flag, such as early update."""
+        """Return the number of subgroups in this plan that have a given flag, such as early update."""
         return sum(bool(code & bit) for code in self.ways)
 
     @cached_property
@@ -165,7 +173,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Score:
-    """The simulated seconds per iteration and memory peaks of a searched plan. ``inf`` if it does not fit."""
+    """The simulated seconds per iteration (``inf`` if the plan does not fit into memory) and the memory
+    peaks of a plan that a search has tried.
+    """
 
     iteration_s: float
     device_peak_bytes: int
@@ -174,17 +184,18 @@ class Score:
 
 
 class Search:
-    """A search for the fastest plan of one workload on one machine. It is deterministic for a given seed.
+    """A search for the fastest plan of one workload on one machine. The search is deterministic for a given
+    seed.
 
-    It remembers the score (simulated time and memory) of each plan that it has tried.
+    The score (simulated time and memory) of each plan that was tried is kept.
 
     Attributes:
         effort: Fraction of a full search's evaluations, in (0, 1].
-        early: True if updates may start before the gradient norm is known. Times are then means over steps, of
-            which the fraction `Workload.expected_clip_rate` clips gradients.
+        early: True if updates may start before the gradient norm is known. Times are then means over
+            steps, of which the fraction `Workload.expected_clip_rate` clips gradients.
         moves_parameters: True if 16-bit parameters may move between GPU and host memory.
-        locations: Location of each subgroup's parameters in the plans that the search begins with. If empty, all
-            are on the GPU.
+        locations: Location of each subgroup's parameters in the plans that the search begins with.
+            If empty, all are on the GPU.
     """
 
     effort = 1.0
@@ -251,23 +262,30 @@ class Search:
         return Freedom(self.choices, self.early, self.sums, self.moves_parameters, threads)
 
     def share_of(self, evaluations: int, least: int = 1) -> int:
-        """Return the number of plans to evaluate at this search's effort, given the number for a full search."""
+        """Return the number of plans to simulate at this search's effort, given the number for a full
+        search.
+        """
         return max(min(least, evaluations), round(self.effort * evaluations))
 
     @property
     def most_ops(self) -> int:
-        """Return the largest number of simulated operations in one iteration, over all plans of the search."""
+        """Return the largest number of simulated operations that one iteration can have under any plan of
+        this search.
+        """
         return self._sweep.most_ops
 
     @property
     def sums(self) -> bool:
-        """Return True if gradients of several micro-batches may be summed on the GPU in a search's plans."""
+        """Return True if the plans of this search may sum the gradients of several micro-batches on the
+        GPU.
+        """
         return self._sweep.held.sums and not self.machine.unified_memory
 
     # -- scores ------------------------------------------------------------------------------
 
     def score(self, candidate: Candidate) -> Score:
-        """Return the score (simulated time and memory) of a plan. Each plan is simulated only once.
+        """Return the score (simulated time and memory) of a plan. A plan that was scored before is not
+        simulated again.
 
         A plan with early updates (before the gradient norm is known) is also scored without them.
         """
@@ -287,7 +305,7 @@ class Search:
         return self.scores[candidate]
 
     def ordered(self, candidate: Candidate) -> Candidate:
-        """Return a searched plan completed with an update order and the search's fixed fields.
+        """Return a plan completed with an update order and with the fields that this search keeps fixed.
 
         Staging buffers and on-device gradient sums are reduced to the number that GPU memory can hold.
         """
@@ -306,9 +324,11 @@ class Search:
         return replace(candidate, **changed) if changed else candidate
 
     def fitted(self, codes: Codes, slots: int, host_slots: int = HOST_SLOTS) -> tuple[Codes, int]:
-        """Return the placement codes and the number of staging buffers that fit into GPU memory.
+        """Reduce a plan's staging buffers and on-device gradient sums to what GPU memory can hold. Return
+        the codes of the subgroups and the number of staging buffers.
 
-        If memory is short, first the staging buffers are reduced, then on-device gradient sums of later subgroups.
+        If memory is short, first the staging buffers are reduced, then on-device gradient sums of later
+        subgroups.
         """
         crossing = codes & ~SUMMED
         taken = self._taken(crossing, slots, host_slots)[0]
@@ -375,7 +395,10 @@ class Search:
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self._sweep, c), options_of(c)))
 
     def _mean_s(self, codes: Codes, row: np.ndarray, options: tuple[Any, ...], most_s: float = math.inf) -> float:
-        """Return the mean seconds per iteration over steps that clip gradients and steps that do not.
+        """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip
+        gradients.
+
+        A step that clips must undo and redo the plan's early updates.
 
         Args:
             codes: Code of each subgroup's placement, parameter location and flags.
@@ -418,8 +441,8 @@ class Search:
     def _settled_s(self, c: Candidate, seconds: float) -> float:
         """Return a plan's seconds per iteration after many iterations, if that is longer than ``seconds``.
 
-        If copies to host memory take longer than an iteration, their delay grows from iteration to iteration. The
-        first iterations do not show that.
+        If copies to host memory take longer than an iteration, their delay grows from iteration to
+        iteration. A simulation of the first iterations does not show this growth.
         """
         few, many = SETTLED
         sums = [seconds_of(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)]
@@ -441,7 +464,7 @@ class Search:
         return not (kept and np.isin(codes[kept] % SUMMED, _STORED_CODES).any())
 
     def holds(self, c: Candidate) -> bool:
-        """Return True if a searched plan fits into memory, found without a simulation."""
+        """Return True if the memory limits of this search can hold a plan. Nothing is simulated."""
         return self.limits.hold(*self._taken(c.codes, c.staging_slots, c.host_slots))
 
     def _taken(self, codes: Codes, slots: int, host_slots: int) -> tuple[int, int, int]:
@@ -468,13 +491,16 @@ class Search:
         return not math.isinf(self.best_s)
 
     def best(self) -> Candidate:
-        """Return the fastest plan that a search has scored. Among equals, return the one with the least GPU memory."""
+        """Return the fastest plan that this search has scored. Among equally fast plans, return the one
+        with the least GPU memory.
+        """
         return min(self.scores, key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes))
 
     # -- first guesses -----------------------------------------------------------------------
 
     def try_(self, c: Candidate) -> float:
-        """Return the seconds per iteration of a plan, with early updates if they make it faster.
+        """Simulate a plan, and also a copy with early updates if allowed. Return the seconds per iteration
+        of the faster one.
 
         An early update starts before the gradient norm is known.
         """
@@ -484,9 +510,10 @@ class Search:
         return seconds
 
     def with_early(self, c: Candidate, placements: Sequence[Placement] = EARLY_PLACEMENTS) -> Candidate:
-        """Return a plan with as many early updates (before the gradient norm is known) as memory and time allow.
+        """Return a copy of a plan with as many early updates (before the gradient norm is known) as memory
+        and time allow.
 
-        They begin with the last subgroup, since backward computes its gradients first.
+        The last subgroups are updated early, since backward computes their gradients first.
         """
         c = waiting(self.ordered(c))
         for placement in placements:
@@ -501,7 +528,9 @@ class Search:
 
     @staticmethod
     def able(c: Candidate, placement: Placement) -> NDArray[np.int64]:
-        """Return the subgroups of a placement that can be updated before the gradient norm is known."""
+        """Return the numbers of the subgroups with a given placement that can be updated before the
+        gradient norm is known.
+        """
         plain = c.codes & ~(EARLY | SUMMED)
         return np.flatnonzero(CAN_BE_EARLY[plain] & (plain % SUMMED == PLACEMENT_CODES[placement]))
 
@@ -536,11 +565,14 @@ class Search:
     def evenly(
         self, numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int, Placement] | None = None
     ) -> Candidate:
-        """Return a plan with placements spread evenly over the subgroups, and with the search's parameter locations."""
+        """Build a plan with a given number of subgroups per placement, spread evenly over the model, and
+        with this search's parameter locations.
+        """
         return evenly(numbers, slots, fixed, self.locations)
 
     def _least_stored(self) -> float:
-        """Try plans that keep as few subgroups as possible on a drive. Return the fastest one's seconds.
+        """Try plans that keep as few subgroups as possible on a drive. Return the seconds per iteration of
+        the fastest one.
 
         The other subgroups are divided among the other placements in many ways.
         """
@@ -564,7 +596,8 @@ class Search:
         return best_s
 
     def _grid_s(self, points: int, slots: Sequence[int]) -> float:
-        """Try plans with evenly spread mixtures of placements. Return the seconds of the fastest one.
+        """Try plans with evenly spread mixtures of placements. Return the seconds per iteration of the
+        fastest one.
 
         Args:
             points: Number of mixtures.
@@ -593,9 +626,10 @@ class Search:
 
     @property
     def _division(self) -> Fit:
-        """Return the division of parameters among placements that leaves the most room in memory.
+        """Return the division of the model's parameters among placements that leaves the most room in
+        memory.
 
-        As many 16-bit parameters are in host memory as in the plans that the search begins with.
+        As many 16-bit parameters are in host memory as in the plans that this search begins with.
         """
         away = sum(
             n for n, location in zip(self.workload.subgroups, self.locations, strict=False) if location == "host"
@@ -611,14 +645,18 @@ class Search:
 
     @property
     def bound(self) -> Bound:
-        """Return the lower bound of an iteration under any plan within the search's memory limits."""
+        """Return a lower bound of the iteration time under any plan within the memory limits of this
+        search.
+        """
         return self.bound_with(None)
 
     def bound_with(self, locations: tuple[ParameterLocation, ...] | None) -> Bound:
-        """Return a lower bound of an iteration under any plan with as many parameters in host memory as given.
+        """Return a lower bound of the iteration time under any plan that keeps as many 16-bit parameters in
+        host memory as ``locations`` does.
 
         Args:
-            locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU. If None, any.
+            locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU. If
+                None, any.
 
         Raises:
             ValueError: The job does not fit into memory with any plan.
@@ -633,7 +671,9 @@ class Search:
         return self._bounds[key]
 
     def floor_s(self, locations: tuple[ParameterLocation, ...]) -> float:
-        """Return the time in seconds of `bound_with`. It is ``inf`` if the job does not fit into memory."""
+        """Return a lower bound in seconds of the iteration time, given the location of each subgroup's
+        16-bit parameters. ``inf`` if the job does not fit into memory.
+        """
         try:
             return self.bound_with(locations).iteration_s
         except ValueError:
@@ -641,21 +681,23 @@ class Search:
 
 
 def may_update_early(workload: Workload, machine: Machine) -> bool:
-    """Return True if a job's plans may start updates before the gradient norm is known (early updates).
+    """Return True if the plans of a training job may start updates before the gradient norm is known (early
+    updates).
 
-    ebbtide's runtime supports this under ZeRO-3 only. If every step clips gradients, it never pays.
+    This needs ZeRO-3 and separate GPU and host memory. If every step clips gradients, early updates
+    never save time.
     """
     return workload.zero_stage == 3 and not machine.unified_memory and workload.expected_clip_rate < 1
 
 
 def turned(c: Candidate, subgroups: Collection[int], bit: int) -> Candidate:
-    """Return a plan with a flag, such as early update, inverted for the given subgroups."""
+    """Return a copy of a plan with one flag, such as early update, inverted for the given subgroups."""
     some = set(subgroups)
     return replace(c, ways=bytes(code ^ bit if s in some else code for s, code in enumerate(c.ways)))
 
 
 def waiting(c: Candidate) -> Candidate:
-    """Return a plan without early updates, so that every update waits for the gradient norm."""
+    """Return a copy of a plan without early updates, so that every update waits for the gradient norm."""
     return replace(c, ways=bytes(code & ~EARLY for code in c.ways))
 
 
@@ -698,14 +740,18 @@ def evenly(
 
 
 def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
-    """Return the predicted seconds of an iteration if no early update must be undone."""
+    """Return the predicted seconds of an iteration under a plan, assuming that no early update must be
+    undone.
+    """
     from ebbtide.simulator.engines import kernel
 
     return float(evaluated(sweep, c)[kernel.ITERATION_S])
 
 
 def options_of(c: Candidate) -> tuple[Any, ...]:
-    """Return the arguments of `PlanSweep.evaluate` that describe a plan, apart from the ways of updating subgroups."""
+    """Return the arguments of `PlanSweep.evaluate` that describe a plan, except for the codes of the
+    subgroups.
+    """
     return c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
 
 

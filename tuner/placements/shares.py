@@ -1,8 +1,9 @@
-"""A search over shares: which fraction of the parameters has each placement, and how many staging buffers there are.
+"""A descent over shares of a plan: the fraction of the parameters with each placement, and the numbers of
+buffers.
 
-Plans with evenly spread placements are described by a few numbers. The search changes one number at a time, first
-by large steps and then by smaller ones, for as long as an iteration gets shorter. Simulated annealing, which moves
-single subgroups, then begins near the best mixture.
+A plan with evenly spread placements is described by a few numbers. The search changes one number at a
+time, first by large steps and then by smaller ones, for as long as an iteration gets shorter. Simulated
+annealing, which moves single subgroups, then begins near the best mixture.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,9 +47,10 @@ def spread(sizes: Sequence[int], shares: Mapping[Placement, float]) -> list[Plac
 
 
 def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
-    """Return a location for each subgroup's 16-bit parameters, with ``away`` of them in host memory.
+    """Return a tuple with a location for each subgroup's 16-bit parameters: host memory for ``away`` of the
+    ``count`` subgroups, evenly spaced, and the GPU for the others.
 
-    The subgroups in host memory are evenly spaced. An empty tuple means that all parameters stay on the GPU.
+    If ``away`` is 0, the tuple is empty, which also means that all parameters stay on the GPU.
     """
     if not away:
         return ()
@@ -58,15 +60,17 @@ def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
 
 @dataclass(frozen=True)
 class Shares:
-    """A description of a plan with evenly spread placements.
+    """A description of a plan with evenly spread placements by a few numbers, mainly the fraction of the
+    parameters with each placement.
 
     Attributes:
-        of: Fraction of the parameters for each placement.
+        of: Fraction of the parameters for each placement, without the large subgroups.
         large: Placement of each subgroup that is far larger than the others.
-        early: For each placement, the fraction of its subgroups that are updated early. They are the last ones.
+        early: For each placement, the fraction of its subgroups that are updated before the gradient
+            norm is known, counted from the last subgroup.
         slots: Number of staging buffers: GPU memory for one staged subgroup each.
         host_slots: Number of buffers in host memory for stored subgroups.
-        locations: Location of each subgroup's 16-bit parameters.
+        locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.
     """
 
     of: Mapping[Placement, float]
@@ -91,7 +95,9 @@ class Shares:
 
     @classmethod
     def from_bound(cls, search: Search) -> "Shares":
-        """Return the shares of the plan, made of fractions of subgroups, that has the lower bound of an iteration."""
+        """Return the shares of the ideal plan that has the lower bound of the iteration time. Such a plan
+        may divide subgroups, so no real plan need be as fast.
+        """
         params = search.workload.params
         of = {p: n / params for p, n in search.bound_with(search.locations).params.items()}
         large = {s: max(of, key=of.__getitem__) for s in search.workload.large_subgroups[:MOST_OUTLIERS]}
@@ -119,11 +125,17 @@ class Shares:
         return made
 
     def seconds(self, search: Search) -> float:
-        """Return the seconds per iteration of the described plan, or ``inf`` if it does not fit into memory."""
+        """Return the predicted seconds per iteration of the plan that these shares describe, or ``inf`` if
+        the plan does not fit into memory.
+        """
         return search.score(self.plan(search)).iteration_s
 
     def near(self, step: float, search: Search) -> Iterator["Shares"]:
-        """Yield the descriptions that differ in one number."""
+        """Yield descriptions of similar plans. Each differs from this one in one number, or in a share and
+        a number of buffers.
+
+        A share of the parameters changes by at most ``step``.
+        """
         moves = [*self._moved(step, search)]
         yield from moves
         if search.early:
@@ -150,7 +162,9 @@ class Shares:
         yield from self._large_moved(search)
 
     def _large_moved(self, search: Search) -> Iterator["Shares"]:
-        """Yield the descriptions with large subgroups placed elsewhere: all, one, or one in exchange for small ones."""
+        """Yield descriptions of plans with large subgroups (far larger than the others) in another
+        placement: all of them, one, or one in exchange for small subgroups.
+        """
         if len(self.large) > 1:
             yield from (replace(self, large=dict.fromkeys(self.large, p)) for p in search.choices)
         sizes = search.workload.subgroups
@@ -175,10 +189,12 @@ class Shares:
 
 
 def descend(search: Search, most: int) -> None:
-    """Improve evenly spread plans of a search. One number changes at a time, for as long as an iteration gets shorter.
+    """Improve the evenly spread plans of a plan search by changing one number of a plan at a time, for as
+    long as the predicted iteration gets shorter.
 
-    The first plans are the best one, the best one without early updates, and the one of the lower bound. Each is
-    improved by large steps, and the best of them then by ever smaller ones.
+    The descent starts from the best plan, the best plan without early updates, and the ideal plan with
+    the lower bound of the iteration time. Each is improved by large steps, and the best two are then
+    improved by ever smaller ones.
 
     Args:
         search: Plan search with at least one plan that fits.
@@ -192,10 +208,14 @@ def descend(search: Search, most: int) -> None:
 
 
 def free_parameters(search: Search, most: int) -> None:
-    """Let the 16-bit parameters of a search's plans move to host memory, if evenly spread plans then become faster.
+    """Allow a plan search to move 16-bit parameters to host memory, if the best evenly spread plan then
+    becomes at least 1% faster.
+
+    This needs ZeRO-3 and separate GPU and host memory.
 
     Args:
-        search: Plan search with plans that keep all parameters on the GPU, and that `descend` has improved.
+        search: Plan search with plans that keep all parameters on the GPU, and that `descend` has
+            improved.
         most: Largest number of changes to try.
     """
     now: Shares | None = search.spread

@@ -1,9 +1,9 @@
 """The choice of the early updates: updates that start before the gradient norm is known.
 
-They assume that the step does not clip gradients. They take host memory, and a step that clips must undo and
-repeat all of them. So a plan has them only if they shorten the mean iteration. If more steps clip than
-expected, the runtime stops early updates for a while. The plan is then nearly as fast as the best plan
-without them.
+Early updates assume that the step does not clip gradients. They take host memory, and a step that clips
+must undo and repeat all of them. So a plan has early updates only if they shorten the mean iteration. If
+more steps clip than expected, the runtime stops early updates for a while. The plan is then nearly as
+fast as the best plan without early updates.
 """
 
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ LITTLE = 5e-4  # of an iteration: early updates and sums on the device that save
 def try_early(search: Search) -> None:
     """Try plans with early updates (before the gradient norm is known) in a plan search.
 
-    Early updates are added to the best plans without early updates, and to variants of these plans that leave more
-    memory free. They are also spread over more or fewer subgroups.
+    Early updates are added to the best plans without early updates, and to variants of these plans that
+    leave more memory free. Early updates of more or fewer subgroups are also tried.
     """
     if not (search.early and search.fits):
         return
@@ -68,7 +68,9 @@ def _spread(search: Search) -> None:
 
 
 def fewest(search: Search, best: Candidate) -> Candidate:
-    """Return a plan without the early updates and on-device gradient sums that save almost no time."""
+    """Return a copy of a plan without the early updates and on-device gradient sums that together save at
+    most 0.05% of the iteration time.
+    """
     best = search.ordered(best)
     most_s = (1 + LITTLE) * search.score(best).iteration_s
     for bit in (EARLY, SUMMED):

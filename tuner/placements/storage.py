@@ -1,4 +1,6 @@
-"""Optimizer state on drives: the room for it, its directories, and its cost in time and wear."""
+"""The storage of optimizer state on drives: how many bytes fit, the directories, and the cost in time and
+wear.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,12 +23,14 @@ YEAR_DAYS = 365.0
 def with_storage(
     workload: Workload, machine: Machine, storage: Mapping[str, int] | None, **asked: Any
 ) -> tuple[Limits, Machine, dict[str, Any]]:
-    """Return memory limits, a machine with the rates of the given directories, and a plan's fields for them.
+    """Return a tuple: the memory limits of plans, a machine with the rates of the given storage
+    directories, and the plan file's fields that name these directories.
 
     The directories hold optimizer state that memory cannot hold.
 
     Args:
-        storage: Bytes by directory. An empty name means any directory, as fast as the machine's storage.
+        storage: Bytes by directory. An empty name means any directory, as fast as the machine's
+            storage.
         asked: Further arguments of `Limits.of`.
     """
     if not storage:
@@ -36,9 +40,9 @@ def with_storage(
 
 
 def room(machine: Machine, storage: Mapping[str, int]) -> int:
-    """Return the bytes of optimizer state that fit into storage directories of the given sizes.
+    """Return how many bytes of optimizer state fit into storage directories of the given sizes.
 
-    Each directory takes a share of the state that the plan fixes, so a small directory limits the total.
+    Every plan gives each directory a fixed share of the state, so a small directory limits the total.
     """
     part = _shares(machine, storage)
     return int(min(size / part[name] for name, size in storage.items()))
@@ -56,7 +60,9 @@ def _shares(machine: Machine, storage: Mapping[str, int]) -> dict[str, float]:
 
 
 def written_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the number of bytes that a node writes to storage in each training step under a plan."""
+    """Return the number of bytes that all ranks of a node together write to storage in each training step
+    under a plan.
+    """
     stored = zip(workload.subgroups, plan.placements, strict=True)
     elements = sum(n for n, placement in stored if placement in STORED)
     return elements * Bytes.of(workload).staged * workload.ranks_per_node
@@ -91,7 +97,9 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
 
 
 def wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | None) -> str:
-    """Return a sentence about the bytes that a plan writes to drives per step and per day, and their lifetime."""
+    """Return a sentence about the bytes that a plan writes to drives per step and per day, and about the
+    lifetime of the drives.
+    """
     step = written_bytes(work, plan)
     day = step * DAY_S / seconds
     told = f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of training"

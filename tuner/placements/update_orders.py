@@ -46,10 +46,10 @@ class UpdateOrders:
         self.behind_s = [self.forward_s - before[layer] for layer in first]
 
     def of(self, placements: Sequence[Placement]) -> UpdateOrder:
-        """Return the update order for given placements of the subgroups.
+        """Return the order of the subgroups' updates for a plan with the given placements.
 
-        CPU updates are ordered by a simple model of the copies and the next forward. GPU updates are in the order in
-        which forward needs the parameters.
+        CPU updates are ordered by a simple model of the copies and the next forward. GPU updates are in
+        the order that forward needs the parameters.
         """
         hosted = tuple(i for i, p in enumerate(placements) if RECIPES[p].queue == Queue.HOST)
         if hosted not in self._known:
@@ -63,16 +63,19 @@ class UpdateOrders:
         return UpdateOrder(host=compact(self.best(arrived)))
 
     def best(self, arrived: dict[int, float]) -> list[int]:
-        """Return the order of CPU updates with which the next forward ends first, estimated from CPU and copy times.
+        """Return the order of CPU updates that lets the next forward end first, estimated from the seconds
+        of updates and copies.
 
         Args:
-            arrived: Seconds, relative to the moment at which the gradient norm is known, at which the gradient is in
-                host memory, by subgroup.
+            arrived: Seconds, relative to the moment at which the gradient norm is known, at which the
+                gradient is in host memory, by subgroup.
         """
         return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived))
 
     def candidates(self, arrived: dict[int, float]) -> Iterator[list[int]]:
-        """Yield the orders of CPU updates to compare, given when each subgroup's gradient is in host memory."""
+        """Yield the orders of CPU updates that are worth comparing, given the seconds at which each
+        subgroup's gradient is in host memory.
+        """
         yield self.by_urgency(arrived)
         ascending = sorted(arrived)
         count = len(ascending)
@@ -84,7 +87,9 @@ class UpdateOrders:
             yield [*late, *early]
 
     def end_s(self, sequence: Sequence[int], arrived: dict[int, float]) -> float:
-        """Return the end of the next forward for an order of CPU updates, in seconds after the norm is known."""
+        """Return the seconds from the moment at which the gradient norm is known to the end of the next
+        forward, for an order of CPU updates.
+        """
         host_s = copied_s = before_s = end_s = 0.0
         for s in sequence:
             # The slot that it writes to is free when the copy before the last has left. No `max`: a search asks
@@ -101,9 +106,8 @@ class UpdateOrders:
         return end_s
 
     def arrivals(self, hosted: Sequence[int]) -> dict[int, float]:
-        """Return the time at which each subgroup's gradient is in host memory.
-
-        Times are in seconds after the gradient norm is known.
+        """Return a dict from subgroup to the seconds at which its gradient is in host memory, relative to
+        the moment at which the gradient norm is known.
         """
         free_s, arrived = 0.0, {}
         for micro_step in range(self.micro_batches):
@@ -115,9 +119,10 @@ class UpdateOrders:
         return {subgroup: at_s - norm_s for subgroup, at_s in arrived.items()}
 
     def by_urgency(self, arrived: dict[int, float]) -> list[int]:
-        """Return an order of CPU updates that always takes forward's earliest layer next.
+        """Return an order of CPU updates that always takes the subgroup that the next forward needs
+        soonest.
 
-        Only gradients that have arrived in host memory at that moment are considered.
+        Only subgroups with a gradient that has arrived in host memory by then are considered.
         """
         coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # the next one last
         there: list[int] = []
