@@ -33,11 +33,11 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 
 
 def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str], answers: TextIO) -> None:
-    """Train in one of two processes with compared speed: one is started by `tune run`, the other calls ebbtide's
+    """Train in one of the study's two processes: one started by `tune run`, or one that calls ebbtide's
     library.
 
-    Each line of ``orders`` asks for one thing: ``step``, ``save`` (followed by a step) or ``state`` (a hash of the
-    training state). The answers are written to ``answers``.
+    Each line of ``orders`` asks for one thing: ``step``, ``save`` (followed by a step) or ``state`` (a hash
+    of the training state). The answers are written to ``answers``.
     """
     from studies.bench.bits import digest, state_of
     from studies.bench.byte_gpt import Batches
@@ -58,11 +58,11 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 
 
 def engine_through(door: str, size: str, overlap: bool) -> Any:
-    """Return the engine of a training process that is started by `tune run` or calls ebbtide's library, as ``door``
-    says.
+    """Return the DeepSpeed engine of a process that is started by `tune run` or calls ebbtide's library, as
+    ``door`` says.
 
-    The study compares the speed of one process of each kind, under the same plan. The plan updates all optimizer state
-    on the host and keeps one checkpoint.
+    The study compares the speed of one process of each kind, under the same plan. The plan updates all
+    optimizer state on the host and keeps one checkpoint.
     """
     from ebbtide.simulator import CheckpointPlan, Plan, Way
     from ebbtide.simulator.workload import cut
@@ -112,10 +112,10 @@ def timed(engine: Any, batch: Any, folder: Path | None) -> dict[str, float]:
 
 
 class Door:
-    """A training process that is started by `tune run` or calls ebbtide's library, as seen by the process that sends
-    it orders.
+    """A handle of a training process, through which the study sends orders to the process.
 
-    The study compares the speed of one process of each kind.
+    The process is started by `tune run`, or it calls ebbtide's library. The study compares the speed of one
+    process of each kind.
     """
 
     def __init__(self, door: str, size: str, overlap: bool, folder: Path) -> None:
@@ -168,7 +168,7 @@ class Door:
 
 @contextlib.contextmanager
 def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, Door]]:
-    """Yield two training processes by name, after starting them in the given order.
+    """Yield two training processes as a dict by name, after starting them in the given order.
 
     One is started by `tune run`, the other calls ebbtide's library. The study compares their speed.
     """
@@ -182,9 +182,10 @@ def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, D
 
 
 def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Measure a process under `tune run` and one that calls ebbtide's library. Return their median times.
+    """Measure training steps and checkpoints under `tune run` and with library calls. Return the median
+    times as a dict.
 
-    The result also has the ratios of the times, and whether both processes end with the same bits.
+    The dict also has the ratios of the times, and whether both processes end with the same bits.
 
     Args:
         doors: The two running processes by name, see `DOORS`.
@@ -207,11 +208,12 @@ def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the times of training under `tune run` and with direct library calls, as medians over all pairs.
+    """Return the training times under `tune run` and with direct library calls, as medians over all pairs
+    of processes.
 
     A pair is two processes that train the same model, one under `tune run` and one with direct calls of
-    ebbtide's library. The times are those of forward, backward, step, iteration and saves. The ratio of their times
-    is given as median, lowest and highest over the pairs.
+    ebbtide's library. The times are those of forward, backward, step, iteration and saves. The ratio of the
+    two processes' times is given as median, lowest and highest over the pairs.
     """
     ratios = {name: [pair["front_door_over_library"][name] for pair in pairs] for name in FIGURES}
     result: dict[str, Any] = {

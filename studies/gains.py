@@ -39,10 +39,10 @@ def main() -> None:
 
 
 def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) -> dict[str, Any]:
-    """Return the predicted time of an iteration with stock DeepSpeed and under a plan, in seconds.
+    """Return the predicted seconds of an iteration with stock DeepSpeed and under a plan, as one row of a
+    table.
 
-    The result also tells which memory stock DeepSpeed lacks. The plan's time is None if no plan is
-    possible.
+    The row also tells which memory stock DeepSpeed lacks. The plan's time is None if no plan is possible.
     """
     have = preset(machine)
     job = Job.of_deepspeed(MODELS[model], sequence=sequence, data_parallel=gpus, accumulation=accumulation)

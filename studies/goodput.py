@@ -73,11 +73,15 @@ class Cluster:
 
     @property
     def failures(self) -> Failures:
-        """Return how often the whole job fails and how long a restart takes. Any failing node stops the job."""
+        """Return the failure rate and the restart time of a job on the whole cluster. Any failing node
+        stops the job.
+        """
         return Failures(self.node_mtbf_s / self.nodes, self.restart_s)
 
     def persist_s(self, checkpoint_bytes: float) -> float:
-        """Return the time that all nodes together take to write a checkpoint of the whole job, in seconds."""
+        """Return the seconds that all nodes of the cluster together take to write a checkpoint of the whole
+        job.
+        """
         nodes = self.nodes * self.node_write_bytes_per_s
         return checkpoint_bytes / min(nodes, self.storage_write_bytes_per_s)
 
@@ -101,7 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def cluster(gpus: int) -> Cluster:
-    """Return a cluster with this number of GPUs, with the failure rate and storage published for Llama 3."""
+    """Return a cluster with ``gpus`` GPUs, and the failure rate and storage that were published for Llama
+    3.
+    """
     return Cluster(
         math.ceil(gpus / GPUS_PER_NODE),
         NODE_MTBF_S,
@@ -112,14 +118,20 @@ def cluster(gpus: int) -> Cluster:
 
 
 def cost(of: Cluster, gpus: int) -> CheckpointCost:
-    """Return the cost of a checkpoint on a cluster. The model's size grows with the number of GPUs."""
+    """Return the cost of a checkpoint of a job on a cluster. The job's model grows in proportion to the
+    GPUs.
+    """
     checkpoint_bytes = ASSUMED["checkpoint_bytes"] * gpus / GPUS
     persist_s = of.persist_s(checkpoint_bytes)
     return CheckpointCost(ASSUMED["stall_s"], ASSUMED["interference_s"], persist_s)
 
 
 def at_scale(gpus: int) -> dict[str, Any]:
-    """Return the best checkpoint interval of a job on ``gpus`` GPUs, and the goodput with this interval."""
+    """Return a row with the best checkpoint interval of a job on ``gpus`` GPUs, and the goodput with this
+    interval.
+
+    Goodput is useful training per time.
+    """
     of, iteration_s = cluster(gpus), ASSUMED["iteration_s"]
     paid = cost(of, gpus)
     steps = best_interval_steps(iteration_s, paid, of.failures)
@@ -137,9 +149,11 @@ def at_scale(gpus: int) -> dict[str, Any]:
 
 
 def llama3(samples: int) -> dict[str, Any]:
-    """Return the goodput at the failure rate published for Llama 3, with an assumed restart time.
+    """Return the predicted goodput (useful training per time) at the failure rate that was published for
+    Llama 3.
 
-    The result also has the slowest restart with which the published "over 90% effective" is possible.
+    The restart time is assumed. The dict also has the slowest restart with which the published "over 90%
+    effective" is possible.
     """
     of, best = cluster(GPUS), at_scale(GPUS)
     asked = (ASSUMED["iteration_s"], cost(of, GPUS))
@@ -157,9 +171,10 @@ def llama3(samples: int) -> dict[str, Any]:
 
 
 def intervals(of: Cluster) -> dict[str, Any]:
-    """Return the goodput of a cluster's job over the checkpoint interval.
+    """Return the predicted goodput of a job on a cluster over the checkpoint interval, as a dict.
 
-    The best interval, and the intervals by rules of thumb such as Young's, are marked.
+    ``curve`` is a list of (steps, goodput) pairs. ``rules`` has the best interval, and the intervals by
+    rules of thumb such as Young's, each with its goodput.
     """
     iteration_s, paid, failures = ASSUMED["iteration_s"], cost(of, GPUS), of.failures
     fewest, cost_s = paid.fewest_steps(iteration_s), paid.cost_s
@@ -183,10 +198,11 @@ def intervals(of: Cluster) -> dict[str, Any]:
 
 
 def availability_interval(cost_s: float, failures: Failures) -> float:
-    """Return the checkpoint period with the best availability: ``d + sqrt(2 (M + R) d + d^2)`` seconds.
+    """Return the checkpoint interval in seconds with the best availability: ``d + sqrt(2 (M + R) d +
+    d^2)``.
 
-    ``d`` is the cost of a checkpoint, ``M`` the mean time between failures and ``R`` the restart time.
-    The period includes the checkpoint itself.
+    ``d`` is the cost of a checkpoint, ``M`` the mean time between failures and ``R`` the restart time. The
+    interval includes the checkpoint itself.
     """
     return cost_s + math.sqrt(2 * (failures.mtbf_s + failures.restart_s) * cost_s + cost_s**2)
 

@@ -1,23 +1,23 @@
-"""Interleaved updates on CPU and GPU, over four settings, compared with published measurements.
+"""Simulated iteration times when every n-th subgroup is updated on the GPU, compared with published
+measurements.
 
     python -m studies.interleaving --json interleaving.json
 
-The settings are the stride (every n-th subgroup is updated on the GPU), the ratio of offloaded
-state, the subgroup size and the model size. The study repeats measurements of "Deep Optimizer
-States" (Maurya et al., arXiv 2410.21316) on its two testbeds, as ebbtide's presets describe them.
-Nothing is fitted: each point is simulated and printed beside the published median.
+Four settings are varied: the stride (every n-th subgroup is updated on the GPU), the ratio of offloaded
+state, the subgroup size and the model size. The study repeats measurements of "Deep Optimizer States"
+(Maurya et al., arXiv 2410.21316) on its two testbeds, as ebbtide's presets describe them. Nothing is
+fitted: each point is simulated and printed beside the published median.
 
 ebbtide's plan gets the device memory that stride 2 takes. There are two columns for it. With *equal
-kernels*, the host updates at the rate of stock DeepSpeed, with separate passes for unscaling and
-rounding, which shows the gain of the schedule alone. The other column has ebbtide's fused kernel.
+kernels*, the host updates at the rate of stock DeepSpeed, with separate passes for unscaling and rounding,
+which shows the gain of the schedule alone. The other column has ebbtide's fused kernel.
 
 "stock" is the DeepSpeed build of 2024, which widens gradients on the host. "stock today" stands for
 DeepSpeed 0.19.8, which copies gradients asynchronously by default.
 
-The share of DRAM bandwidth that each rank of a node gets depends on how ranks were bound to cores.
-If there are two published figures, as for four A100s, their middle is simulated, and the results
-for both are printed. Nothing is measured in this study. For measurements on a GPU, see
-`python -m studies.gpu`.
+The share of DRAM bandwidth that each rank of a node gets depends on how ranks were bound to cores. If there
+are two published figures, as for four A100s, their middle is simulated, and the results for both are
+printed. Nothing is measured in this study. For measurements on a GPU, see `python -m studies.gpu`.
 """
 
 import math
@@ -80,10 +80,11 @@ def main() -> None:
 
 
 def measure(models: list[int]) -> dict[str, Any]:
-    """Simulate training iterations on both testbeds of the paper, with one setting varied at a time.
+    """Simulate training iterations on the paper's two testbeds, with one setting varied at a time.
 
-    The settings are the stride (every n-th subgroup is updated on the GPU), the fraction of state on the
-    host, the subgroup size and the model size.
+    The paper is "Deep Optimizer States" (arXiv 2410.21316). The settings are the stride (every n-th
+    subgroup is updated on the GPU), the fraction of state on the host, the subgroup size and the model
+    size.
 
     Args:
         models: Model sizes, in billions of parameters.
@@ -118,9 +119,13 @@ def measure(models: list[int]) -> dict[str, Any]:
 
 
 def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = None) -> float:
-    """Return the median speed-up of one way to run the optimizer over another, over all models.
+    """Return the speed-up of one way to run the optimizer step over another on a testbed: the median over
+    all models.
 
-    With ``binding``, ranks are bound to cores in that way of `BINDINGS`.
+    Args:
+        bed: Simulated seconds of an iteration on the testbed, by model and way.
+        slower, faster: Names of the two ways.
+        binding: Index in `BINDINGS` of how ranks are bound to cores. None for the middle of the bindings.
     """
 
     def seconds(row: dict[str, Any], name: str) -> float:
@@ -130,11 +135,11 @@ def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = N
 
 
 def as_bound(machine: Machine, end: int) -> Machine:
-    """Return the machine with each rank's share of DRAM bandwidth at one end of the interval in which the share is
-    expected.
+    """Return a preset machine with each rank's share of DRAM bandwidth at one end of the range in which it
+    is expected.
 
-    The interval comes from the quartiles of the share in the machine's preset. If ``end`` > 0, the share is at the
-    upper end, otherwise at the lower end.
+    The range comes from the quartiles of the share in the machine's preset. If ``end`` > 0, the share is at
+    the upper end, otherwise at the lower end.
     """
     knobs = [knob for knob in knobs_of(machine) if knob.ranks]
     shares = [machine.rank_shares[knob.ranks]["dram"] for knob in knobs]
@@ -143,7 +148,8 @@ def as_bound(machine: Machine, end: int) -> Machine:
 
 
 def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
-    """Return the simulated seconds of an iteration on one testbed, with one setting varied at a time.
+    """Return a dict of the simulated seconds of an iteration on one testbed, with one setting varied at a
+    time.
 
     The starting point is stride 2 (every second subgroup is updated on the GPU) with the 13 B model.
     """
@@ -230,13 +236,15 @@ def _published(runs: Iterable[Run], **wanted: Any) -> float | None:
 
 
 def equal_kernels(machine: Machine) -> Machine:
-    """Return the machine with host updates at stock DeepSpeed's rate, which makes three passes over memory."""
+    """Return the machine with CPU updates at the rate of stock DeepSpeed, which makes three passes over
+    memory.
+    """
     stock = machine.stock_host_adam_params_per_s
     return machine.model_copy(update={"host_adam_params_per_s": stock, "host_adam_by_threads": {}})
 
 
 def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
-    """Return the simulated seconds of an iteration under the tuner's plan.
+    """Return the simulated seconds of an iteration of a published run's training, under the tuner's plan.
 
     Args:
         run: Run to compare with, which updates every n-th subgroup on the GPU. The plan may take as much

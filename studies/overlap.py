@@ -38,7 +38,7 @@ RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 o
 
 @dataclass(frozen=True)
 class Row:
-    """The times of one executed plan, in seconds.
+    """The times of one plan executed on the emulated device, in seconds.
 
     ``over_floor`` is the iteration time divided by the lower bound, which no plan can beat.
     """
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
-    """Execute several plans in turn on one engine, and compare their times with the lower bound.
+    """Execute several plans in turn on one engine, and compare their iteration times with the lower bound.
 
     The final bits are compared with those of stock DeepSpeed.
     """
@@ -99,10 +99,10 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
 
 
 def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return the plans whose distance from the lower bound is measured, each with its name.
+    """Return a dict by name of the plans whose iteration time is compared with the lower bound.
 
-    The first plan is the tuner's. The other plans do not overlap updates with forward, and most of them have simpler or
-    published placements of optimizer state.
+    The first plan is the tuner's. The other plans do not overlap updates with forward, and most of them
+    have simpler or published placements of optimizer state.
     """
     import ebbtide.tuner
 

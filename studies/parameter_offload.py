@@ -1,16 +1,17 @@
-"""Training with parameters in host memory: stock DeepSpeed, ebbtide, and ebbtide with some on the GPU.
+"""Training with 16-bit parameters in host memory: stock DeepSpeed, ebbtide, and ebbtide with some on the
+GPU.
 
     python -m studies.parameter_offload --json parameter_offload.json
 
-Real DeepSpeed with ``offload_param`` trains on an emulated device, with real copies and arithmetic
-and given rates (`studies.trials.emulated_training`). The emulation favors stock DeepSpeed. Beside
-the layers, only two things take time for it: the copies of parameters for each pass, which run
-ahead as DeepSpeed requests them, and the update on the host, at the rate of ebbtide's own kernel.
-Stock DeepSpeed's gradient copies take no time.
+Real DeepSpeed with ``offload_param`` trains on an emulated device, with real copies and arithmetic and
+given rates (`studies.trials.emulated_training`). The emulation favors stock DeepSpeed. Beside the layers,
+only two things take time for it: the copies of parameters for each pass, which run ahead as DeepSpeed
+requests them, and the update on the host, at the rate of ebbtide's own kernel. Stock DeepSpeed's gradient
+copies take no time.
 
-The tuner's plan decides where optimizer state is updated. In the third case, the device keeps as
-many parameters as fit into a given amount of memory, evenly spaced over the subgroups as in the
-tuner's search (`ebbtide.tuner.placements.locations`). No number of this study is a GPU measurement.
+The tuner's plan decides where optimizer state is updated. In the third case, the device keeps as many
+parameters as fit into a given amount of memory, evenly spaced over the subgroups as in the tuner's search
+(`ebbtide.tuner.placements.locations`). No number of this study is a GPU measurement.
 """
 
 import logging
@@ -45,7 +46,8 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int) -> dict[str, Any]:
-    """Measure training with parameters in host memory: stock DeepSpeed, then each of ebbtide's plans.
+    """Measure training with 16-bit parameters in host memory: stock DeepSpeed, then each of ebbtide's
+    plans.
 
     Times are medians over ``steps`` iterations. Plans run in turn on one engine.
 
@@ -81,7 +83,7 @@ def measure(setting: Setting, steps: int) -> dict[str, Any]:
 
 
 def config(setting: Setting) -> dict[str, Any]:
-    """Return keys of ``zero_optimization`` for parameters in host memory.
+    """Return the keys of DeepSpeed's ``zero_optimization`` that put 16-bit parameters into host memory.
 
     Each layer's parameters are fetched for each pass, one layer ahead.
     """
@@ -95,7 +97,8 @@ def config(setting: Setting) -> dict[str, Any]:
 
 
 def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return two plans: one with all parameters in host memory, and one with some of them on the device.
+    """Return two plans by name: one with all 16-bit parameters in host memory, and one with some on the
+    device.
 
     Both have the tuner's placement of optimizer state.
     """

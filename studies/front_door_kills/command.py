@@ -69,7 +69,8 @@ class Trial:
 
 
 def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
-    """Return the kills to try, each with a training script and the number of checkpoints that it keeps.
+    """Return the list of kill trials to make, each with a training script and the number of checkpoints
+    that it keeps.
 
     Scripts, numbers of checkpoints and kinds of kill take turns. The moments are random.
     """
@@ -94,7 +95,7 @@ def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
 def run(trial: Trial, truth: dict[str, Any], length_s: float, scratch: Path) -> Trial:
     """Kill a training script, resume it, and compare its results with those of an uninterrupted run.
 
-    If the trial was successful, its folder is removed.
+    If the trial found no fault, its folder is removed.
     """
     _run(trial, truth, length_s, scratch)
     if trial.sound:
@@ -157,7 +158,9 @@ def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Import modules before training scripts are forked, without starting a thread or a process group."""
+    """Import modules once, before the study forks training scripts, without starting a thread or a process
+    group.
+    """
     warm_up()
     import transformers.integrations.deepspeed
     import transformers.models.gpt2.modeling_gpt2

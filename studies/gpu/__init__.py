@@ -1,1 +1,1 @@
-"""A suite of checks and measurements of ebbtide for a machine with a GPU."""
+"""A suite of checks and measurements that runs ebbtide on a machine with a GPU."""

@@ -154,9 +154,9 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str, Any]:
-    """Run one section of the GPU suite in its own process, and return its results.
+    """Run one section (check or measurement) of the GPU suite in its own process, and return its results.
 
-    If the folder has complete results of an earlier run, they are returned instead.
+    If the suite's folder has complete results of an earlier run, they are returned instead.
     """
     path = suite.out / f"{name}.json"
     if not suite.again and (known := _whole(path, suite)) is not None:
@@ -228,7 +228,11 @@ def _marked(figures: dict[str, Any], suite: Suite) -> dict[str, Any]:
 
 
 def archive(folder: Path) -> Path:
-    """Pack all results, logs and pictures of a folder into one archive, written whole or not at all."""
+    """Pack all results, logs and pictures of the GPU suite's folder into one archive, and return the
+    archive's path.
+
+    The archive is written whole or not at all.
+    """
     path = folder / ARCHIVE
     temporary = path.with_suffix(".part")
     kept = {".json", ".png", ".stderr", ".stdout", ".command"}

@@ -21,7 +21,9 @@ EXACT = ("stock", "superoffload", "twin_flow")
 
 
 def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
-    """Train with each compared system, and with ebbtide under the tuner's plan within the memory limit.
+    """Train with each offloading system of the comparison and with ebbtide, within the same memory limit.
+
+    ebbtide trains under the tuner's plan.
 
     Args:
         only: The systems of `PEERS` to run. Stock DeepSpeed and ebbtide always run.
@@ -61,7 +63,8 @@ def _reference(name: str) -> str:
 
 
 def _features(suite: Suite) -> dict[str, list[str]]:
-    """Return the command-line arguments of the runs that show the gain of each of ebbtide's features.
+    """Return the command-line arguments of the runs that show what each feature of ebbtide gains, by run
+    name.
 
     There is a run with all features, one without each feature, and one of stock DeepSpeed.
     """
@@ -74,10 +77,10 @@ def _features(suite: Suite) -> dict[str, list[str]]:
 
 
 def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
-    """Return, by name, the command-line arguments of the compared training runs: stock DeepSpeed, ebbtide and other
-    offloading systems.
+    """Return the command-line arguments of each compared training run, by run name.
 
-    The most important runs come first, because the time limit may end the comparison early.
+    The runs are of stock DeepSpeed, ebbtide and other offloading systems. The most important ones come
+    first, because the time limit may end the comparison early.
 
     Args:
         only: Names of the other systems to run, such as ``zenflow``.
@@ -114,7 +117,8 @@ def _mark_best(rows: dict[str, Figures]) -> None:
 def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
     """Return ebbtide's speed-up over the fastest exact system that offloads and clips.
 
-    Exact systems train with the numerics of stock DeepSpeed. Stock DeepSpeed itself is one of them.
+    Exact systems train with the numerics of stock DeepSpeed, which is one of them. None if ebbtide's run or
+    all other runs failed.
     """
     if "failed" in ours:
         return None

@@ -56,9 +56,10 @@ IN_REHEARSAL = ("clipping", "accumulation", "below ZeRO-3", "parameters in host 
 
 
 def contract(suite: Suite) -> Figures:
-    """Compare ebbtide with stock DeepSpeed in all configurations that the time limit allows.
+    """Compare ebbtide's bits with stock DeepSpeed's in all configurations that the time limit allows.
 
-    The result's ``correct`` is True if all compared bits are equal, and None if nothing was compared.
+    ``correct`` in the returned dict is True if all compared bits are equal, and None if nothing was
+    compared.
     """
     settle()
     rows: list[Figures] = []
@@ -77,7 +78,7 @@ def contract(suite: Suite) -> Figures:
 
 
 def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
-    """Return the results of the comparisons of ebbtide's bits with stock DeepSpeed's that have been made so far.
+    """Return the results of all bit comparisons of ebbtide with stock DeepSpeed so far, as a dict.
 
     ``correct`` is True if the bits are equal in all comparisons, and None if nothing was compared.
     """
@@ -94,10 +95,11 @@ def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
 
 
 def settle() -> None:
-    """Select kernels that add numbers in a fixed order, and speed up the building of engines.
+    """Select kernels that add numbers in a fixed order, and speed up the building of engines in this
+    process.
 
-    If a kernel still has no fixed order, two runs of stock DeepSpeed differ, which shows it. No engine
-    of this process may be timed after this call.
+    If a kernel still has no fixed order, two runs of stock DeepSpeed differ, which shows this. No engine of
+    this process may be timed after this call.
     """
     answer_once()
     if torch.cuda.is_available():
@@ -210,10 +212,10 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **
 
 
 def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: Any) -> Plan:
-    """Return a plan that repeats a list of placements over an engine's subgroups of optimizer state.
+    """Return a plan that repeats a list of placements over the subgroups of an engine's optimizer state.
 
-    A placement tells where a subgroup's state is kept and updated. With ZeRO-1 and ZeRO-2, the plan cuts the
-    optimizer state into subgroups of ``subgroup`` elements.
+    A placement tells where a subgroup's state is kept and updated. With ZeRO-1 and ZeRO-2, the plan cuts
+    the optimizer state into subgroups of ``subgroup`` elements.
     """
     from ebbtide.runtime.zero.cuts import subgroups_of
 

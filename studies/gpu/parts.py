@@ -8,9 +8,9 @@ from studies.gpu.suite import Figures, Suite
 
 
 def peers(suite: Suite) -> Figures:
-    """Train the same model with ebbtide and with all systems that it is compared with, in turn.
+    """Train the same model with ebbtide and, in turn, with all other offloading systems of the comparison.
 
-    All get the same GPU memory and the same random seeds.
+    All get the same GPU memory and the same random seeds. Return the results of `compare`.
     """
     return compare(suite)
 

@@ -1,4 +1,4 @@
-"""Pictures of the GPU suite's results, drawn from its JSON files on any machine."""
+"""Pictures of the GPU suite's results, drawn from the suite's JSON files on any machine."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def draw_parts(folder: Path) -> list[Path]:
 
 
 def _rows(record: Figures) -> list[Figures]:
-    """Return the rows of a GPU suite's result, without those that failed.
+    """Return the rows of one result of the GPU suite, without the rows of runs that failed.
 
     The result of the section `efficiency` has only one row.
     """

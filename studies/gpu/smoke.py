@@ -1,6 +1,6 @@
-"""The GPU suite's quick checks of a new machine, which find most faults first.
+"""The GPU suite's quick checks, which run first on a new machine because they find most faults.
 
-They check the compilers, the GPU kernel, a training step, and if copies and updates overlap.
+They check the compilers, the GPU kernel, a training step, and whether copies and updates overlap.
 """
 
 import itertools
@@ -48,7 +48,9 @@ def ops(suite: Suite) -> Figures:
 
 
 def _fused_adam() -> str:
-    """Compile DeepSpeed's fused Adam, so that later measurements without offload need not wait for it."""
+    """Compile DeepSpeed's fused Adam, so that later measurements without offload need not wait for the
+    compilation.
+    """
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
     try:
@@ -59,7 +61,9 @@ def _fused_adam() -> str:
 
 
 def kernel_bits(suite: Suite) -> Figures:
-    """Compare ebbtide's GPU and CPU kernels for the update, bit by bit, on random and special values."""
+    """Compare ebbtide's GPU and CPU kernels of the Adam update, bit by bit, on random and special
+    values.
+    """
     from ebbtide.runtime.kernels.adam import AdamStep, BiasCorrection
     from ebbtide.runtime.kernels.host import host_update
 
@@ -122,7 +126,8 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def one_step(suite: Suite) -> Figures:
-    """Train a tiny model with all placements of optimizer state, and compare it with stock DeepSpeed.
+    """Train a tiny model with all placements of optimizer state, and compare the bits with those of stock
+    DeepSpeed.
 
     Returns:
         The tensors that differ, and the seconds for which two or more lanes worked at the same time (a
@@ -162,7 +167,7 @@ def sanitizer(suite: Suite) -> Figures:
 
 
 class Synchronisations:
-    """A counter of calls that make the host wait for the GPU, for those that torch's debug mode misses.
+    """A counter of calls that make the host wait for the GPU and that torch's debug mode does not report.
 
     Attributes:
         places: Number of such calls, by called function and by the file and line of the caller.
@@ -200,7 +205,8 @@ class Synchronisations:
 
 
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
-    """Train a tiny model under a plan, and look for waits in the steps after the warm-up.
+    """Train a tiny model under a plan, and count how often the host waits for the GPU in steps after the
+    warm-up.
 
     Returns:
         The timeline of the last steps, and the number of times that the host waited for the GPU, by
@@ -236,10 +242,9 @@ def _debug_waits(mode: str) -> None:
 
 
 def overlap(timeline: Timeline) -> tuple[float, float]:
-    """Return how long the work of updates overlaps in a timeline, in seconds.
+    """Return how long the lanes of a training timeline work at the same time, in seconds.
 
-    A lane is a queue of ops that run one after the other, such as the CPU's updates or a copy
-    direction.
+    A lane is a queue of ops that run one after the other, such as the CPU's updates or a copy direction.
 
     Returns:
         Seconds with two or more busy lanes, and seconds with at least one.

@@ -1,4 +1,6 @@
-"""The GPU suite's measurements: the machine, stock DeepSpeed, a plan, and what each feature gains."""
+"""The GPU suite's measurements: rates of the machine, stock DeepSpeed, a plan, and the gain of each
+feature.
+"""
 
 import json
 from dataclasses import replace
@@ -12,14 +14,14 @@ from studies.gpu.suite import Figures, Suite
 
 
 def machine_profile(suite: Suite) -> Figures:
-    """Measure the machine's rates for the GPU suite, and save them as a machine profile."""
+    """Measure the rates of the machine that the GPU suite runs on, and save them as a machine profile."""
     machine = suite.measure_machine()
     machine.save(suite.out / "machine_profile.json")
     return {"measured": machine.model_dump(mode="json")}
 
 
 def baseline(suite: Suite) -> Figures:
-    """Time two runs of stock DeepSpeed, and one of ebbtide under the tuner's plan.
+    """Time two training runs of stock DeepSpeed, and one of ebbtide under the tuner's plan.
 
     Stock DeepSpeed uses pinned memory and the cores near the GPU. Its second run is a control: if a bit
     differs between its two runs, nothing can be concluded about ebbtide's bits. The difference of their
@@ -91,9 +93,10 @@ def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
 
 
 def efficiency(suite: Suite) -> Figures:
-    """Measure the tuner's plan on the GPU, and divide the lower bound of an iteration by its time.
+    """Measure an iteration under the tuner's plan on the GPU, and return the lower bound divided by this
+    time.
 
-    The lower bound is a time that no plan can beat.
+    The lower bound is a time of an iteration that no plan can beat.
     """
     plan, workload, machine = suite.plan(), suite.workload(), suite.machine()
     row = suite.trial("ebbtide", *_ebbtide(suite))  # the baseline's, if that has been run
@@ -108,7 +111,9 @@ def efficiency(suite: Suite) -> Figures:
 
 
 def ablation(suite: Suite) -> Figures:
-    """Measure the tuner's plan complete and with one of its features off at a time, on one engine."""
+    """Measure the tuner's plan complete and with one of its features switched off at a time, all on one
+    engine.
+    """
     plan = suite.plan()
     changes: dict[str, dict[str, Any]] = {
         "whole": {},

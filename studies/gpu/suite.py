@@ -56,7 +56,8 @@ class Suite:
         return 2 if self.emulated else 8
 
     def left_s(self, most_s: float = TRIAL_LIMIT_S) -> float:
-        """Return the seconds that a process may take if it is started now, at most ``most_s``.
+        """Return the seconds that a process of the GPU suite may take if it is started now, at most
+        ``most_s``.
 
         Raises:
             OutOfTimeError: If almost no time is left until the suite's deadline.
@@ -69,10 +70,11 @@ class Suite:
     # -- trials ------------------------------------------------------------------------------
 
     def trial(self, name: str, *arguments: str) -> Figures:
-        """Run one training of `studies.trials.offload_trial` in its own process, and return its results.
+        """Run one training of `studies.trials.offload_trial` in its own process, and return its results as
+        a row.
 
-        If the training fails, the result tells how. The result of an earlier run with the same arguments
-        is reused, unless the suite was told to repeat all.
+        If the training fails, the row tells how. The result of an earlier run with the same arguments is
+        reused, unless the suite was told to repeat all.
         """
         path = self._of_this_size("trials", f"{name}.json")
         command = ["studies.trials.offload_trial", "--json", str(path), *self._sizes(), *arguments]
@@ -80,7 +82,9 @@ class Suite:
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
 
     def trials(self, arguments: Mapping[str, Sequence[str]]) -> dict[str, Figures]:
-        """Run one training per name with its arguments, and return the results by name, in the same order."""
+        """Run one training per name, with the arguments of this name, and return the results by name in the
+        same order.
+        """
         if self.at_once == 1:  # here, where an interrupt ends the trial that runs
             return {name: self.trial(name, *own) for name, own in arguments.items()}
         with ThreadPoolExecutor(self.at_once) as pool:
@@ -88,7 +92,10 @@ class Suite:
             return dict(zip(arguments, rows, strict=True))
 
     def plans(self, name: str, plans: dict[str, Plan]) -> list[Figures]:
-        """Measure several plans in turn on one engine, in a process of `studies.trials.plan_trials`."""
+        """Measure several plans in turn on one engine, in a process of `studies.trials.plan_trials`.
+
+        Return a list with a row of results per plan.
+        """
         folder = self._of_this_size("trials", name)
         folder.mkdir(parents=True, exist_ok=True)
         for number, (of, plan) in enumerate(plans.items()):
@@ -117,7 +124,7 @@ class Suite:
         ]
 
     def _of_this_size(self, *parts: str) -> Path:
-        """Return the path of a result file that depends on the model size.
+        """Return the path of a GPU suite's result file that belongs to the suite's model size.
 
         One folder can hold results of several model sizes.
         """
@@ -140,7 +147,8 @@ class Suite:
         return figures if failed is None else {**figures, "failed": failed}
 
     def run(self, name: str, command: list[str], limit_s: float, under: Sequence[str] = ()) -> str | None:
-        """Run ``python -m`` with the given command in a new process, and write its output to logs/.
+        """Run ``python -m`` with the given command in a new process, and write its output to a file in
+        logs/.
 
         Args:
             limit_s: Seconds after which the process is killed.

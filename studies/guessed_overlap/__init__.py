@@ -1,1 +1,3 @@
-"""Study of early updates (before the gradient norm is known): their gain, and the cost of clipping."""
+"""Study of what early updates (before the gradient norm is known) gain, and what they cost when a step
+clips.
+"""

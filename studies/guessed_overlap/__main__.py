@@ -76,7 +76,11 @@ class Row:
 
 
 def sequences(steps: int) -> Mapping[str, Clips]:
-    """Return the step sequences to train, by name. Each is a function that tells which steps clip."""
+    """Return the sequences of training steps to measure, by name, such as steps of which a given share
+    clips.
+
+    A sequence is a function that takes the number of a step and tells whether the step clips.
+    """
 
     def at(rate: float) -> Clips:
         return lambda step: Random(f"{rate} {step}").random() < rate
@@ -108,7 +112,8 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[str, Any]:
-    """Measure training with updates that start before the gradient norm is known. Return all results.
+    """Measure training with early updates (before the gradient norm is known), and return all results as a
+    dict.
 
     DeepSpeed's subgroups are updated whole at first, and then cut into parts.
 
@@ -136,7 +141,9 @@ def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[st
 
 
 class Trial:
-    """One engine that trains with and without early updates in turn.
+    """One engine on an emulated device that trains with and without early updates in turn.
+
+    An early update starts before the gradient norm is known.
 
     Attributes:
         clipped: For each step so far, True if the step clipped.
@@ -155,11 +162,13 @@ class Trial:
         self._blocks = list[float]()  # seconds of an iteration in each block without early updates
 
     def rows(self, asked: Mapping[str, Clips], steps: int) -> list[Row]:
-        """Train each sequence of steps with and without early updates, and return a row of times for each."""
+        """Train each sequence of steps with and without early updates, and return a list with a row of
+        times for each.
+        """
         return [self._row(sequence, clips, steps) for sequence, clips in asked.items()]
 
     def _row(self, sequence: str, clips: Clips, steps: int) -> Row:
-        """Train one sequence of steps with early updates, in parts. Return the measured times.
+        """Train one sequence of steps with early updates, in parts, and return a row of the measured times.
 
         Before and after each part, some steps without early updates are trained for comparison. For the
         sequence in which 10% of the steps clip, each part is trained again with early updates that never
@@ -236,7 +245,7 @@ class Trial:
         return 100 * (high - low) / middle
 
     def ends_as_stock(self) -> bool:
-        """Close the engine, and return True if its training had the same bits as stock DeepSpeed."""
+        """Destroy the engine, and return True if it has trained the same bits as stock DeepSpeed."""
         ours = self._bench.close()
         theirs = stock_state(self._setting, len(self.clipped), self.clipped.__getitem__, **self._zero)
         return differences(ours, theirs) == ()

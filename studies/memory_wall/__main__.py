@@ -1,5 +1,5 @@
-"""Command-line entry point of the study of memory and link traffic in training with stock ZeRO-3 and offloading:
-``python -m studies.memory_wall``.
+"""Command-line entry point of the study of memory and PCIe traffic in training with stock ZeRO-3 and
+offloading: ``python -m studies.memory_wall``.
 """
 
 from studies.memory_wall.command import main

@@ -59,10 +59,11 @@ class Passage:
 
 
 class Sampler(Generic[T]):
-    """A thread that calls ``read`` repeatedly while a ``with`` block runs, and collects the results.
+    """A thread that calls the function ``read`` repeatedly while a ``with`` block runs, and collects the
+    results.
 
-    The thread appends to the list ``found``, so use the list only after the block. If ``read`` raises
-    an error, the error is raised again at the end of the block.
+    The thread appends to the list ``found``, so use the list only after the block. If ``read`` raises an
+    error, the error is raised again at the end of the block.
     """
 
     def __init__(self, read: Callable[[], T], every_s: float) -> None:
@@ -145,7 +146,9 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> dict[str, Any]:
-    """Train a few steps with stock ZeRO-3 and offloading, and return memory and traffic of each phase."""
+    """Train a few steps with stock ZeRO-3 and offloading, and return the memory and PCIe traffic of each
+    phase.
+    """
     cuda = torch.cuda.is_available()
     model = ByteGPT(SIZES[size].with_sequence(sequence))
     engine = stock_engine(model, ds_config(batch, subgroup))
@@ -180,7 +183,9 @@ def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> 
 def _trained(
     engine: Any, batches: Batches, steps: int, borders: PhaseBorders, counters: LinkCounters | None
 ) -> Sequence[LinkSample]:
-    """Train the steps, and return samples of the PCIe traffic. The list is empty without a GPU."""
+    """Train with an engine for some steps, and return samples of the PCIe traffic. The list is empty
+    without a GPU.
+    """
 
     def train() -> None:
         for number in track(range(WARMUP, WARMUP + steps), description="steps of stock ZeRO-3 offload"):
@@ -208,7 +213,7 @@ def _memory(cuda: bool) -> Sample:
 def phase_row(
     phase: str, passages: Sequence[Passage], memory: Sequence[Sample], links: Sequence[LinkSample]
 ) -> dict[str, float | int | None]:
-    """Return the memory, traffic and time of one training phase over all steps.
+    """Return a row with the memory, PCIe traffic and time of one training phase over all steps.
 
     A value that could not be read is None.
 
@@ -243,10 +248,11 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def claims(rows: dict[str, dict[str, float | int | None]], capacity: float | None) -> list[dict[str, Any]]:
-    """Return the claims of the paper "Breaking the Memory Wall", each with the values measured here.
+    """Return a list of the claims of the paper "Breaking the Memory Wall", each with the values measured
+    here.
 
-    The claims are paraphrased from the abstract, which gives no numbers to compare with. A measured
-    value is None if it needs a GPU.
+    The claims are paraphrased from the abstract, which gives no numbers to compare with. A measured value
+    is None if it needs a GPU.
     """
     iteration_s = sum(_number(row["seconds"]) for row in rows.values())
     peaks = [row["device_peak_bytes"] for row in rows.values()]

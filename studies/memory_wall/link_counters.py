@@ -12,7 +12,7 @@ LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 
 
 @dataclass(frozen=True)
 class LinkSample:
-    """One reading of a GPU's traffic and utilization counters.
+    """One reading of a GPU's PCIe traffic and utilization counters.
 
     NVML counts the traffic over 20 ms, and the utilization (0 to 1) over up to a second.
     """
@@ -48,7 +48,8 @@ class LinkCounters:
             raise RuntimeError(f"PCIe traffic is read from NVML, which must give its counters, but: {error}") from error
 
     def _capacity(self) -> float | None:
-        """Return the PCIe bandwidth of each direction at the link's present generation and width.
+        """Return the bandwidth of a GPU's PCIe link in each direction, at the link's present generation and
+        width.
 
         None if the generation is unknown.
         """
@@ -58,7 +59,7 @@ class LinkCounters:
         return None if lane is None else lane * width
 
     def read(self) -> LinkSample:
-        """Return one reading of the GPU's counters. Its time is the middle of the reading."""
+        """Return one reading of the GPU's NVML counters. The reading's time is the middle of the call."""
         nvml, begun_s = self._nvml, time.perf_counter()
         # From the GPU's side: what it receives comes from the host. NVML counts in KB/s.
         received = nvml.nvmlDeviceGetPcieThroughput(self._gpu, nvml.NVML_PCIE_UTIL_RX_BYTES)

@@ -1,1 +1,3 @@
-"""Check that all entry points of ebbtide give the same answer to the same planning question."""
+"""Check that the command line, the Python functions and the HTTP service give the same answer to the same
+planning question.
+"""

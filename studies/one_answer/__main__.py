@@ -2,9 +2,9 @@
 
     python -m studies.one_answer --json one_answer.json
 
-The study asks the command line, the Python functions and the HTTP service for a plan of the same
-training job. It compares the predicted mean iteration times of the answers. Nothing is measured or
-fitted: the machines are presets.
+The study asks the command line, the Python functions and the HTTP service for a plan of the same training
+job. It compares the predicted mean iteration times under the returned plans. Nothing is measured or fitted:
+the machines are presets.
 """
 
 import json
@@ -55,7 +55,7 @@ FULL, QUICK = (
 
 @dataclass(frozen=True)
 class Asked:
-    """The answers of ebbtide's entry points to one planning question, as seconds of an iteration.
+    """The answers of ebbtide's entry points to one planning question, as predicted seconds of an iteration.
 
     An entry point is a command, a Python function or an HTTP request. It gives a full answer, from a
     complete search for a plan, or a quick one.
@@ -67,7 +67,7 @@ class Asked:
         quick_spread_pct: Difference between the slowest quick answer and the fastest full one, in
             percent.
         cpu_s: Processor seconds that ``tuner.plan`` took.
-        auto_expected_s: Seconds that ``"plan": "auto"`` expects of its own plan.
+        auto_expected_s: Seconds of an iteration that ``"plan": "auto"`` expects of the plan that it makes.
         auto_truth_s: Seconds of that plan by a simulation that knows the whole workload.
     """
 
@@ -103,7 +103,9 @@ def main() -> None:
 
 
 def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
-    """Ask all entry points for a plan of each job, and return the answers with their largest differences."""
+    """Ask all entry points of ebbtide for a plan of each training job. Return the answers and their largest
+    differences.
+    """
     rows = [_asked(model, machine, about, effort) for model, machine, about in jobs]
     return {
         "full_spread_pct": max(row.full_spread_pct for row in rows),
@@ -199,7 +201,8 @@ def _quick_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None
 
 
 def _by_grid(asked: WhatIf) -> float:
-    """Return the predicted seconds of an iteration from a what-if request over HTTP.
+    """Return the predicted seconds of an iteration that ebbtide answers to a what-if request of the HTTP
+    service.
 
     If the request asks for several points, the first one counts.
     """
@@ -218,7 +221,7 @@ def _row(answer: Mapping[str, Any]) -> float:
 
 
 def _silent(_share: float, _what: str) -> None:
-    """Ignore a report on the progress of a planning request."""
+    """Ignore a report on the progress of a planning request, so that the study prints no progress."""
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def automatic(
 
 
 def simulated_workload(work: Workload, schedule: Schedule, watched: SimResult) -> Workload:
-    """Return the workload that ebbtide's runtime reads off watched steps, which were simulated."""
+    """Return the workload that ebbtide's runtime would observe in watched steps, which were simulated."""
     seen = observed_workload(_Engine(work), list(_passes(work, schedule, watched)))  # type: ignore[arg-type]
     return seen.model_copy(
         update={"ranks_per_node": work.ranks_per_node, "nodes": work.nodes, "clip_rate": work.expected_clip_rate}
@@ -75,12 +75,19 @@ def simulated_workload(work: Workload, schedule: Schedule, watched: SimResult) -
 
 
 def simulated_rates(schedule: Schedule, watched: SimResult, seen: Workload, machine: Machine) -> dict[str, float]:
-    """Return the rates that ebbtide's runtime measures in watched steps, which were simulated."""
+    """Return the rates that ebbtide's runtime would measure in watched steps, which were simulated.
+
+    The result is a dict by name of the rate.
+    """
     return measured_rates(timeline_of(schedule, watched.start_s, watched.end_s), seen, machine)
 
 
 def _cut(job: Workload, *, whole: bool) -> Workload:
-    """Return a job with the subgroups that ebbtide's runtime makes of DeepSpeed's."""
+    """Return the job with the subgroups of optimizer state that ebbtide's runtime makes from DeepSpeed's
+    subgroups.
+
+    If ``whole`` is True, they are DeepSpeed's subgroups, otherwise pieces of them.
+    """
     own = job.recut(job.deepspeed_subgroup_size or job.subgroup_size or DEEPSPEEDS_SUBGROUP)
     if whole:
         return own
@@ -93,7 +100,11 @@ def _host_room_bytes(work: Workload, machine: Machine) -> int:
 
 
 def _storing(work: Workload, plan: Plan, room_bytes: int) -> Plan:
-    """Return a plan that keeps as few subgroups on a drive as host memory allows, as ebbtide's runtime does."""
+    """Return the plan with as few subgroups on a drive as ``room_bytes`` of host memory allow, as ebbtide's
+    runtime does.
+
+    The other subgroups are in host memory.
+    """
     count = len(work.subgroups)
     for stored in range(count + 1):
         there = spaced(count, stored)
@@ -127,7 +138,7 @@ def _parameters(work: Workload) -> list[_Parameter]:
 
 
 def _places(work: Workload, parameter: _Parameter) -> tuple[Place, ...]:
-    """Return the parts of subgroups that a parameter lies in."""
+    """Return the parts of subgroups of optimizer state that together hold a parameter."""
     found, first = [], 0
     for subgroup, size in enumerate(work.subgroups):
         begin, end = max(parameter.begin, first), min(parameter.end, first + size)
@@ -138,9 +149,11 @@ def _places(work: Workload, parameter: _Parameter) -> tuple[Place, ...]:
 
 
 def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[Pass]:
-    """Return the passes of the first micro-batch of each iteration, as ebbtide's runtime records them.
+    """Return forward and backward of the first micro-batch of each simulated iteration, as ebbtide's
+    runtime records them.
 
-    The simulation says when a layer's backward ends. Within the layer, gradients end in proportion to elements.
+    The simulation says when a layer's backward ends. Within the layer, gradients end in proportion to
+    elements.
     """
     parameters: dict[int, list[_Parameter]] = {}
     for parameter in reversed(_parameters(work)):
@@ -171,7 +184,10 @@ def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[
 
 
 def _awaited(schedule: Schedule, op: int) -> list[int]:
-    """Return the copies that an op of forward or backward waits for, directly or before the host launches it."""
+    """Return the numbers of the copies that a simulated op of forward or backward waits for.
+
+    The op waits for a copy directly, or before the host launches the op.
+    """
     found = []
     for before in schedule.ops[op].after:
         if schedule.ops[before].kind == OpKind.ISSUE:
@@ -183,7 +199,9 @@ def _awaited(schedule: Schedule, op: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Gathers:
-    """The gathers of parameters that a workload's layers describe, as `Gathered` gives them for an engine."""
+    """The all-gathers of parameters that a workload's layers describe, in the form that `Gathered` gives
+    for an engine.
+    """
 
     work: Workload
 
@@ -206,7 +224,10 @@ class _Gathers:
 
 
 def _keys(work: Workload) -> list[tuple[_Parameter, Place]]:
-    """Return each parameter's parts in subgroups. The position of a part is its key in the stand-in of an engine."""
+    """Return a list of each parameter's parts in subgroups of optimizer state.
+
+    The position of a part in the list is its key in the stand-in of an engine.
+    """
     return [(parameter, place) for parameter in _parameters(work) for place in _places(work, parameter)]
 
 
@@ -217,7 +238,9 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Engine:
-    """The part of `TrainingEngine` that `observed_workload` asks, for a workload whose training is simulated."""
+    """A stand-in of `TrainingEngine` for a workload whose training is simulated, with the parts that
+    `observed_workload` asks.
+    """
 
     work: Workload
 

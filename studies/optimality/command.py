@@ -1,14 +1,14 @@
-"""Distance of the tuner's plans from the best possible, on 200 random machines and workloads.
+"""Distance of the tuner's plans from the best possible plans, on 200 random machines and workloads.
 
     python -m studies.optimality --json optimality.json
     python -m studies.optimality --json optimality.json --real-models   # and models people train
 
-A plan's gap is the distance of its iteration time to a lower bound
-(`ebbtide.simulator.analysis.bound`), which no plan can beat. Even the best plan may be slower than
-the bound. So the plan is at most this gap away from the best plan. For workloads with few
-subgroups, an exhaustive search finds the best plan (`studies.optimality.optimum`), so that
-the distance to it is known. The bound holds for all subgroup sizes, so the plans may have any size,
-parameters in host memory and early updates. The few subgroups of the exhaustive search are given.
+A plan's gap is the distance of its iteration time to a lower bound (`ebbtide.simulator.analysis.bound`),
+which no plan can beat. Even the best plan may be slower than the bound. So the plan is at most this gap
+away from the best plan. For workloads with few subgroups, an exhaustive search finds the best plan
+(`studies.optimality.optimum`), so that the distance to it is known. The bound holds for all subgroup sizes,
+so the plans may have any size, parameters in host memory and early updates. The few subgroups of the
+exhaustive search are given.
 """
 
 import statistics
@@ -91,7 +91,8 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
 
 
 def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str) -> dict[str, Any]:
-    """Return how far the plans for real models are from the lower bound of an iteration.
+    """Return how far the tuner's plans for real models are from the lower bound of an iteration, which no
+    plan can beat.
 
     Args:
         some: Description, workload and machine of each case.
@@ -115,9 +116,10 @@ def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machin
 
 
 def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
-    """Compare the tuner's plans and the lower bounds with the best possible plans.
+    """Compare the iteration times of the tuner's plans, and the lower bounds, with those of the best
+    possible plans.
 
-    The workloads are random, with few subgroups each, so that an exhaustive search is possible.
+    The workloads are random, with few subgroups each, so that an exhaustive search finds the best plan.
     """
     rng = np.random.default_rng([seed, 1])
     rows = []
@@ -142,7 +144,9 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
 
 
 def exact_s(workload: Workload, machine: Machine) -> float:
-    """Return the iteration time of the best possible plan, found by an exhaustive search."""
+    """Return the predicted seconds of an iteration under the best possible plan, found by an exhaustive
+    search.
+    """
     search = Search(workload, machine, Limits.of(workload, machine))
     placements: list[Placement] = ["host"] * len(workload.subgroups)
     search.score(Candidate.of(placements))
@@ -150,10 +154,14 @@ def exact_s(workload: Workload, machine: Machine) -> float:
 
 
 def gap(workload: Workload, machine: Machine, **freedom: Any) -> dict[str, float]:
-    """Return how far the tuner's plan is from the lower bound of an iteration, in percent.
+    """Return how much longer an iteration under the tuner's plan is than the lower bound, in percent
+    (``gap_pct``).
+
+    No plan can beat the lower bound. The dict also has both times, and the seconds that the search
+    (``planning_s``) and the lower bound (``proof_s``) took.
 
     Args:
-        freedom: Arguments of the planner. ``proof_s`` is the time that the lower bound takes.
+        freedom: Arguments of the planner.
     """
     began_s = time.perf_counter()
     result = plan(workload, machine, **freedom)
