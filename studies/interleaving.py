@@ -135,8 +135,7 @@ def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = N
 
 
 def as_bound(machine: Machine, end: int) -> Machine:
-    """Return a preset machine with each rank's share of DRAM bandwidth at one end of the range in which it
-    is expected.
+    """Return a preset machine with each rank's share of DRAM bandwidth at one end of its expected range.
 
     The range comes from the quartiles of the share in the machine's preset. If ``end`` > 0, the share is at
     the upper end, otherwise at the lower end.

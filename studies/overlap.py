@@ -99,7 +99,7 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
 
 
 def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return a dict by name of the plans whose iteration time is compared with the lower bound.
+    """Return the plans to compare with the lower bound of an iteration's time, as a dict by name.
 
     The first plan is the tuner's. The other plans do not overlap updates with forward, and most of them
     have simpler or published placements of optimizer state.

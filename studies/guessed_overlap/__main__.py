@@ -76,8 +76,7 @@ class Row:
 
 
 def sequences(steps: int) -> Mapping[str, Clips]:
-    """Return the sequences of training steps to measure, by name, such as steps of which a given share
-    clips.
+    """Return the sequences of training steps to measure, by name, such as one with 10% of steps that clip.
 
     A sequence is a function that takes the number of a step and tells whether the step clips.
     """
