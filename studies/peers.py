@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def show(figures: Figures, emulated: bool) -> None:
-    """Print a table of the results, with a row for each compared offloading system."""
+    """Print a table of the comparison's results, with a row for each compared offloading system."""
     table = Table(title="no GPU: every device is host memory" if emulated else "peers")
     columns = (
         "peer",

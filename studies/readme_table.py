@@ -256,7 +256,7 @@ def gains(documents: Sequence[dict[str, Any]]) -> str:
 
 
 def _plan_times(case: dict[str, Any]) -> str:
-    """Return a plan's iteration time as text, at the assumed fraction of steps that clip.
+    """Return a plan's predicted iteration time as text, at the assumed fraction of steps that clip.
 
     If an iteration takes longer when every step clips, the text also gives that time.
     """

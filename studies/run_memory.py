@@ -1,15 +1,15 @@
-"""Peak of host memory per parameter while a plan is attached, made, changed and resumed.
+"""Peak of host memory per parameter while a plan is attached, changed, resumed or made automatically.
 
     python -m studies.run_memory --json run_memory.json
 
-A plan that uses page-locked memory cannot keep a buffer of DeepSpeed. The buffer is copied to new
-memory, and both exist for a while. Without a GPU, an emulated device copies in the same way. It has
-its own memory, as a GPU has, all of which is in the resident set before anything is measured.
+A plan that uses page-locked memory cannot keep a buffer of DeepSpeed. The buffer is copied to new memory,
+and both exist for a while. Without a GPU, an emulated device copies in the same way. It has its own memory,
+as a GPU has, all of which is in the resident set before anything is measured.
 
 A peak is the sum of two numbers: the host memory that ebbtide holds for the plan at the end, and the
-temporary increase of the process's resident set. `*_device_bytes_per_param` is the device memory
-that ebbtide holds at that moment. With ZeRO-1 and 2, DeepSpeed's flat buffers stay in host memory.
-So state that a plan keeps on the device takes memory on both sides.
+temporary increase of the process's resident set. `*_device_bytes_per_param` is the device memory that
+ebbtide holds at that moment. With ZeRO-1 and 2, DeepSpeed's flat buffers stay in host memory. So state that
+a plan keeps on the device takes memory on both sides.
 """
 
 import argparse
@@ -108,7 +108,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, subgroup: int) -> dict[str, Any]:
-    """Measure the peaks of host memory with ZeRO-3 and ZeRO-2, and return them in bytes per parameter.
+    """Measure peaks of host memory with ZeRO-3 and ZeRO-2, and return them in bytes per parameter of the
+    model.
 
     They are measured while a plan is attached, changed and resumed and, with ZeRO-3, with the plan
     ``auto``.
@@ -127,7 +128,8 @@ def measure(size: str, subgroup: int) -> dict[str, Any]:
 
 
 def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]]:
-    """Measure the memory peaks of attaching a plan, changing it, and resuming from a checkpoint.
+    """Measure the memory peaks of attaching a plan to an engine, changing the plan, and resuming from a
+    checkpoint.
 
     Returns:
         The number of parameters, and the peaks by name.
@@ -157,9 +159,9 @@ def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]
 
 
 def _automatic(size: str, subgroup: int) -> Peak:
-    """Return the peak of host memory with the plan ``auto``.
+    """Return the peak of host memory of training with the plan ``auto``.
 
-    It is measured when ebbtide attaches to the engine, and when it switches to a plan that it has made.
+    Memory is measured when ebbtide attaches to the engine, and when it switches to a plan that it has made.
     The higher peak is returned.
     """
     peaks: dict[str, Peak] = {}
@@ -213,7 +215,7 @@ def _machine() -> Machine:
 
 @contextmanager
 def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
-    """Record the peak of host memory while the ``with`` block runs.
+    """Record the peak of host memory while the ``with`` block runs, as ``peaks[name]``.
 
     The peak is the memory that ebbtide holds for the plan at the end, plus the temporary increase.
     """

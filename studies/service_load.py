@@ -59,7 +59,7 @@ OPEN = ("queued", "running")
 
 
 def drawn(rng: random.Random) -> dict[str, Any]:
-    """Return a random request that asks the service for a simulation.
+    """Return a random request that asks ebbtide's HTTP service for a simulation of one training iteration.
 
     Two calls practically never return the same request.
     """
@@ -76,7 +76,9 @@ def drawn(rng: random.Random) -> dict[str, Any]:
 
 
 class Server:
-    """The service ``tune serve`` in a separate process, which can be killed and started again."""
+    """ebbtide's HTTP service ``tune serve`` in a separate process, which can be killed and started
+    again.
+    """
 
     def __init__(self, database: Path) -> None:
         self.database = database
@@ -103,7 +105,7 @@ class Server:
         self.process.wait(30)
 
     def call(self, path: str, body: Any = None) -> Any:
-        """Send a request to the service and return its answer.
+        """Send a request to ebbtide's HTTP service and return the service's answer.
 
         The method is POST if the request has a body, otherwise GET.
         """
@@ -111,7 +113,9 @@ class Server:
 
 
 class Client:
-    """A client of the service with one connection, which sends the next request after each answer."""
+    """A client of ebbtide's HTTP service with one connection, which sends the next request after each
+    answer.
+    """
 
     def __init__(self, server: Server, question: Callable[[], dict[str, Any]]) -> None:
         self._server, self._question = server, question
@@ -119,7 +123,7 @@ class Client:
         self.errors: list[str] = []
 
     async def run(self, from_s: float, until_s: float) -> None:
-        """Send requests to the service until the time ``until_s``.
+        """Send requests to ebbtide's HTTP service until the time ``until_s``.
 
         Answers to requests that were sent before ``from_s`` are not measured, as a warm-up.
         """
@@ -149,7 +153,8 @@ async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 async def load(server: Server, clients: int, seconds: float, question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Put the service under load, and return its latencies, its answers per second, and the errors.
+    """Put ebbtide's HTTP service under load from several clients. Return latencies, answers per second, and
+    errors.
 
     Latencies are the 50th, 95th and 99th percentile in milliseconds.
     """
@@ -170,7 +175,7 @@ async def load(server: Server, clients: int, seconds: float, question: Callable[
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
-    """Return the 50th, 95th and 99th percentile of times given in seconds, in milliseconds."""
+    """Return the 50th, 95th and 99th percentile, in milliseconds, of a list of times given in seconds."""
     if len(seconds) < 2:
         return {f"p{p}_ms": math.nan for p in (50, 95, 99)}
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
@@ -178,11 +183,11 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def in_process(rng: random.Random) -> dict[str, float]:
-    """Return the latencies of what-if requests that a direct function call answers, without the HTTP service, for
-    comparison.
+    """Return the latencies of what-if requests that a direct function call answers, to compare with the
+    HTTP service.
 
-    The requests are drawn at random as for the service. The latencies are the 50th, 95th and 99th percentile in
-    milliseconds.
+    The requests are drawn at random as for the service. The latencies are the 50th, 95th and 99th
+    percentile in milliseconds.
     """
     from ebbtide.tuner.service.answers import simulate
     from ebbtide.tuner.service.requests import Simulate
@@ -198,7 +203,9 @@ def in_process(rng: random.Random) -> dict[str, float]:
 
 
 def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
-    """Submit jobs to the service, kill its server several times while some run, and count lost jobs."""
+    """Submit jobs to ebbtide's HTTP service, kill the server several times while some run, and count lost
+    jobs.
+    """
     acknowledged, kills = [], 0
     for number in range(1, JOBS + 1):
         changes = {"h2d_bytes_per_s": [rng.uniform(1e10, 6e10) for _ in range(CELLS)]}
@@ -225,7 +232,9 @@ def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
 
 
 def _kill_while_running(server: Server) -> int:
-    """Kill the server while one of its jobs runs, and start it again. Return the number of kills, 1."""
+    """Kill the server of ebbtide's HTTP service while a job runs, and start it again. Return 1, the number
+    of kills.
+    """
     deadline_s = time.perf_counter() + JOBS_LIMIT_S
     while not any(job["state"] == "running" for job in server.call("/jobs")["jobs"]):
         if time.perf_counter() > deadline_s:
@@ -237,7 +246,7 @@ def _kill_while_running(server: Server) -> int:
 
 
 def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
-    """Wait until all jobs of the service have ended, and return the state of each job.
+    """Wait until the given jobs of ebbtide's HTTP service have ended, and return the state of each job.
 
     If no job ends for `JOBS_LIMIT_S` seconds, the states at that moment are returned.
     """
@@ -253,7 +262,7 @@ def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
 
 
 def measure(clients: int, seconds: float) -> dict[str, Any]:
-    """Run all measurements of the what-if service in turn, and return their results."""
+    """Run all measurements of ebbtide's what-if service in turn, and return their results as a dict."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "service.db")

@@ -41,7 +41,11 @@ def main() -> None:
 
 
 def measure(sizes: Sequence[int]) -> dict[str, Any]:
-    """Measure the seconds per simulated iteration for each number of subgroups, on one thread."""
+    """Measure the seconds that the simulator takes per iteration of training, for each number of subgroups.
+
+    One thread computes. The dict also has the exponent with which the time grows with the number of
+    subgroups.
+    """
     cpu_s, wall_s, differences = {}, {}, []
     for size in sizes:
         pairs = varied_plans(size, np.random.default_rng(size))
@@ -64,7 +68,7 @@ def measure(sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def varied_plans(subgroups: int, rng: np.random.Generator) -> list[tuple[PlanSweep, Plan]]:
-    """Return random plans, each with the simulator of a random machine. Each subgroup has one layer.
+    """Return random plans, each paired with the simulator of a random machine. Each subgroup has one layer.
 
     The plans of one machine come one after the other.
     """
@@ -100,9 +104,10 @@ def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> P
 
 
 def difference(pairs: Sequence[tuple[PlanSweep, Plan]]) -> float:
-    """Return the largest relative difference between the fast simulator and the reference engine.
+    """Return the largest relative difference between iteration times by the fast simulator and the
+    reference engine.
 
-    The iteration times of the given plans are compared.
+    The times of the given plans are compared.
     """
     result = []
     for sweep, plan in pairs:

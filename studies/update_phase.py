@@ -54,9 +54,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, Any]:
-    """Measure the training phases of stock DeepSpeed and ebbtide in turn.
+    """Measure the training phases of stock DeepSpeed and ebbtide, one step of each in turn.
 
-    The result has the median seconds of each phase, their ratios, and if all bits are equal.
+    The returned dict has the median seconds of each phase, their ratios, and whether all bits are equal.
     """
     stock = _engine(size, sequence, subgroup)
     ours = _engine(size, sequence, subgroup)
@@ -121,7 +121,11 @@ def _stock_host_bytes(engine: Any) -> int:
 
 
 def kernel_dram_fraction(elements: int, repeats: int = 7) -> dict[str, float]:
-    """Measure the DRAM traffic of ebbtide's CPU kernel for the update, relative to a plain triad loop."""
+    """Measure the DRAM traffic per second of ebbtide's CPU kernel for the Adam update.
+
+    The returned dict also has the traffic of a plain triad loop (which sums two arrays into a third) and
+    the ratio.
+    """
     from ebbtide.runtime.kernels.adam import AdamStep
     from ebbtide.runtime.kernels.host import host_update, triad
 

@@ -238,8 +238,8 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Engine:
-    """A stand-in of `TrainingEngine` for a workload whose training is simulated, with the parts that
-    `observed_workload` asks.
+    """A stand-in of `TrainingEngine` for a simulated workload, with the parts that `observed_workload`
+    asks.
     """
 
     work: Workload

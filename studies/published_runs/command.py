@@ -39,7 +39,9 @@ OFFLOAD_ROWS = ROWS.with_name("published_offload_runs.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the study of published training runs. Return 0, or 2 if an input file cannot be used."""
+    """Run the command of the study of published training runs. Return 0, or 2 if an input file cannot be
+    used.
+    """
     args = _parser().parse_args(arguments)
     if args.predict is None:
         args.predict, args.training = OFFLOAD_ROWS, args.training or ROWS
@@ -111,11 +113,12 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
 
 
 def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the prediction errors of an earlier version of the simulator next to those of this version.
+    """Return prediction errors of published runs by an earlier version of the simulator and by this
+    version.
 
-    The errors are from a cross-validation: a machine is calibrated without the runs of one group, such as those with
-    one model size, and then these runs are predicted. There is a row for each kind of group (such as ``model``),
-    testbed and predicted quantity.
+    The errors are from a cross-validation: a machine is calibrated without the runs of one group, such as
+    those with one model size, and then these runs are predicted. The list has a row for each kind of group
+    (such as ``model``), testbed and predicted quantity.
     """
     return [
         {
@@ -139,7 +142,7 @@ def _percentages(found: dict[str, float]) -> list[float]:
 def figures_of(
     presets: Machines, corrected: Mapping[str, Any], seen: Sequence[Run], asked: Sequence[Run], crossed: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return all results of the study of published runs.
+    """Return all results of the study of published runs as a dict for the result file.
 
     Args:
         presets: Machines of the testbeds, not calibrated.
@@ -216,10 +219,10 @@ def _row(pair: judging.Pair) -> dict[str, Any]:
 
 
 def print_tables(figures: dict[str, Any]) -> None:
-    """Print the prediction errors of published runs.
+    """Print the prediction errors of published runs as a table, in percent.
 
-    There are rows for predictions with nothing fitted, for calibrated ones, and for those calibrated on
-    other runs than the predicted ones.
+    There are rows for predictions from presets with nothing fitted, from calibrated machines, and from
+    machines calibrated on other runs than the predicted ones.
     """
     from rich.console import Console
     from rich.table import Table
@@ -253,7 +256,11 @@ def print_tables(figures: dict[str, Any]) -> None:
 def training_figures(path: str | Path) -> dict[str, Any]:
     """Predict published training runs, and return the errors in time (by family of runs) and in memory.
 
-    Also returned is, by preset machine, how often the predicted interval holds the measured time.
+    The dict also has, by preset machine, the percentage of runs whose measured time lies in the predicted
+    interval.
+
+    Args:
+        path: CSV file of the runs.
     """
     judged = [(run, predict_training(run)) for run in read_training_runs(Path(path))]
     return {

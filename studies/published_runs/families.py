@@ -22,11 +22,12 @@ SIDES: dict[str, Callable[[TrainingRun], bool]] = {
 
 
 def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return the prediction errors of each family of training runs, for fitted and for held-out rows.
+    """Return the prediction errors of each family of training runs, separately for fitted and held-out
+    rows.
 
-    A second set of errors comes from a simpler prediction, in which every GPU reaches the same fraction
-    of its data sheet's FLOP/s. Also returned is the percentage of rows whose measured time lies inside
-    the predicted interval.
+    A constant of a preset was fitted on a fitted row. A second set of errors comes from a simpler
+    prediction, in which every GPU reaches the same fraction of its data sheet's FLOP/s. The dict also has
+    the percentage of rows whose measured time lies inside the predicted interval.
     """
     return {
         family: {
@@ -38,7 +39,8 @@ def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return, by preset machine, how often the predicted interval holds the measured time, in percent.
+    """Return how many predicted intervals hold the measured time of their training run, in percent by
+    preset machine.
 
     Only held-out rows count, on which no constant of a preset was fitted.
     """
@@ -53,12 +55,14 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
-    """Return how far predictions of a family of training runs are off, and how wide an interval must be.
+    """Return how far the predicted times of a family of training runs are off, and how wide an interval
+    must be.
 
-    Only fitted rows are used. All results but the number of sources are spreads of the logarithm of the time. The
-    interval is meant to hold nine in ten further sources, whose rows share a machine and its software. Of fewer than
-    ten sources it may miss none, so the largest error of any row decides. Of ten or more, Student's t replaces the
-    quantile of the normal distribution, and the spread of one further source is added.
+    Only rows on which a constant of a preset was fitted are used. All results but the number of sources are
+    spreads of the logarithm of the time. The interval is meant to hold nine in ten further sources, whose
+    rows share a machine and its software. Of fewer than ten sources it may miss none, so the largest error
+    of any row decides. Of ten or more, Student's t replaces the quantile of the normal distribution, and
+    the spread of one further source is added.
     """
     from scipy.stats import t
 
@@ -99,7 +103,8 @@ def memory(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def errors(relative: Iterable[float]) -> dict[str, float]:
-    """Return the median and 90th percentile of the absolute errors in percent, and the signed median.
+    """Return the median and the 90th percentile of absolute prediction errors, and the signed median, in
+    percent.
 
     ``relative`` has one relative error per row, such as 0.1 for a prediction that is 10% too high.
     """
@@ -131,7 +136,9 @@ def _holds(run: TrainingRun, said: Prediction) -> bool:
 
 
 def rows_of(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return a row per training run with its settings, and its measured and predicted time and memory."""
+    """Return a list with a row per training run: its settings, and its measured and predicted time and
+    memory.
+    """
     names = ("family", "preset", "gpus", "model", "sequence", "micro_batch", "accumulation", "offload", "source")
     return [
         {

@@ -1,6 +1,7 @@
-"""Judgement of predictions of published runs.
+"""Judgement of ebbtide's predictions of published training runs.
 
-It tells how large the errors are, if strategies are ranked correctly, and if intervals hold.
+The functions compute how large the errors are, whether strategies are ranked correctly, and how often the
+predicted intervals hold the measured times.
 """
 
 import math
@@ -36,19 +37,21 @@ Pair = tuple[Run, dict[str, float]]
 
 
 def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> list[Pair]:
-    """Predict the time and memory of published runs, and return each run with its prediction.
+    """Predict the time and memory of published runs, and return a list of pairs: a run and its prediction.
 
     Args:
         machines: Machine of each testbed.
-        seen: Runs on which the machines were calibrated. If the log of a run does not tell whether gradients
-            were copied asynchronously, the backward times of ``seen`` runs of the same campaign (series of runs
+        seen: Runs on which the machines were calibrated. If the log of a run does not tell whether
+            gradients
+            were copied asynchronously, the backward times of ``seen`` runs of the same campaign (series
+            of runs
             by one source) decide it.
     """
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 
 
 def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | None:
-    """Return the measured and the predicted value of a quantity for one run.
+    """Return the measured and the predicted value of one quantity, such as a time, for one published run.
 
     Times are in milliseconds. Memory is the peak of GPU memory in GiB. None if the quantity was not
     measured.
@@ -62,7 +65,11 @@ def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | N
 
 
 def errors(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return the prediction errors in percent, by quantity: median, 90th percentile, lowest and highest."""
+    """Return the prediction errors of published runs in percent, as a dict by predicted quantity.
+
+    Each quantity has the median and 90th percentile of the absolute errors, and the signed median, lowest
+    and highest error.
+    """
     table: dict[str, Any] = {"rows": len(pairs)}
     for quantity in QUANTITIES:
         both = [measured_and_predicted(pair, quantity) for pair in pairs]
@@ -89,7 +96,7 @@ def _split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def pairs_by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return, by testbed, how well predictions rank two strategies for the same model and settings."""
+    """Return, by testbed, how well predictions rank two published runs that differ only in the strategy."""
     return {name: _strategies(own) for name, own in _split(pairs).items()}
 
 
@@ -130,10 +137,11 @@ def _fields(run: Run, names: Sequence[str]) -> tuple[object, ...]:
 
 
 def ranking(pairs: Sequence[Pair], choice: str) -> dict[str, Any]:
-    """Return the cost of choosing a setting by predictions instead of measurements, in percent of time.
+    """Return how much slower a setting chosen by predictions is than one chosen by measurements, in percent
+    of time.
 
-    In each group of runs that differ only in the setting ``choice``, the run with the best predicted
-    time is compared with the run that has the best measured time.
+    In each group of published runs that differ only in the setting ``choice``, the run with the best
+    predicted time is compared with the run that has the best measured time.
     """
     names = [n for n in (*_CONFIGURATION, "prefetch", "async_grads", "stride") if n != choice]
     kept = [pair for pair in pairs if not (choice == "stride" and not pair[0].prefetch)]
@@ -156,8 +164,8 @@ def _regret_pct(group: Sequence[Pair]) -> float:
 
 
 def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
-    """Return, for each testbed (machine), how often the measured time of a published run lies in the 90% interval of
-    its prediction.
+    """Return, for each testbed (machine), how often a published run's measured time lies in the predicted
+    90% interval.
 
     The median width of the intervals is returned too, as the ratio of their ends.
     """
@@ -176,12 +184,13 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
 
 
 def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return, for each testbed (machine), how often the measured time of a published run lies in an interval around
-    its prediction.
+    """Return, for each testbed (machine), how often measured times lie in intervals fitted to other
+    campaigns.
 
-    The runs of one campaign (series of runs by one source) are judged at a time. The interval is as wide as it must be
-    to contain nine in ten runs of the other campaigns. ``scale`` is the factor by which the width of ebbtide's
-    interval, as a logarithm, would have to change to contain nine runs in ten. 1 means no change.
+    The published runs of one campaign (series of runs by one source) are judged at a time. The interval
+    around a prediction is as wide as it must be to contain nine in ten runs of the other campaigns.
+    ``scale`` is the factor by which the width of ebbtide's interval, as a logarithm, would have to change
+    to contain nine runs in ten. 1 means no change.
     """
     result = {}
     for name in testbeds(runs):
@@ -205,7 +214,8 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
 
 
 def _in_widths(run: Run, machine: Machine) -> float:
-    """Return the error of a predicted time, as a multiple of half the width of its interval.
+    """Return the error of a published run's predicted time, as a multiple of half the width of the
+    predicted interval.
 
     Error and width are logarithms.
     """

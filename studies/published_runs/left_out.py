@@ -21,10 +21,10 @@ RUNS = 3  # what a user has
 
 
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the prediction errors of runs that were left out of a calibration on three other runs.
+    """Return the prediction errors of published runs, after calibrations on three runs of other groups.
 
-    The runs of one group at a time are left out, such as those with one model size. Errors are given for each group,
-    and for all groups of a kind together.
+    Each group of runs, such as those with one model size, is predicted by machines that are calibrated
+    without this group. Errors are given for each group, and for all groups of a kind together.
     """
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 
@@ -53,10 +53,11 @@ JUDGED_INTERVALS = 6  # of each triple's runs left out: an interval takes twenty
 
 
 def random_triples(runs: Sequence[Run], count: int) -> dict[str, Any]:
-    """Return the prediction errors after calibrations on ``count`` random triples of runs.
+    """Return the prediction errors of published runs after calibrations on ``count`` random triples of
+    runs.
 
-    A triple is drawn from the campaign (series of runs) that is predicted, from other campaigns, or
-    from all runs.
+    A triple is drawn from the campaign (series of runs) that is predicted, from other campaigns, or from
+    all runs. The errors are in a dict by this origin and by testbed.
     """
     return {whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)} for whence in FROM}
 

@@ -14,7 +14,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 
 def draw(pairs: Sequence[Pair], path: Path) -> None:
-    """Draw predicted over measured values of published runs, and save the picture."""
+    """Draw predicted over measured values of published runs, a panel per quantity, and save the picture to
+    ``path``.
+    """
     with picture(path, 1, len(QUANTITIES), figsize=(17, 3.9)) as (figure, axes):
         for ax, quantity in zip(axes, QUANTITIES, strict=True):
             scale, unit = (1.0, "GiB") if quantity == "memory" else (1e-3, "s")

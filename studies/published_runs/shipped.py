@@ -1,8 +1,8 @@
-"""Prediction of published runs by ebbtide as users get it: preset, config, strategy and simulator.
+"""Predictions of published runs by the way that users take: preset, config, strategy and simulator.
 
-Nothing in this module is fitted. `predict` goes the way of a user who plans before training: a
-preset machine, `workload_from_model`, `build_strategy`, and the simulator. The preset may be
-calibrated by `tune calibrate`.
+Nothing in this module is fitted. `predict` plans as a user does before training: from a preset machine,
+`workload_from_model`, `build_strategy`, and the simulator. The preset may be calibrated by `tune
+calibrate`.
 """
 
 import functools
@@ -64,11 +64,12 @@ def machine_of(testbed: str) -> Machine:
 
 
 def workload_of(run: Run, machine: Machine) -> Workload:
-    """Return the workload of a published run, computed from its model and settings without measurements.
+    """Return the workload of a published run, computed from the run's model and settings without
+    measurements.
 
     Raises:
         RunError: If there is no such model, or it cannot be divided over the run's ranks. The message
-            names the run's row in the file.
+            names the run's row in the CSV file.
     """
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "sub_group_size": run.subgroup}}
     try:
@@ -116,7 +117,7 @@ def _schedule_of(run: Run, machine: Machine) -> Schedule:
 def as_logged(run: Run) -> Run:
     """Return the published run itself if its log tells how gradients were copied.
 
-    Otherwise, return the run with blocking copies of gradients.
+    Otherwise, return a copy of the run with blocking copies of gradients.
     """
     return run if run.async_grads is not None else replace(run, async_grads=False)
 
@@ -154,7 +155,8 @@ def _missing_gb(needed_bytes: int, there_bytes: int) -> float:
 
 
 def fits(predicted: Mapping[str, float]) -> bool:
-    """Return True if a predicted run fits into the GPU memory and the host memory of its machine.
+    """Return True if a published run, as predicted, fits into the GPU memory and host memory of its
+    machine.
 
     ``predicted`` is a result of `predict`.
     """
@@ -167,7 +169,9 @@ def _machine(machine_json: str) -> Machine:
 
 
 def interval_ms(run: Run, machine: Machine) -> tuple[float, float]:
-    """Return both ends of the 90% interval around the predicted iteration time, in milliseconds."""
+    """Return both ends of the 90% interval around a published run's predicted iteration time, in
+    milliseconds.
+    """
     low, high = interval_s(functools.partial(schedule_of, run), machine)
     between = 0.0 if machine.loop_s is not None else HARNESS_S
     return 1e3 * (low + between), 1e3 * (high + between)
@@ -192,10 +196,11 @@ def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str
 
 
 def as_seen(run: Run, seen: Sequence[Run]) -> Run:
-    """Return a published run with its kind of gradient copies (asynchronous or blocking) filled in.
+    """Return a copy of a published run with the kind of gradient copies (asynchronous or blocking) filled
+    in.
 
     If the run's log does not name the kind, the measured backward times of ``seen`` runs from the same
-    campaign decide. If the log names it, the run is returned unchanged.
+    campaign (series of runs by one source) decide. If the log names it, the run is returned unchanged.
     """
     if run.async_grads is not None or run.prefetch or run.family in BUILDS:
         return run
@@ -213,7 +218,9 @@ def as_seen(run: Run, seen: Sequence[Run]) -> Run:
 
 
 def _looks_asynchronous(run: Run) -> bool:
-    """Return True if a run's measured backward time fits asynchronous gradient copies better than blocking."""
+    """Return True if a published run's measured backward time fits asynchronous gradient copies better than
+    blocking.
+    """
     machine = machine_of(run.testbed)
     misses = {
         flows: abs(math.log(predict(replace(run, async_grads=flows), machine)["bwd_ms"] / run.measured["bwd_ms"]))
@@ -223,7 +230,10 @@ def _looks_asynchronous(run: Run) -> bool:
 
 
 def observation(run: Run) -> Observation:
-    """Return a published run as an observation, the form that `tune calibrate` takes."""
+    """Return a published run as an observation, the form that `tune calibrate` takes.
+
+    An observation has a name, a function that returns the schedule, and the measured times.
+    """
     seconds = {phase: run.measured[column] / 1e3 for phase, column in COLUMNS.items() if column in run.measured}
     name = f"{run.model}, dp {run.dp}, tp {run.tp}, micro-batch {run.micro_batch} ({run.family})"
     return Observation(name, functools.partial(schedule_of, run), seconds)

@@ -66,7 +66,9 @@ class TrainingRun:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return the shape of the model that was trained, as a plain mapping."""
+        """Return the shape of the model that the published run trained, as a mapping that
+        `workload_from_model` takes.
+        """
         numbers = {name: self.number(name) for name in _MODEL}
         flags = {name: self.fields[name] == "1" for name in ("gated", "tied")}
         return {"name": self.fields["model"], **numbers, **flags}
@@ -100,7 +102,7 @@ class TrainingRun:
         return config
 
     def machine(self) -> Machine:
-        """Return the preset machine on which the training run took place.
+        """Return the preset machine for the hardware of the published training run.
 
         If the run had more GPUs than the preset's node, and the preset has no network, all GPUs are put
         into one node.
@@ -164,7 +166,7 @@ class Prediction:
 
 
 def read_training_runs(path: Path = ROWS) -> list[TrainingRun]:
-    """Read published training runs from a CSV file."""
+    """Read published training runs from a CSV file, and return a list with a run per row."""
     with path.open(newline="") as file:
         return [
             TrainingRun(row, float(row["s_per_iteration"]), float(row["memory_gib"]) if row["memory_gib"] else None)
@@ -190,9 +192,9 @@ def predict_training(run: TrainingRun) -> Prediction:
 
 
 def _gib(run: TrainingRun, peak_bytes: int, slack: float = ALLOCATOR_SLACK) -> float:
-    """Return a predicted peak of GPU memory in GiB, counted as the run's source counts it.
+    """Return a predicted peak of GPU memory in GiB, counted as the published run's source counts memory.
 
-    It counts the memory of the whole device, or only that of PyTorch's allocator.
+    That is the memory of the whole GPU, or only that of PyTorch's allocator.
     """
     if run.fields["memory_kind"] == "device":
         return (slack * peak_bytes + run.machine().device_reserved_bytes) / GIB

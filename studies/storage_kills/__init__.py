@@ -1,1 +1,1 @@
-"""Study of optimizer state on drives when training is killed: no finished step may be lost."""
+"""Study of optimizer state on drives when training is killed: no finished training step may be lost."""

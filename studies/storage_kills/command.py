@@ -1,13 +1,14 @@
-"""A study that kills training with optimizer state on drives, and checks the state that is left.
+"""A study that kills training with optimizer state on drives, and checks the state that is left on the
+drives.
 
-In each trial, a process updates subgroups of optimizer state that are stored in two directories,
-with the storage code (`ebbtide.runtime.storage`) and the Adam kernel of ebbtide's runtime. Each step
-is committed while the next step reads. The process is killed with SIGKILL at a named point of the
-commit, inside the write of a block, or at a random moment.
+In each trial, a process updates subgroups of optimizer state that are stored in two directories, with the
+storage code (`ebbtide.runtime.storage`) and the Adam kernel of ebbtide's runtime. Each step is committed
+while the next step reads. The process is killed with SIGKILL at a named point of the commit, inside the
+write of a block, or at a random moment.
 
 Then every stored step is read, and compared bit by bit with a run that keeps its state in memory. No
-finished step may be lost or incomplete. The killed run is resumed to its end and compared again.
-Only the storage code is tested, without DeepSpeed.
+finished step may be lost or incomplete. The killed run is resumed to its end and compared again. Only the
+storage code is tested, without DeepSpeed.
 
     python -m studies.storage_kills --kills 100 --json studies/results/checkpoint/storage_kills.json
 """
@@ -84,7 +85,8 @@ class Progress:
 
 
 class KillingFiles(killed.KillingFiles):
-    """File operations that kill their own process at a named point of the storage code.
+    """File operations of the drive storage that kill their own process at a named point of the storage
+    code.
 
     At the point ``write``, half of a block is written before the kill.
     """
@@ -118,10 +120,10 @@ def digest(state: State) -> str:
 
 
 def truth() -> dict[int, list[str]]:
-    """Return the expected hashes of each subgroup's optimizer state after each step.
+    """Return a dict from training step to the expected hashes of the optimizer state, one hash per
+    subgroup.
 
-    Step 0 has the initial state. The hashes come from a run that keeps its state
-    in memory.
+    Step 0 has the initial state. The hashes come from a run that keeps its state in memory.
     """
     rule, states = AdamRule(), [first_state(s) for s in range(len(ELEMENTS))]
     result = {0: [digest(state) for state in states]}
@@ -139,7 +141,7 @@ def opened(folder: Path, files: Files | None = None) -> ExtentStore:
 
 
 def train(folder: Path, files: Files, progress: Progress) -> None:
-    """Train to the last step, from the newest step that is stored on the drives.
+    """Train to the last step, from the newest step with its optimizer state on the drives.
 
     Each step is committed while the next one runs.
     """
@@ -173,7 +175,7 @@ def _commit(store: ExtentStore, version: int, step: int, progress: Progress) -> 
 
 
 def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
-    """Train in a child process that is killed. Return False if the process reached its end before."""
+    """Train in a child process that is killed. Return False if the process ended before the kill."""
     folder.mkdir(parents=True, exist_ok=True)
     child = Forked(lambda: train(folder, KillingFiles(kill), progress), folder / "log")
     status = child.ended(LIMIT_S if kill.point else kill.delay_s)
@@ -183,7 +185,9 @@ def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
 
 
 def inspect(trial: Trial, folder: Path, progress: Progress, expected: dict[int, list[str]]) -> None:
-    """Compare every step stored on the drives with the run in memory, and note differences in ``trial``."""
+    """Compare the state of every step on the drives with the run in memory, and note differences in
+    ``trial``.
+    """
     store = opened(folder)
     try:
         steps = [record.step for record in store.steps]

@@ -89,7 +89,10 @@ def main() -> None:
 
 
 def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Train each variant in its own process and its own folder on the disk, and return the results.
+    """Train each variant in its own process and its own folder on the disk, and return the results as a
+    dict.
+
+    A variant is a way to train, such as stock DeepSpeed or ebbtide under a plan.
 
     Returns:
         Speed-ups over stock DeepSpeed with its defaults and with its pipelines, within the same limit of
@@ -106,7 +109,7 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     beside: dict[str, list[StorageRates]] = {ALL_STORED: [], LIMITED: []}
 
     def beside_the_disk(*names: str, **given: Any) -> None:
-        """Train in each of the named ways, such as with stock DeepSpeed or under a plan of ebbtide, with optimizer
+        """Train each of the named variants, such as stock DeepSpeed or a plan of ebbtide, with optimizer
         state on the disk.
 
         The disk's rates are measured before and after each training, because they change by the minute.
@@ -145,10 +148,11 @@ def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
 
 
 def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:
-    """Return the disk's rates, and how close training with all state on the disk comes to the lower bound.
+    """Return the disk's rates, and how close training with all optimizer state on the disk comes to the
+    lower bound.
 
-    The lower bound of a run comes from the rates that the disk had before and after this run. The
-    median over the runs is returned.
+    The lower bound of a run comes from the rates that the disk had before and after this run. The median
+    over the runs is returned.
 
     Args:
         beside: Rates of the disk around each run.
@@ -178,9 +182,12 @@ def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare ebbtide's training with that of stock DeepSpeed, and with ebbtide's predictions.
+    """Compare ebbtide's training times with those of stock DeepSpeed, and with the predicted times.
 
     A run is predicted from the rates that the disk had around this run.
+
+    Args:
+        rows: Measurements by name of the variant.
     """
     ours, limited, expected = rows[ALL_STORED], rows[LIMITED], rows["stock in memory"]
     limit = rows[PIPELINED]["host_peak_bytes"]
@@ -212,7 +219,8 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
 
 
 def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """Return the seconds that the disk needs to read, to write, and to do both with ``moved`` bytes each.
+    """Return the seconds that the disk needs to read ``moved`` bytes, to write as many, and to do both at
+    once.
 
     When reads and writes run concurrently, the longer of the two continues alone after the shorter.
     """
@@ -243,7 +251,7 @@ def _pooled(disks: Sequence[StorageRates]) -> StorageRates:
 
 
 def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one row for several runs of a variant, with the medians of their measurements.
+    """Return one row for several runs of the same variant, with the medians of their measurements.
 
     Raises:
         RuntimeError: If two of the runs trained different bits.
@@ -272,7 +280,9 @@ def _speedups(kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any
 
 
 def _one_of(values: Sequence[Any]) -> Any:
-    """Return one value for several runs: the median of their numbers, or True if all their flags are True."""
+    """Return one value for the results of several runs: the median of numbers, or True if all flags are
+    True.
+    """
     if isinstance(values[0], bool):
         return all(values)
     return statistics.median(values) if isinstance(values[0], float) else values[0]
@@ -350,7 +360,8 @@ def _is_ours(name: str) -> bool:
 def _durable(
     engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path, plan: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Measure checkpoints, a resume and host memory for training with optimizer state on a disk.
+    """Measure the cost of checkpoints, the bytes that a resume reads, and host memory, with optimizer state
+    on a disk.
 
     `DURABLE` names the results.
     """
@@ -377,10 +388,10 @@ def predict(
     spare_bytes: float,
     plan: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Simulate iterations under two plans, each with several measurements of the disk.
+    """Simulate training iterations under two plans, each with several measurements of the disk's rates.
 
-    The first plan has all state on the disk. The second is the given plan, or else the tuner's plan for
-    ``spare_bytes`` more host memory. Only stock DeepSpeed is trained, to profile the model.
+    The first plan has all optimizer state on the disk. The second is the given plan, or else the tuner's
+    plan for ``spare_bytes`` more host memory. Only stock DeepSpeed is trained, to profile the model.
     """
     del steps
     become_only_rank()
@@ -414,7 +425,8 @@ def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None =
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:
-    """Return a plan with a fraction ``share`` of the subgroups in host memory, and the others on the disk.
+    """Return a plan with a fraction ``share`` of the subgroups' optimizer state in host memory, the rest on
+    the disk.
 
     The subgroups in host memory are evenly spread.
     """
@@ -439,17 +451,20 @@ def _settle(engine: Any) -> None:
 
 
 def _moved() -> dict[str, int]:
-    """Return the number of bytes that this process has read from drives and written to drives."""
+    """Return the number of bytes that this process has read from drives and written to drives, as a
+    dict.
+    """
     lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     counted = {key: int(value) for key, value in lines}
     return {key: counted[key] for key in ("read_bytes", "write_bytes")}
 
 
 def _of_updates(engine: Any) -> dict[str, float]:
-    """Return how long optimizer state is read, updated or written per step, in seconds.
+    """Return how long an engine reads, updates or writes optimizer state per training step, in seconds
+    (``update_s``).
 
-    Concurrent operations count once. Reads for the next step are included. A second number is the time
-    of the updates alone.
+    Concurrent operations count once. Reads for the next step are included. ``updates_s`` is the time of the
+    updates alone.
     """
     from ebbtide.simulator import OpKind
 

@@ -1,4 +1,4 @@
-"""The cost of a checkpoint after every step if optimizer state is on a disk, and of a resume."""
+"""The cost of a checkpoint after every step, and of a resume, when optimizer state is on a disk."""
 
 import math
 import os
@@ -14,10 +14,10 @@ from ebbtide.simulator.storage import StorageRates
 def saved_each_step(
     engine: Any, train: Callable[[Any], object], steps: int, plain_s: float, folder: Path
 ) -> dict[str, float]:
-    """Measure how much a checkpoint after every step slows down training with state on a disk.
+    """Measure how much a checkpoint after every step slows down training with optimizer state on a disk.
 
-    Training runs with checkpoints, without, and with checkpoints again. So a steady change of the
-    disk's speed affects both equally.
+    Training runs with checkpoints, without, and with checkpoints again. So a steady change of the disk's
+    speed affects both equally.
 
     Args:
         train: Function that trains one step.
@@ -39,7 +39,7 @@ def saved_each_step(
 
 
 def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
-    """Train with a checkpoint after every step.
+    """Train ``steps`` steps with a checkpoint after every step, to measure the checkpoints' cost.
 
     Returns:
         The seconds of a step, the report on the last checkpoint, and the bytes per step that were
@@ -60,7 +60,10 @@ def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Pa
 
 
 def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
-    """Load the newest checkpoint with an empty page cache, and return the bytes read from the disk."""
+    """Resume an engine from the newest checkpoint, and return the bytes that are read from the disk.
+
+    The drive files are dropped from the page cache first.
+    """
     for path in folder.glob("*.extents"):
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -71,10 +74,11 @@ def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
 
 
 def host_bytes(engine: Any) -> dict[str, Any]:
-    """Return the host memory per parameter that ebbtide's state, gradients and buffers take, in bytes.
+    """Return the host memory that ebbtide's optimizer state, gradients and buffers take, in bytes per
+    parameter.
 
-    It is returned as measured, and as the ratio of the predicted number to the measured one. The sizes
-    of all subgroups are returned too.
+    The dict has the measured number, and the ratio of the predicted number to the measured one. It also has
+    the sizes of all subgroups.
     """
     from ebbtide.simulator import Workload
     from ebbtide.simulator.update.footprint import footprint

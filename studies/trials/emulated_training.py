@@ -34,10 +34,10 @@ ROWS = 4  # samples per batch: the real compute stays small beside the given tim
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of training on an emulated device: the model's size and all durations and rates.
+    """The settings of training on an emulated device: the model's size, and all given durations and rates.
 
-    With the defaults, an update of all state on the host takes longer than forward, and so does
-    staging all state to the device for its update. The best split takes about as long as forward.
+    With the defaults, an update of all state on the host takes longer than forward, and so does staging all
+    state to the device for its update. The best split takes about as long as forward.
 
     Attributes:
         forward_s, backward_s: Seconds of one layer.
@@ -98,13 +98,16 @@ class Setting:
 
     @property
     def given_s(self) -> tuple[float, float]:
-        """Return the given seconds of forward and of backward, for all layers of one micro-batch."""
+        """Return the seconds of forward and of backward that were given for all layers and one
+        micro-batch.
+        """
         return self.forward_s * self.layers, self.backward_s * self.layers
 
     def machine(self) -> Machine:
-        """Return a machine for the simulator that has the given rates.
+        """Return a machine for the simulator with the rates that the emulated device is given.
 
-        Concurrent ops share its link and its device. Its DRAM and its cores are too fast to slow down an op.
+        Concurrent ops share its link and its device. Its DRAM and its cores are too fast to slow down an
+        op.
         """
         given = {
             "h2d_bytes_per_s": self.h2d_bytes_per_s,
@@ -129,7 +132,9 @@ class Setting:
         )
 
     def rates(self) -> EmulatedRates:
-        """Return the given rates of copies and updates in the form that the emulated device takes."""
+        """Return the rates of copies and updates in these settings, in the form that the emulated device
+        takes.
+        """
         return EmulatedRates(
             self.h2d_bytes_per_s,
             self.d2h_bytes_per_s,
@@ -140,7 +145,7 @@ class Setting:
         )
 
     def workload(self, forward_s: float, backward_s: float) -> Workload:
-        """Return the workload of the emulated training for the simulator.
+        """Return the workload of the training on the emulated device, in the form that the simulator takes.
 
         Args:
             forward_s, backward_s: Seconds of all layers and micro-batches, measured while no updates run.
@@ -160,7 +165,9 @@ class Setting:
 
 
 class _PacedLinear(torch.autograd.Function):
-    """A matrix product that takes given durations in forward and in backward."""
+    """A matrix product that takes as long as the emulated device's settings say, in forward and in
+    backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: "PacedLayer") -> torch.Tensor:
@@ -240,7 +247,8 @@ class Kernels:
         self._ended_s: float | None = None  # processor time of the training thread
 
     def synchronized(self) -> None:
-        """Record that the host has waited for the device. It has then prepared no work for the next kernel.
+        """Record that the host has waited for the emulated device. It has then prepared no work for the
+        next kernel.
 
         The next kernel therefore takes its whole duration.
         """
@@ -288,10 +296,10 @@ class ReducedBeside(GradientOps):
 
 @contextmanager
 def reduced_beside() -> Iterator[None]:
-    """Let all plans in the ``with`` block copy gradients while backward goes on, as on a GPU with a reduction stream
-    (`ReducedBeside`).
+    """Let all plans in the ``with`` block copy gradients while backward goes on (`ReducedBeside`).
 
-    By default, backward on the emulated device waits for each gradient sum that is fetched from host memory.
+    So does a GPU with a reduction stream. By default, backward on the emulated device waits for each
+    gradient sum that is fetched from host memory.
     """
     import ebbtide.runtime.execution.executor as executor
 
@@ -351,7 +359,8 @@ class Bench:
         self._kernels: Kernels | None = None  # of a plan's device
 
     def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps under a plan after a warm-up, and return the measured times.
+        """Train ``steps`` steps under a plan on the emulated device after a warm-up, and return the
+        measured times.
 
         Args:
             settle: True to wait for each step's updates before the next forward. Then the phases have the
@@ -361,11 +370,15 @@ class Bench:
         return self.measure_on(steps, settle=settle)
 
     def measure_on(self, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps under the present plan after a warm-up, and return times as `measure` does."""
+        """Train ``steps`` steps after a warm-up, under the engine's present plan, and return times as
+        `measure` does.
+        """
         return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
 
     def periods_s(self, steps: int) -> list[float]:
-        """Train ``steps + 1`` steps, and return the seconds from each backward's end to the next one's."""
+        """Train ``steps + 1`` steps, and return a list of the seconds from each backward's end to the next
+        one's.
+        """
         ends = [self._step(settle=False)[2] for _ in range(1 + steps)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
@@ -379,7 +392,7 @@ class Bench:
         return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
 
     def apply(self, plan: Plan) -> None:
-        """Switch the engine to a plan, or attach the plan if the engine has none yet."""
+        """Switch the engine to another plan, or attach the plan if the engine has none yet."""
         from ebbtide.runtime.zero.attach import switch_plan
 
         if self._kernels is not None:
@@ -388,7 +401,8 @@ class Bench:
             self._kernels = attach(self.engine, self.setting, plan)
 
     def _step(self, settle: bool) -> tuple[float, float, float, float]:
-        """Train one step, and return the start of forward and the ends of forward, backward and step.
+        """Train one step, and return the times at which forward starts and at which forward, backward and
+        step end.
 
         The times are as if the forwards of all micro-batches came before all backwards.
         """
@@ -415,7 +429,10 @@ class Bench:
         return backward - backward_s - forward_s, backward - backward_s, backward, stepped
 
     def workload(self, steps: int) -> Workload:
-        """Measure forward and backward while no update runs, and return the workload with these times."""
+        """Measure forward and backward on the emulated device while no update runs.
+
+        Return the workload with these times.
+        """
         plan = Plan(
             subgroup_size=self.setting.subgroup, ways=Way.each(["host"] * self.setting.subgroups), overlap_forward=False
         )
@@ -423,7 +440,9 @@ class Bench:
         return self.setting.workload(result.forward_s, result.backward_s)
 
     def close(self) -> dict[str, torch.Tensor]:
-        """Destroy the engine, and return the final parameters and optimizer state."""
+        """Destroy the engine, and return the final parameters and optimizer state as a dict of tensors by
+        name.
+        """
         from studies.bench.bits import state_of
 
         self.engine.optimizer.wait()
@@ -441,9 +460,9 @@ def batches(setting: Setting, number: int) -> Iterator[tuple[torch.Tensor, torch
 
 
 def set_clipping(engine: Any, clips: Callable[[int], bool] | None, number: int) -> None:
-    """Make the training step ``number`` clip or not, as ``clips`` tells.
+    """Set an engine's clipping limit so that the training step ``number`` clips or not, as ``clips`` tells.
 
-    It must be called between backward and the optimizer step. Then early updates, which begin during
+    The call must come between backward and the optimizer step. Then early updates, which begin during
     backward, cannot know that the step clips.
     """
     if clips is not None:

@@ -1,6 +1,6 @@
-"""The gain of early updates (before the gradient norm is known), and their cost in steps that clip.
+"""Measurement on an emulated device of what early updates gain, and what they cost in steps that clip.
 
-It is measured on an emulated device.
+An early update starts before the gradient norm is known.
 """
 
 import os

@@ -1,11 +1,11 @@
-"""One way to train, in a separate process: times, memory, and a hash of the trained state.
+"""One training run in a separate process, which measures times, memory, and a hash of the trained state.
 
     python -m studies.trials.offload_trial --variant stock --size tiny --steps 5 --json row.json
 
-Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, deepcompile, torchao, ebbtide
-(with --plan, or else with all optimizer state on the host). If two variants have the same hash, they
-have trained the same bits. On a GPU, all variants run deterministic algorithms, because otherwise
-the backward of flash attention adds numbers in a varying order.
+Variants: stock, twin_flow:RATIO, superoffload, zenflow, no_offload, deepcompile, torchao, ebbtide (with
+--plan, or else with all optimizer state on the host). If two variants have the same hash, they have trained
+the same bits. On a GPU, all variants run deterministic algorithms, because otherwise the backward of flash
+attention adds numbers in a varying order.
 """
 
 import argparse
@@ -97,18 +97,20 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def same_sums(*, warn_only: bool = False) -> None:
-    """Make torch use deterministic kernels, and leave uninitialized memory unfilled.
+    """Make torch use deterministic kernels in this process, and leave uninitialized memory unfilled.
 
-    With ``warn_only``, an op without a deterministic kernel gives a warning instead of an error. Then
-    the backward of fast attention still adds numbers in a varying order. This is for compared systems
-    whose bits are not compared.
+    With ``warn_only``, an op without a deterministic kernel gives a warning instead of an error. Then the
+    backward of fast attention still adds numbers in a varying order. This is for compared systems whose
+    bits are not compared.
     """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def trial(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with one variant, such as stock DeepSpeed, and return its times, memory and state hash."""
+    """Train with one variant, such as stock DeepSpeed, and return a row with its times, memory and state
+    hash.
+    """
     cuda = torch.cuda.is_available()
     engine = make_engine(args)
     size = SIZES[args.size]
@@ -141,9 +143,10 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
 def timed(
     engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1
 ) -> tuple[dict[str, float], float]:
-    """Train, and return the median seconds of each phase after the warm-up, and the last loss.
+    """Train with an engine, and return the median seconds of each phase after the warm-up, and the last
+    loss.
 
-    The names of the times are ``PHASE_s``.
+    The times are a dict with keys such as ``forward_s``.
 
     Args:
         first: Number of the first batch. A step takes ``accumulation`` batches.
@@ -169,7 +172,8 @@ def timed(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
-    """Return an engine that trains with the variant named on the command line.
+    """Return an engine that trains with the variant named on the command line, such as ``stock`` or
+    ``zenflow``.
 
     The model has the same initial weights for all variants.
     """
@@ -215,7 +219,7 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def _model(size: str) -> ByteGPT:
-    """Return the model, with its random weights drawn on the device that trains it.
+    """Return a byte-level GPT, with random weights that are drawn on the device that trains the model.
 
     On a CPU, drawing billions of weights takes a minute.
     """
@@ -224,7 +228,7 @@ def _model(size: str) -> ByteGPT:
 
 
 def host_plan(engine: Any, keep: float = 0.0) -> Plan:
-    """Return a plan that updates all optimizer state on the host.
+    """Return a plan that updates all optimizer state of an engine on the host.
 
     The 16-bit parameters stay where DeepSpeed's config puts them.
 

@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def trials(args: argparse.Namespace) -> Any:
-    """Train under each plan in turn, and yield a row of measured times per plan."""
+    """Train under each plan in turn on one engine, and yield a row of measured times per plan."""
     from ebbtide.runtime.zero.attach import switch_plan
 
     plans = {path.name: Plan.load(path) for path in args.plans}

@@ -15,7 +15,7 @@ MakeOptimizer = Callable[[Iterable[torch.nn.Parameter], dict[str, Any]], Any]
 
 
 def cpu_offload_adamw(parameters: Iterable[torch.nn.Parameter], settings: dict[str, Any]) -> Any:
-    """Return torchao's offloading AdamW optimizer, set to offload gradients too.
+    """Return torchao's AdamW optimizer that keeps its state in host memory, set to offload gradients too.
 
     Raises:
         ImportError: If torchao is not installed.

@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], right: list[dict[str, Any]]) -> int:
-    """Train one group of runs with and without defects, judge them, and return the number of judgements.
+    """Train one group of runs with and without defects, judge each by `tune verify`, and return the number
+    of judgements.
 
     A judgement is added to ``cases`` if it is on a run with a defect, otherwise to ``right``.
     """
@@ -81,14 +82,16 @@ def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], ri
 
 
 def verdict_of(finding: Finding) -> dict[str, str]:
-    """Return what `tune verify` says of two runs: its verdict, and the first difference that it names."""
+    """Return what `tune verify` says of two compared training runs: its verdict, and the first difference
+    that it names.
+    """
     first = finding.first
     said = "" if first is None else f"step {first.step}: {first.name}"
     return {"verdict": finding.verdict, "said": said}
 
 
 def overhead_pct(stage: int) -> float:
-    """Return how much longer a training step takes when `tune verify` records it, in percent.
+    """Return how much longer a training step takes when `tune verify` records the step, in percent.
 
     The time is measured with one rank.
     """
@@ -128,7 +131,7 @@ def summary(
     overheads: dict[str, float],
     versions: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return the results of the test of `tune verify`.
+    """Return a summary of the test of `tune verify` as a dict.
 
     ``seeded`` counts the judgements on runs with a defect, including versions of DeepSpeed known to be
     wrong. ``found`` counts those that found the defect. ``named_rightly`` is the fraction that named the

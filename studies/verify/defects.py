@@ -1,4 +1,6 @@
-"""Defects that the test of `tune verify` puts into DeepSpeed, each with the place where it shows first."""
+"""Defects that the test of `tune verify` puts into DeepSpeed, each with the first step and tensors that it
+changes.
+"""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -54,13 +56,16 @@ def masters(engine: Any) -> list[str]:
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    """Replace a method of ``owner``. ``wrapper`` gets the original method and the arguments of each call."""
+    """Replace a method of ``owner`` in order to put a defect into training.
+
+    ``wrapper`` gets the original method and the arguments of each call.
+    """
     original = getattr(owner, name)
     setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
 
 def around_step(engine: Any, before: Callable[[], Any], after: Callable[[Any], None]) -> None:
-    """Call ``before`` and ``after`` around each optimizer step of an engine.
+    """Call ``before`` and ``after`` around each optimizer step of a DeepSpeed engine.
 
     ``after`` gets the result of ``before``.
     """
@@ -174,7 +179,7 @@ def narrow(values: torch.Tensor) -> None:
 
 
 def scaled_loss(engine: Any, factor: Callable[[int], float]) -> None:
-    """Multiply the loss of each micro-batch of an engine by ``factor``.
+    """Multiply the loss of each micro-batch of an engine by ``factor``, as a defect to test `tune verify`.
 
     ``factor`` is a function of the number of the micro-batch, counted from 1 over all steps.
     """
@@ -192,9 +197,8 @@ def scaled_loss(engine: Any, factor: Callable[[int], float]) -> None:
 
 
 def dropped_micro_batch(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    In one step (`AT`), the last rank loses the second micro-batch's gradients.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), the last rank loses
+    the second micro-batch's gradients.
     """
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     number = (AT - 1) * engine.gradient_accumulation_steps() + 2
@@ -202,15 +206,16 @@ def dropped_micro_batch(engine: Any) -> None:
 
 
 def values_of(engine: Any) -> torch.Tensor | None:
-    """Return a copy of the part of the tensor `TENSOR` that this rank holds. None if it holds no part."""
+    """Return a copy of the values that this rank holds of the model's tensor `TENSOR`. None if it holds
+    none.
+    """
     piece = piece_of(engine, TENSOR)
     return None if piece is None else piece.values.clone()
 
 
 def stale_parameter(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    One of the model's parameters keeps its old value after the update of one step (`AT`).
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: a parameter of the model keeps its old
+    value after the update of one step (`AT`).
     """
 
     def restore(kept: torch.Tensor | None) -> None:

@@ -1,6 +1,6 @@
-"""Held-out defects for the test of `tune verify`, which judges training runs.
+"""Held-out defects for the test of `tune verify`, which finds differences between training runs.
 
-They were written after the judging code, so that the code was not made to find them.
+The defects were written after the code of `tune verify`, so that the code was not made to find them.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,8 @@ from studies.verify.defects import (
 
 
 def wrong_settings(**wrong: Any) -> Arm:
-    """Build a defect that gives DeepSpeed's inner optimizer wrong settings in one step (`AT`).
+    """Build a defect that gives DeepSpeed's inner optimizer wrong settings in one step (`AT`), to test
+    `tune verify`.
 
     Args:
         wrong: Wrong values by name of the setting. A function gets the right value and returns the
@@ -65,10 +66,10 @@ def loss_scaled_twice(engine: Any) -> None:
 
 
 def _wrong_gradient(change: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]) -> Arm:
-    """Build a defect that changes the gradients of one tensor in one step (`AT`).
+    """Build a defect that changes the gradients of one tensor in one step (`AT`), to test `tune verify`.
 
-    ``change`` gets the gradient, and a list of all gradients of the tensor up to now. It returns the
-    wrong gradient.
+    ``change`` gets the gradient, and a list of all gradients of the tensor up to now. It returns the wrong
+    gradient.
     """
 
     def arm(engine: Any) -> None:
@@ -103,9 +104,8 @@ def norm_name(engine: Any) -> str:
 
 
 def norm_of_less(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    In one step (`AT`), clipping uses a gradient norm that is too small.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), clipping uses a
+    gradient norm that is too small.
 
     The norm is what it would be if some gradients were missing.
     """
@@ -132,9 +132,8 @@ def not_clipped(engine: Any) -> None:
 
 
 def stale_in_one_forward(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    The forward after one step (`AT`) reads the old value of one tensor.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: the forward after one step (`AT`) reads
+    the old value of one tensor.
 
     After this forward, the value is right again.
     """

@@ -49,10 +49,12 @@ class Group:
         self._expected = expected
 
     def cases(self) -> Iterator[Case]:
-        """Yield what `tune verify` finds in the training runs with an artificial defect.
+        """Yield the judgements of `tune verify` on the recorded training runs that have an artificial
+        defect.
 
-        First, the bits of each run are compared with those of a correct run. The defective run counts in turn
-        as the run under a plan and as the run of DeepSpeed alone. Then the size of the differences is judged.
+        First, the bits of each run are compared with those of a correct run. The defective run counts in
+        turn as the run under a plan and as the run of DeepSpeed alone. Then the size of the differences is
+        judged.
         """
         known = [(name, defect) for name, defects in ROUNDS.items() for defect in defects]
         for number, (name, defect) in enumerate(known):
@@ -64,7 +66,9 @@ class Group:
                 yield self._without_offload(name, defect)
 
     def right(self) -> Iterator[tuple[str, Finding]]:
-        """Yield what `tune verify` finds in pairs of runs without a defect, with the name of each pair."""
+        """Yield the name and the findings of `tune verify` for each pair of recorded runs without a
+        defect.
+        """
         stock, noise = self._run("stock", STOCK), self._noise("bf16")
         yield "plan", judge(self._run("plan", PLAN), stock, None, same_bits=True)
         yield "again", judge(self._run("again", "again"), stock, None, same_bits=True)

@@ -61,9 +61,9 @@ def main() -> None:
 
 
 def right_runs(stage: int, out: Path) -> None:
-    """Train and record all correct runs of the test of `tune verify`, each in its own folder.
+    """Train and record all runs without a defect for the test of `tune verify`, each in its own folder.
 
-    Correct runs have no inserted defect, and `tune verify` must accept them.
+    `tune verify` must accept these runs.
     """
     train(out / "stock", stage)
     train(out / "again", stage)
@@ -99,7 +99,7 @@ def right_runs(stage: int, out: Path) -> None:
 
 
 def train_with(defect: Defect, stage: int, out: Path) -> dict[str, Any]:
-    """Train and record a run with a defect.
+    """Train and record a run with an artificial defect, to test whether `tune verify` finds the defect.
 
     Returns:
         The step and the names of the values at which the defect shows first.
@@ -125,7 +125,10 @@ def trained(
     torchs: bool = False,
     shape: Shape = TINY,
 ) -> Iterator[Any]:
-    """Yield an engine, so that the caller can put a defect into it. Then train it and record the run."""
+    """Yield an engine into which the caller can put a defect. Then train the engine and record the run.
+
+    `tune verify` judges the recorded run later.
+    """
     engine = started(shape.stage or stage, offload=offload, torchs=torchs, shape=shape)
     if attach:
         _attach(engine, shape.stage or stage)
@@ -155,9 +158,9 @@ def trained(
 
 
 def started(stage: int, *, offload: bool = True, torchs: bool = False, shape: Shape = TINY) -> Any:
-    """Return a DeepSpeed engine for a model and its training settings.
+    """Return a DeepSpeed engine for a model and its training settings, to test `tune verify`.
 
-    If ``torchs`` is True, it uses torch's AdamW, which rounds differently.
+    If ``torchs`` is True, the engine uses torch's AdamW, which rounds differently.
     """
     import deepspeed
 
@@ -211,7 +214,8 @@ def _attach(engine: Any, stage: int) -> None:
 
 
 def overhead_pct(stage: int) -> float:
-    """Return the time that hashing all tensors takes, in percent of an optimizer step.
+    """Return the time that hashing an engine's tensors takes, as `tune verify` does, in percent of a
+    training step.
 
     Both times are medians and are measured in turn.
     """

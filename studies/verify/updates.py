@@ -16,10 +16,11 @@ BOTH = 2  # the second subgroup or parameter group is the one that is wrong
 
 
 def scaled_gradient(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), a subgroup's
+    gradient is scaled.
 
-    In one step (`AT`), one subgroup's gradient is scaled by 1 + 2^-7. This happens after the gradient norm
-    was computed. It changes a bf16 number by about its last bit.
+    The factor is 1 + 2^-7, which changes a bf16 number by about its last bit. Scaling happens after the
+    gradient norm was computed.
     """
 
     def scaled(call: int, updated: Updated) -> None:
@@ -31,24 +32,24 @@ def scaled_gradient(engine: Any) -> None:
 
 
 def decay_in_another_group(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    In one step (`AT`), weight decay is applied to a group that has none.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), weight decay is
+    applied to a parameter group that has none.
     """
     decay = max(group["weight_decay"] for group in engine.optimizer.optimizer.param_groups)
     wrong_settings(weight_decay=lambda own: own or decay)(engine)
 
 
 def _lose_moments(state: dict[str, Any]) -> None:
-    """Clear both Adam moments, as a resume that restores only masters and step counts would."""
+    """Set both Adam moments in an optimizer state to zero, as a resume would that restores only masters and
+    step counts.
+    """
     state["exp_avg"].zero_()
     state["exp_avg_sq"].zero_()
 
 
 def stale_master(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    In one step (`AT`), one subgroup's update starts from its fp32 master copy of one step before.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), one subgroup's
+    update starts from its fp32 master copy of one step before.
     """
     old: Updated = []
 
@@ -73,9 +74,11 @@ def _masters_of(optimizer: Any) -> Updated:
 
 
 def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
-    """Change the gradients of an engine in one step (`AT`), after the gradient norm and before clipping.
+    """Change the gradients of a DeepSpeed engine in one step (`AT`), after the gradient norm is computed
+    and before clipping.
 
-    ``change`` gets all fp32 masters, which hold the gradients.
+    ``change`` gets all fp32 masters, which hold the gradients. The change is a defect to test `tune
+    verify`.
     """
     done: list[bool] = []
 
@@ -89,10 +92,10 @@ def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
 
 
 def exchanged_updates(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), two subgroups are
+    updated with each other's gradients.
 
-    In one step (`AT`), two subgroups are updated with each other's gradients. If their sizes differ, only as
-    many elements as the smaller one has are exchanged.
+    If their sizes differ, only as many elements as the smaller one has are exchanged.
     """
 
     def exchange(flat: Updated) -> None:
@@ -120,9 +123,8 @@ def exchanged_names(engine: Any) -> Collection[str]:
 
 
 def narrow_sums(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    In one step (`AT`), gradients summed over micro-batches are rounded to bf16.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), gradients summed
+    over micro-batches are rounded to bf16.
     """
 
     def narrowed(flat: Updated) -> None:
@@ -134,9 +136,8 @@ def narrow_sums(engine: Any) -> None:
 
 
 def norm_without_a_rank(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    In one step (`AT`), the gradient norm lacks the gradients of the last rank.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), the gradient norm
+    lacks the gradients of the last rank.
     """
     import deepspeed.comm as dist
 
@@ -159,9 +160,8 @@ def norm_without_a_rank(engine: Any) -> None:
 
 
 def eps_inside(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    Each update is m / sqrt(v + eps) instead of m / (sqrt(v) + eps).
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: each update is m / sqrt(v + eps) instead
+    of m / (sqrt(v) + eps).
     """
     inner = engine.optimizer.optimizer
 
@@ -180,18 +180,16 @@ def eps_inside(engine: Any) -> None:
 
 
 def never_corrected(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    Updates lack Adam's bias correction, so that each is m / sqrt(v).
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: updates lack Adam's bias correction, so
+    that each is m / sqrt(v).
     """
     for group in engine.optimizer.optimizer.param_groups:
         group["bias_correction"] = False
 
 
 def late_rate(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`.
-
-    From a certain step (`AT`) on, updates use the learning rate of the step before.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: from a certain step (`AT`) on, updates
+    use the learning rate of the step before.
     """
     inner = engine.optimizer.optimizer
     last: dict[int, list[float]] = {}
