@@ -142,9 +142,10 @@ def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict
 
 
 def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Execute several plans in turn, in several rounds, and return a row of predicted and executed times per plan.
+    """Execute several plans in turn, in several rounds, and return a list with a row of times per plan.
 
-    The first plan keeps all optimizer state in host memory. The other plans are random.
+    A row has the predicted and the executed iteration time. The first plan keeps all optimizer state in
+    host memory. The other plans are random.
     """
     works: list[Workload] = []
     drawn: list[Plan] = []
@@ -162,7 +163,7 @@ def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[di
 
 
 def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[float]) -> dict[str, Any]:
-    """Return a row of the results table: the predicted and executed iteration times of one plan.
+    """Return a row of the study's results: the predicted and executed iteration times of one plan.
 
     All plans are executed in turn, in several rounds. The row has the medians over the rounds.
 
@@ -194,9 +195,10 @@ def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[f
 
 
 def _joined(work: Workload) -> Workload:
-    """Return the workload with the layers of each subgroup joined into one.
+    """Return the workload with the layers of each subgroup joined into one, for a second prediction to
+    compare with.
 
-    A subgroup's gradient is then copied to the host in one piece.
+    In the joined workload, a subgroup's gradient is copied to the host in one piece.
     """
     of = len(work.layers) // len(work.subgroups)
     layer = work.layers[0]
@@ -237,14 +239,16 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
 
 
 def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Machine:
-    """Return the machine with rates that were measured on the emulated device under three simple plans.
+    """Return the machine ``given`` with rates that were measured on the emulated device under three simple
+    plans.
 
-    One plan updates all optimizer state on the host. The other two stage all state to the device, with one staging
-    buffer and with four. The study predicts the times of other plans, not of these three.
+    One plan updates all optimizer state on the host. The other two stage all state to the device, with one
+    staging buffer and with four. The study predicts the times of other plans, not of these three.
 
-    With one staging buffer, a subgroup is copied to the device after the previous subgroup has been copied back, so
-    each copy and each update runs alone. With four, copies in both directions run at the same time. The throughput of
-    both directions together is then chosen so that the simulated iteration takes as long as the measured one.
+    With one staging buffer, a subgroup is copied to the device after the previous subgroup has been copied
+    back, so each copy and each update runs alone. With four, copies in both directions run at the same
+    time. The throughput of both directions together is then chosen so that the simulated iteration takes as
+    long as the measured one.
     """
     count = len(work.subgroups)
     hosted, staged = _waiting(work, "host", 0), _waiting(work, "device", 1)
@@ -309,7 +313,7 @@ def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Mach
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the executed iteration time over the predicted one, with a point per plan."""
+    """Draw the executed iteration time over the predicted one, with a point per random plan."""
     rows = figures["rows"]
     with picture(path, figsize=(5.5, 5)) as (_, axes):
         highest = 1.05 * max(max(r["predicted_s"], r["executed_s"]) for r in rows)

@@ -141,7 +141,7 @@ class Door:
             )
 
     def ask(self, order: str) -> dict[str, Any]:
-        """Send an order to the training process and return its answer.
+        """Send an order, such as ``step``, to the training process and return the process's answer.
 
         Raises:
             RuntimeError: If the process has ended. The message has the end of its output.

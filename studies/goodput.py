@@ -217,7 +217,7 @@ def simulated_goodput(
     seed: int = 0,
     gap_s: Callable[[], float] | None = None,
 ) -> float:
-    """Return the goodput of one long simulated job, to check the formula of `expected_goodput`.
+    """Return the goodput (useful training per time) of one long simulated job, to check `expected_goodput`.
 
     The simulation draws random failures and follows the job from one to the next.
 
@@ -252,7 +252,9 @@ def simulated_goodput(
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the goodput over the number of GPUs and, for 16,384 GPUs, over the checkpoint interval."""
+    """Draw the predicted goodput over the number of GPUs and, for 16,384 GPUs, over the checkpoint
+    interval.
+    """
     with picture(path, 1, 2, figsize=(11, 4)) as (_, (left, right)):
         scales = figures["scales"]
         left.semilogx([r["gpus"] for r in scales], [r["goodput"] for r in scales], "o-", ms=4)

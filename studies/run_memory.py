@@ -44,7 +44,9 @@ DEVICE_BYTES_PER_PARAM = 24  # of the device that stands for a GPU: enough for t
 
 
 class Peak(NamedTuple):
-    """The peak of host memory while a block of code runs, and the device memory in use at its end."""
+    """The peak of host memory while a block of code runs, and the device memory in use when the block
+    ends.
+    """
 
     host_bytes: int
     device_bytes: int

@@ -87,7 +87,9 @@ def varied_plans(subgroups: int, rng: np.random.Generator) -> list[tuple[PlanSwe
 
 
 def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> Plan:
-    """Return a random plan that varies all features on which the time of its simulation may depend."""
+    """Return a random plan with all features varied on which the time of the plan's simulation may
+    depend.
+    """
     shares = rng.dirichlet((4, 3, 1))  # of host, device and resident
     slots = int(rng.integers(1, 6))
     placements = [PLACEMENTS[i] for i in rng.choice(3, subgroups, p=shares)]
@@ -132,7 +134,7 @@ def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]
 
 
 def _call(sweep: PlanSweep, plan: Plan) -> Callable[[], object]:
-    """Return a function that simulates a plan in the same way as the tuner's search does."""
+    """Return a function without arguments that simulates a plan as the tuner's search does, to be timed."""
     codes = np.array([PLACEMENT_CODES[p] for p in plan.placements], dtype=np.int8)
     issue = np.array(plan.issue_order, dtype=np.int64)
     return lambda: sweep.evaluate(codes, plan.staging_slots, plan.prefetch, plan.threads, plan.overlap_forward, issue)

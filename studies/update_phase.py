@@ -109,7 +109,7 @@ def _attach(engine: Any, subgroup: int) -> None:
 
 
 def _stock_host_bytes(engine: Any) -> int:
-    """Return the bytes that DeepSpeed's optimizer allocates in host memory.
+    """Return the bytes of host memory that stock DeepSpeed's optimizer allocates.
 
     They are the optimizer state, the fp32 gradients and the flat gradient buffer.
     """

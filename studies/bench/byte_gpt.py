@@ -50,9 +50,9 @@ class ByteGPTConfig:
 
     @property
     def params(self) -> int:
-        """Return the number of parameters of a GPT of these sizes.
+        """Return the number of parameters of the byte-level GPT with these sizes.
 
-        It counts the blocks, the token and position embeddings, the last norm and the output head.
+        The blocks, the token and position embeddings, the last norm and the output head are counted.
         """
         block = 12 * self.hidden**2 + 13 * self.hidden
         return self.layers * block + (2 * VOCABULARY + self.sequence + 2) * self.hidden
@@ -248,7 +248,9 @@ def stock_engine(model: nn.Module, config: dict[str, Any]) -> Any:
 
 
 def train_step(engine: Any, batch: Batch) -> torch.Tensor:
-    """Run forward, backward and the optimizer step on one batch, and return the detached loss."""
+    """Run forward, backward and the optimizer step of a DeepSpeed engine on one batch, and return the
+    detached loss.
+    """
     loss: torch.Tensor = engine(*batch)
     engine.backward(loss)
     engine.step()

@@ -141,7 +141,9 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _shown(name: str, values: list[Any]) -> Iterator[str]:
-    """Yield the texts of one table column: its heading with the unit, then each value in that unit."""
+    """Yield the texts of one column of a result table: the heading with the unit, then each value in that
+    unit.
+    """
     end = next((end for end in UNITS if name.endswith(end)), "")
     factor, unit = UNITS.get(end, (1.0, ""))
     yield " ".join([name.removesuffix(end).replace("_", " "), unit]).strip()

@@ -64,7 +64,7 @@ class KillingFiles(Files):
 
 @dataclass
 class Trial:
-    """The outcome of one SIGKILL of a training process."""
+    """The outcome of one attempt of a study to kill a training process with SIGKILL."""
 
     kill: Kill
     fired: bool = False

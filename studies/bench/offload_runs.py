@@ -333,7 +333,8 @@ def _number(row: dict[str, str], name: str, where: str, default: float | None = 
 
 
 def family_of(source: str) -> str:
-    """Return the name of the campaign that a published run belongs to: its source without model sizes.
+    """Return the name of the campaign (series of runs) that a published run belongs to: its source without
+    model sizes.
 
     ``act-output-13B-scale-DP`` and ``act-output-7B-scale-DP`` belong to the same campaign.
     """

@@ -43,7 +43,9 @@ class PhaseClock:
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
     def iterations(self) -> list[dict[str, float]]:
-        """Return one row per timed training step: the seconds of each phase, and of the whole ``iteration``."""
+        """Return a list with one dict per timed training step: the seconds of each phase, and of the whole
+        ``iteration``.
+        """
         seconds = self.seconds()
         stride = len(PHASES) + 1  # the gap between two steps (data, prints) is nobody's phase
         rows = []

@@ -220,7 +220,8 @@ def _number(note: Path) -> int:
 
 
 def _check_disk(trial: Trial, folder: Path) -> None:
-    """Check the checkpoints that are on disk after a kill, and note the faults in ``trial``.
+    """Check the checkpoints that are on disk after the kill of a training run, and note the faults in
+    ``trial``.
 
     Every checkpoint must be whole, and none that the run reported as committed may be missing.
     """

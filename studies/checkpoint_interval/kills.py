@@ -124,10 +124,10 @@ def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any
 
 
 def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
-    """Return the goodput with one checkpoint interval: measured, and predicted for the same failures.
+    """Return the goodput (useful training per time) with one checkpoint interval, measured and predicted.
 
-    The machine's speed changes with other load. So the time between two failures is divided by the
-    duration of an iteration measured in that time.
+    The prediction is for the same failures. The machine's speed changes with other load. So the time
+    between two failures is divided by the duration of an iteration measured in that time.
 
     Args:
         row: Results with this interval: committed steps, and the time and speed before each failure.

@@ -9,7 +9,7 @@ from studies.bench.pictures import picture
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the predicted goodput over the checkpoint interval, and the measured goodput.
+    """Draw the goodput (useful training per time) over the checkpoint interval, predicted and measured.
 
     The intervals by Young, Daly, CheckFreq and ebbtide's tuner are marked.
     """

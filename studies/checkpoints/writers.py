@@ -180,12 +180,13 @@ WRITERS: dict[str, type[Writer]] = {
 
 
 def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Train and save checkpoints with one checkpoint engine. Return its median times and rates.
+    """Train and save checkpoints with one of the compared checkpoint writers. Return a dict of median times
+    and rates.
 
     Training and saving run in this process.
 
     Args:
-        name: Key of `WRITERS`, such as the checkpoint engine of ebbtide. ``none`` saves nothing.
+        name: Key of `WRITERS`, such as ``ebbtide``. ``none`` saves nothing.
         folder: Folder for the checkpoints.
     """
     engine, batches = _engine(workload, WRITERS[name].config())

@@ -60,8 +60,8 @@ class Case:
         return begin, (self.name, self.arm, str(self.notes))
 
     def note(self, **what: Any) -> None:
-        """Append a line with an event of this test of DeepSpeed to the study's notes file, from which the study makes
-        its results.
+        """Append a line with an event of this DeepSpeed test to the study's notes file, the source of the
+        study's results.
 
         Each line is written in one piece, so that concurrent ranks do not mix their lines.
         """

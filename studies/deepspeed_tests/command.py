@@ -110,7 +110,7 @@ def commit() -> str:
 
 
 def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
-    """Return the environment variables for pytest to run DeepSpeed's tests.
+    """Return the environment variables with which pytest runs DeepSpeed's tests.
 
     Without a GPU, tests run with two ranks on the CPU. Processes are not reused by later tests.
     """

@@ -74,10 +74,11 @@ class Demo:
         self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
     def train(self) -> bool:
-        """Train with stock DeepSpeed and under two plans, in turns. Return True if all give the same bits.
+        """Train with stock DeepSpeed and under two plans, in turns. Return True if all three runs have the
+        same bits.
 
-        The first plan is made from a profile of the first steps with stock DeepSpeed. The second one differs
-        only in its early updates (before the gradient norm is known).
+        The first plan is made from a profile of the first steps with stock DeepSpeed. The second one
+        differs only in its early updates (before the gradient norm is known).
         """
         model = self.model
         self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")

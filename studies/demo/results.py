@@ -16,7 +16,7 @@ STOCK_NAMES = ("stock ZeRO-3 offload", "zero3_offload")
 
 @dataclass(frozen=True)
 class Run:
-    """The results of one training run of the demo, without its tensors.
+    """The results of one training run of ebbtide's demo, without the trained tensors.
 
     Attributes:
         first_step: Step at which the run began: 0, or a later one if the run was resumed.

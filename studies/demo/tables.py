@@ -30,7 +30,7 @@ def _table(*columns: str) -> Table:
 
 
 def machine(measured: Machine) -> Table:
-    """Return a table for the demo of the machine's most important measured rates.
+    """Return a table of the most important rates of the machine that the demo has measured.
 
     Spreads and all other rates are in the machine's file.
     """

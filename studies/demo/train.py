@@ -87,7 +87,7 @@ class Training:
         self.first = self.next = self.engine.global_steps
 
     def train(self, steps: int, timed: Iterable[int] = (), profiled: Iterable[int] = ()) -> None:
-        """Train ``steps`` more steps.
+        """Train ``steps`` more steps of this run of the demo.
 
         Args:
             timed: Numbers of the steps whose phases are timed, counted from 0 in this call.
@@ -124,7 +124,9 @@ class Training:
         (folder / "runs" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     def clipped(self) -> int:
-        """Return the number of this run's steps that clipped or overflowed. 0 with stock DeepSpeed."""
+        """Return the number of steps of this demo run that clipped or overflowed. 0 with stock
+        DeepSpeed.
+        """
         session = getattr(self.engine.optimizer, "_ebbtide", None)
         return session.pausing.clipped if session is not None else 0
 

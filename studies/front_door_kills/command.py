@@ -35,7 +35,7 @@ RUN_LIMIT_S = 300.0
 
 @dataclass
 class Trial:
-    """The outcome of one SIGKILL of an unchanged training script.
+    """The outcome of one attempt to kill an unchanged training script with SIGKILL and to resume it.
 
     Attributes:
         stock_step: Step of the newest checkpoint that stock DeepSpeed would have had at the kill.

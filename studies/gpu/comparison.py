@@ -49,10 +49,11 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
 
 
 def _reference(name: str) -> str:
-    """Return the name of the stock DeepSpeed run with which a run of ebbtide or of another offloading system is
-    compared.
+    """Return the name of the stock DeepSpeed run to compare a run of ebbtide or another offloading system
+    with.
 
-    A run that accumulates gradients, or that does not clip them, is compared with a stock run of the same kind.
+    A run that accumulates gradients, or that does not clip them, is compared with a stock run of the same
+    kind.
 
     Args:
         name: Name of the run to compare, such as ``superoffload``.

@@ -194,10 +194,10 @@ def start(
 
 
 def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **fields: Any) -> Any:
-    """Attach a plan to an engine, with a random delay before each op, and return the engine.
+    """Attach a plan to a DeepSpeed engine, with a random delay before each op, and return the engine.
 
-    ``pattern`` is a list of placements, which the plan repeats over the subgroups of optimizer state.
-    A placement tells where a subgroup's state is kept and updated.
+    ``pattern`` is a list of placements, which the plan repeats over the subgroups of optimizer state. A
+    placement tells where a subgroup's state is kept and updated.
     """
     import ebbtide.runtime
 
@@ -230,7 +230,8 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
 
 
 def train(engine: Any) -> Outcome:
-    """Train an engine for a fixed number of steps, and return its final state, losses and gradient norms.
+    """Train a DeepSpeed engine for a fixed number of steps. Return its final state, losses and gradient
+    norms.
 
     The engine is destroyed afterwards.
     """
@@ -250,7 +251,9 @@ def _steps(engine: Any, first: int, end: int) -> tuple[list[torch.Tensor], list[
 
 
 def differing(ours: Outcome, stock: Outcome) -> list[str]:
-    """Return the names of the tensors, losses and gradient norms that differ between two training runs."""
+    """Return a list of the names of tensors, losses and gradient norms that differ between two training
+    runs.
+    """
     result = list(differences(ours[0], stock[0]))
     pairs = zip(ours[1], stock[1], strict=True)
     result += [f"loss {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]

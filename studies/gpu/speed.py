@@ -37,10 +37,10 @@ def baseline(suite: Suite) -> Figures:
 
 
 def parameter_offload(suite: Suite) -> Figures:
-    """Time training with parameters in host memory: two runs of stock DeepSpeed, and two of ebbtide.
+    """Time training with 16-bit parameters in host memory: two runs of stock DeepSpeed, and two of ebbtide.
 
-    ebbtide's first run keeps all optimizer state and parameters in host memory. Its second run keeps
-    half of the parameters on the GPU.
+    ebbtide's first run keeps all optimizer state and parameters in host memory. Its second run keeps half
+    of the parameters on the GPU.
     """
     away = ["--offload-param"]
     rows = suite.trials(
@@ -126,7 +126,9 @@ def ablation(suite: Suite) -> Figures:
 
 
 def fidelity(suite: Suite) -> Figures:
-    """Compare predicted and measured iteration times of many different plans, all on one engine."""
+    """Compare predicted and measured iteration times of many different plans, all on one engine on the
+    GPU.
+    """
     workload, machine = suite.workload(), suite.machine()
     plans = _varied(suite, workload)
     rows = suite.plans("fidelity", plans)

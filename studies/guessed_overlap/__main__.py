@@ -210,15 +210,17 @@ class Trial:
         return block.iteration_s
 
     def _train(self, plan: Plan, steps: int, clips: Clips, number: int, to: "_Steps", *, always: bool = False) -> None:
-        """Train some steps of a sequence under a plan, and add their times and early updates to ``to``.
+        """Train some steps of a sequence under a plan, and add the measured times and early updates to
+        ``to``.
 
-        A sequence is a series of training steps that clip at a given rate or in bursts. Early updates start before the
-        gradient norm is known.
+        A sequence is a series of training steps that clip at a given rate or in bursts. Early updates start
+        before the gradient norm is known.
 
         Args:
             clips: Function that tells which steps of the sequence clip.
             number: Number of the first of these steps in the sequence.
-            to: Measurements so far, with the rule that decides when early updates pause (`PauseRule`). The rule does
+            to: Measurements so far, with the rule that decides when early updates pause (`PauseRule`).
+                The rule does
                 not count the warm-up.
             always: True if early updates are never paused.
         """
@@ -236,9 +238,10 @@ class Trial:
 
     @property
     def noise_pct(self) -> float:
-        """Return the noise of the iteration times without early updates, in percent.
+        """Return the noise of the iteration times that were measured without early updates, in percent.
 
-        It is the distance between the quartiles of these times, divided by their median.
+        The noise is the distance between the quartiles of these times, divided by their median. Early
+        updates start before the gradient norm is known.
         """
         low, middle, high = statistics.quantiles(self._blocks, n=4)
         return 100 * (high - low) / middle
@@ -267,10 +270,13 @@ class _Watched:
         return self._account.on
 
     def stepped(self, right: bool | None) -> None:
-        """Record whether the early updates of a finished step were kept.
+        """Record whether the early updates of a finished training step were kept.
+
+        An early update starts before the gradient norm is known.
 
         Args:
-            right: True if they were kept. False if they were redone, because the step clipped or overflowed. None
+            right: True if they were kept. False if they were redone, because the step clipped or
+                overflowed. None
                 if the step had no early updates.
         """
         self._outcomes.append(right)
@@ -283,11 +289,13 @@ class _Watched:
 
 
 class _Steps:
-    """The measured steps of one sequence in one mode, such as with early updates, in several parts.
+    """The measured steps of one training sequence in one mode (such as with early updates), in several
+    parts.
 
     Attributes:
         periods: For each part, seconds from the end of each backward to the end of the next one.
-        outcomes: For each part and each of its steps, True if the step's early updates were kept, False if they
+        outcomes: For each part and each of its steps, True if the step's early updates were kept, False
+            if they
             were redone, None if there were none. It has one step more than ``periods``.
     """
 

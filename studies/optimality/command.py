@@ -63,9 +63,10 @@ def main() -> None:
 
 
 def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
-    """Make plans for random pairs of a workload and a machine, and compare them with lower bounds.
+    """Make plans for random pairs of a workload and a machine, and compare the iteration times with lower
+    bounds.
 
-    For some small pairs they are also compared with the best possible plan.
+    No plan can beat a lower bound. Some small pairs are also compared with the best possible plan.
     """
     rng = np.random.default_rng(seed)
     rows = [

@@ -76,7 +76,8 @@ def optimum(search: Search) -> Optimum:
 
 
 def floor_s(search: Search, numbers: Mapping[Placement, int], slots: int) -> float:
-    """Return a lower bound of the iteration time in seconds for a number of subgroups per placement.
+    """Return a lower bound of an iteration's seconds under every plan with a given number of subgroups per
+    placement.
 
     All 16-bit parameters are on the GPU, and no update is early. The result is infinite if nothing fits.
 

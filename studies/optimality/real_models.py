@@ -48,11 +48,12 @@ MANY_LINKS_BYTES_PER_S = (*(n * 5e9 for n in range(2, 10)), 55e9)
 
 
 def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
-    """Yield a description, a workload and a machine for each combination of settings.
+    """Yield a description, a workload and a machine for each combination of training settings of real
+    models.
 
-    The settings are the model, the bandwidth of the link, the subgroup size, the number of ranks and
-    the number of accumulation steps. The machine is a preset, with the link's bandwidth replaced in
-    both directions. Training uses bf16 and micro-batches of two samples.
+    The settings are the model, the bandwidth of the link, the subgroup size, the number of ranks and the
+    number of accumulation steps. The machine is a preset, with the link's bandwidth replaced in both
+    directions. Training uses bf16 and micro-batches of two samples.
     """
     for model, ranks, accumulation, size, link in product(
         MODELS, RANKS, ACCUMULATION, SUBGROUP_SIZES, LINKS_BYTES_PER_S

@@ -51,7 +51,7 @@ BUILDS = {"scale-subg-size-motivation": True}
 
 
 def machine_of(testbed: str) -> Machine:
-    """Return the preset machine that describes a testbed of the published runs.
+    """Return ebbtide's preset machine for a testbed, the machine on which published runs were measured.
 
     Raises:
         RunError: If no preset describes the testbed.

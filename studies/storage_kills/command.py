@@ -54,7 +54,7 @@ State = tuple[torch.Tensor, ...]
 
 @dataclass
 class Trial(killed.Trial):
-    """The outcome of one SIGKILL of training with its optimizer state on drives.
+    """The outcome of one attempt to kill training, with its optimizer state on drives, by SIGKILL.
 
     Attributes:
         steps_lost: Number of finished steps that are missing from the drives after the kill.

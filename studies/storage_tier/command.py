@@ -317,9 +317,11 @@ def _in_a_process(name: str, size: str, steps: int, folder: Path, given: Mapping
 
 
 def run(name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train one variant with optimizer state on the disk, and return its times, losses and final state.
+    """Train one variant with optimizer state on the disk, and return a dict of times, losses and final
+    state.
 
-    The time of an iteration is the mean over all steps. It includes the updates of the last step.
+    A variant is a way to train, such as stock DeepSpeed or ebbtide under a plan. The time of an iteration
+    is the mean over all steps. It includes the updates of the last step.
 
     Args:
         plan: Plan of ebbtide. If None, the variant's name selects a plan, or stock DeepSpeed.

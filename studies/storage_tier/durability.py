@@ -112,7 +112,8 @@ def predicted(
     spare_bytes: float,
     given: Plan | None,
 ) -> dict[str, Any]:
-    """Return the simulated iteration times under two plans.
+    """Return the simulated iteration times of a trained model under two plans with optimizer state on a
+    disk.
 
     The machine and the model are measured in this process.
 

@@ -198,10 +198,9 @@ class PacedLayer(nn.Module):
 
 
 class PacedModel(nn.Module):
-    """A model of layers that take given durations.
+    """A model for the emulated device, with layers that take given durations.
 
-    ``forward(inputs, targets)`` takes tensors of shape (rows, hidden) and returns the mean squared
-    error.
+    ``forward(inputs, targets)`` takes tensors of shape (rows, hidden) and returns the mean squared error.
     """
 
     def __init__(self, setting: Setting) -> None:

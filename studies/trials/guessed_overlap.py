@@ -92,7 +92,7 @@ def setting_of(base: Setting, ratio: float) -> Setting:
 def measure_early_updates(
     base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS
 ) -> dict[str, Any]:
-    """Measure early updates (before the gradient norm is known) on an emulated device.
+    """Measure what early updates (before the gradient norm is known) gain and cost on an emulated device.
 
     Each ratio in ``ratios``, of the time of updates to that of forward and backward, gets an engine.
 
@@ -116,7 +116,7 @@ def measure_early_updates(
 
 
 def clipping(rate: float, seed: int = 0) -> Callable[[int], bool]:
-    """Return a function that tells if a step clips, given the step's number.
+    """Return a function that takes the number of a training step and returns True if the step clips.
 
     Each step clips with probability ``rate``. The steps that clip are the same for every plan.
     """

@@ -71,7 +71,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Prepare the process of a training run.
+    """Prepare this process for a training run of one variant.
 
     On a GPU, this limits the GPU memory, binds the process to the cores near the GPU, and selects
     deterministic kernels.

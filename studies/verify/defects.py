@@ -151,7 +151,8 @@ def after_step(change: Callable[[Any], object], steps: Collection[int] = (AT,)) 
 def in_tensor(
     name: str, change: Callable[[torch.Tensor], object], steps: Collection[int] = (AT,), *, first: bool = False
 ) -> Arm:
-    """Build a defect that changes the values of one tensor after training steps.
+    """Build a defect that changes the values of one tensor of a DeepSpeed engine after given training
+    steps.
 
     The result is a function that puts the defect into an engine, to test `tune verify`.
 

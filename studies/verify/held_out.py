@@ -98,7 +98,9 @@ def _narrow_masters(engine: Any) -> None:
 
 
 def norm_name(engine: Any) -> str:
-    """Return the name of the method of DeepSpeed's optimizer that computes the gradient norm."""
+    """Return the name of the method of DeepSpeed's optimizer that computes the gradient norm, to put a
+    defect there.
+    """
     name = "_get_norm_groups"
     return name if hasattr(engine.optimizer, name) else "scaled_global_norm"
 

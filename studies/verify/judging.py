@@ -42,7 +42,9 @@ class Case:
 
 
 class Group:
-    """All recorded training runs of one ZeRO stage and one number of ranks."""
+    """All training runs of one ZeRO stage and one number of ranks that were recorded for `tune verify` to
+    judge.
+    """
 
     def __init__(self, folder: Path, stage: int, ranks: int, expected: Mapping[str, Any]) -> None:
         self._folder, self._stage, self._ranks = folder, stage, ranks

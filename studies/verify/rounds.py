@@ -12,9 +12,8 @@ ROUNDS: dict[str, tuple[Defect, ...]] = {"first": DEFECTS, "held out": HELD_OUT,
 
 
 def defects_of(rounds: tuple[str, ...], ranks: int) -> list[Defect]:
-    """Return the defects of the given rounds that can occur with this number of ranks.
-
-    A round is a group of defects.
+    """Return the artificial defects of the given rounds (groups) that can occur with this number of
+    ranks.
     """
     found = [defect for name in rounds for defect in ROUNDS[name]]
     return [defect for defect in found if ranks >= defect.least_ranks]

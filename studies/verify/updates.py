@@ -66,7 +66,9 @@ def stale_master(engine: Any) -> None:
 
 
 def _masters_of(optimizer: Any) -> Updated:
-    """Return the flat fp32 masters of DeepSpeed's optimizer: one per subgroup (ZeRO-3) or parameter group."""
+    """Return a list of the flat fp32 masters of DeepSpeed's optimizer: one per subgroup (ZeRO-3) or
+    parameter group.
+    """
     name = "fp32_partitioned_groups_flat"
     if hasattr(optimizer, name):
         return list(getattr(optimizer, name))
