@@ -86,7 +86,9 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the time that training waits for a checkpoint, with a bar per writer on a logarithmic axis."""
+    """Draw the seconds that training waits for a checkpoint, with a bar per writer on a logarithmic
+    axis.
+    """
     shown = {n: f for n, f in figures["writers"].items() if "failed" not in f and n != "none"}
     names, stalls = list(shown), [f["every_1"]["stall_s"] * 1e3 for f in shown.values()]
     with picture(path, figsize=(7, 0.7 + 0.5 * len(names)), dpi=150) as (_, ax):

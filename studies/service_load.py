@@ -153,10 +153,10 @@ async def _response(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 async def load(server: Server, clients: int, seconds: float, question: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Put ebbtide's HTTP service under load from several clients. Return latencies, answers per second, and
-    errors.
+    """Put ebbtide's HTTP service under load from several clients, and return the measurements as a dict.
 
-    Latencies are the 50th, 95th and 99th percentile in milliseconds.
+    They are the latencies, the answers per second and the errors. Latencies are the 50th, 95th and 99th
+    percentile in milliseconds.
     """
     started_s = time.perf_counter()
     asking = [Client(server, question) for _ in range(clients)]
@@ -246,7 +246,8 @@ def _kill_while_running(server: Server) -> int:
 
 
 def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
-    """Wait until the given jobs of ebbtide's HTTP service have ended, and return the state of each job.
+    """Wait until the given jobs of ebbtide's HTTP service have ended. Return a dict from each job to its
+    state.
 
     If no job ends for `JOBS_LIMIT_S` seconds, the states at that moment are returned.
     """

@@ -1,6 +1,4 @@
-"""Code shared by the studies that kill training with SIGKILL: the kills, their outcomes, the summary of
-outcomes.
-"""
+"""Code shared by the studies that kill training with SIGKILL: the kills, their outcomes, and a summary."""
 
 import os
 import shutil

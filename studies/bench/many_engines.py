@@ -1,6 +1,4 @@
-"""Speed-ups for a test or study process that builds many DeepSpeed engines: work common to all is done
-once.
-"""
+"""Speed-ups for a process that builds many DeepSpeed engines: work common to all engines is done once."""
 
 import atexit
 import functools

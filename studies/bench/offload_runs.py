@@ -128,8 +128,7 @@ class Run:
 
 
 def model_of(run: Run) -> dict[str, Any]:
-    """Return the shape of the model that a published run trained, as a mapping that `workload_from_model`
-    takes.
+    """Return the shape of the model that a published run trained, as `workload_from_model` takes it.
 
     The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no biases
     and separate key-value heads. Megatron-LM fuses the products of queries, keys and values, and those of
@@ -157,7 +156,8 @@ def model_of(run: Run) -> dict[str, Any]:
 
 
 def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
-    """Read training runs from a CSV file that has the columns of the published data set.
+    """Read published training runs from a CSV file with the columns of the repository's
+    published_offload_runs.csv.
 
     Args:
         flag: Command-line option that named the file, for error messages.

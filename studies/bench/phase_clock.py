@@ -43,7 +43,7 @@ class PhaseClock:
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
     def iterations(self) -> list[dict[str, float]]:
-        """Return a list with one dict per timed training step: the seconds of each phase, and of the whole
+        """Return a list with a dict per timed training step: the seconds by phase, and of the whole
         ``iteration``.
         """
         seconds = self.seconds()

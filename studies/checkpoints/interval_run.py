@@ -49,7 +49,7 @@ class Training:
 
 
 def warm_up() -> None:
-    """Import all modules that the training processes need, before they are forked.
+    """Import all modules that training processes need, before the study forks these processes.
 
     No thread may be started, because a thread does not survive a fork.
     """

@@ -21,7 +21,9 @@ IN_TURN = 15  # checkpoints whose rate is measured beside the disk's
 
 @dataclass(frozen=True)
 class Workload:
-    """A training job for measuring checkpoint writers: a model, a sequence length, a number of timed steps."""
+    """A training job with which checkpoint writers are timed: model, sequence length, and number of timed
+    steps.
+    """
 
     model: str
     sequence: int

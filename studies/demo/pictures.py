@@ -70,7 +70,7 @@ def _cut(timeline: Timeline, iterations: list[int]) -> Timeline:
 
 
 def draw_memory(workload: Workload, machine: Machine, path: Path) -> None:
-    """Draw the memory in use over one profiled iteration, with the training phases shaded."""
+    """Draw the device and host memory in use over one profiled iteration, with the training phases shaded."""
     with picture(path, dpi=140, figsize=(9, 4.2)) as (_, ax):
         _draw_memory(ax, workload, machine)
 

@@ -260,7 +260,9 @@ class Suite:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process of the GPU suite together with all processes that it has started."""
+    """Kill a process that the GPU suite started, together with all processes that this process has
+    started.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -36,7 +36,9 @@ COLOURS = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
 @dataclass(frozen=True)
 class Sample:
-    """Memory in use at one moment of training. ``device_bytes`` is None without a GPU."""
+    """The host and device memory in use at one moment of training. ``device_bytes`` is None without a
+    GPU.
+    """
 
     t_s: float
     host_bytes: int
@@ -45,7 +47,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Passage:
-    """One phase of one training step: its time, CPU time, and peak of GPU memory (None without a GPU)."""
+    """One phase of one training step: its wall time, CPU time, and peak of GPU memory (None without a
+    GPU).
+    """
 
     phase: str
     begun_s: float

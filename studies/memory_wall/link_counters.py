@@ -59,7 +59,9 @@ class LinkCounters:
         return None if lane is None else lane * width
 
     def read(self) -> LinkSample:
-        """Return one reading of the GPU's NVML counters. The reading's time is the middle of the call."""
+        """Return one reading of the GPU's NVML counters (PCIe traffic and utilization), with the middle of
+        the call as time.
+        """
         nvml, begun_s = self._nvml, time.perf_counter()
         # From the GPU's side: what it receives comes from the host. NVML counts in KB/s.
         received = nvml.nvmlDeviceGetPcieThroughput(self._gpu, nvml.NVML_PCIE_UTIL_RX_BYTES)

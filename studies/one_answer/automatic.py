@@ -67,7 +67,9 @@ def automatic(
 
 
 def simulated_workload(work: Workload, schedule: Schedule, watched: SimResult) -> Workload:
-    """Return the workload that ebbtide's runtime would observe in watched steps, which were simulated."""
+    """Return the workload that ebbtide's runtime would observe in the simulated training steps
+    ``watched``.
+    """
     seen = observed_workload(_Engine(work), list(_passes(work, schedule, watched)))  # type: ignore[arg-type]
     return seen.model_copy(
         update={"ranks_per_node": work.ranks_per_node, "nodes": work.nodes, "clip_rate": work.expected_clip_rate}
@@ -75,9 +77,8 @@ def simulated_workload(work: Workload, schedule: Schedule, watched: SimResult) -
 
 
 def simulated_rates(schedule: Schedule, watched: SimResult, seen: Workload, machine: Machine) -> dict[str, float]:
-    """Return the rates that ebbtide's runtime would measure in watched steps, which were simulated.
-
-    The result is a dict by name of the rate.
+    """Return a dict of the rates that ebbtide's runtime would measure in the simulated training steps
+    ``watched``.
     """
     return measured_rates(timeline_of(schedule, watched.start_s, watched.end_s), seen, machine)
 
@@ -149,11 +150,11 @@ def _places(work: Workload, parameter: _Parameter) -> tuple[Place, ...]:
 
 
 def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[Pass]:
-    """Return forward and backward of the first micro-batch of each simulated iteration, as ebbtide's
-    runtime records them.
+    """Return the forward and backward passes of simulated training steps, as ebbtide's runtime would record
+    them.
 
-    The simulation says when a layer's backward ends. Within the layer, gradients end in proportion to
-    elements.
+    Only the first micro-batch of each step counts. The simulation says when a layer's backward ends. Within
+    the layer, gradients end in proportion to elements.
     """
     parameters: dict[int, list[_Parameter]] = {}
     for parameter in reversed(_parameters(work)):

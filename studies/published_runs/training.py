@@ -83,7 +83,9 @@ class TrainingRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the DeepSpeed config that describes the published training run."""
+        """Return the DeepSpeed config that describes the published training run, such as its ZeRO stage and
+        offloading.
+        """
         zero: dict[str, Any] = {"stage": self.number("zero_stage")}
         if buckets := (self.fields.get("buckets") or "").removesuffix(INFERRED):
             zero |= dict.fromkeys(_BUCKETS, buckets)

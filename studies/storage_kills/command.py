@@ -175,7 +175,9 @@ def _commit(store: ExtentStore, version: int, step: int, progress: Progress) -> 
 
 
 def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
-    """Train in a child process that is killed. Return False if the process ended before the kill."""
+    """Train in a child process that is killed as ``kill`` says. Return False if the process ended before
+    the kill.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     child = Forked(lambda: train(folder, KillingFiles(kill), progress), folder / "log")
     status = child.ended(LIMIT_S if kill.point else kill.delay_s)

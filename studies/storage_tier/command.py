@@ -182,12 +182,13 @@ def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Compare ebbtide's training times with those of stock DeepSpeed, and with the predicted times.
+    """Return how ebbtide's training times compare with those of stock DeepSpeed and with the predicted
+    times.
 
     A run is predicted from the rates that the disk had around this run.
 
     Args:
-        rows: Measurements by name of the variant.
+        rows: Measurements by name of the variant, such as stock DeepSpeed in memory.
     """
     ours, limited, expected = rows[ALL_STORED], rows[LIMITED], rows["stock in memory"]
     limit = rows[PIPELINED]["host_peak_bytes"]
@@ -317,8 +318,8 @@ def _in_a_process(name: str, size: str, steps: int, folder: Path, given: Mapping
 
 
 def run(name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train one variant with optimizer state on the disk, and return a dict of times, losses and final
-    state.
+    """Train one variant with optimizer state on the disk. Return a dict of times, losses and a hash of the
+    final state.
 
     A variant is a way to train, such as stock DeepSpeed or ebbtide under a plan. The time of an iteration
     is the mean over all steps. It includes the updates of the last step.

@@ -1,3 +1,1 @@
-"""Training runs that several studies share: one variant of training per process, or several plans on one
-engine.
-"""
+"""Training runs that several studies share: one variant per process, or several plans on one engine."""

@@ -67,8 +67,8 @@ class Setting:
     def scaled(self, factor: float) -> "Setting":
         """Return the setting with all durations of layers, copies and updates multiplied by ``factor``.
 
-        If the model has another size than by default, the rates are changed in proportion. So updates and
-        layers keep their balance.
+        If the model has another size than by default, the rates of copies and updates are changed in
+        proportion. So updates and layers keep their balance.
         """
         quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
         return replace(
