@@ -53,7 +53,8 @@ def script_profile(
     go_on: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Run an unchanged training script under its launcher, and write its measured workload to a file.
+    """Run an unchanged training script under a launcher of ranks, such as torchrun, and write the script's
+    measured workload to a file.
 
     Raises:
         LaunchError: The script reported no workload, or it failed later. Its output was shown.

@@ -7,7 +7,8 @@ from threading import Timer
 
 @contextmanager
 def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
-    """Yield a function that shows progress, given the finished fraction and the name of the current phase.
+    """Return a context manager that yields a function to show progress, called with the finished fraction
+    and the name of the current phase.
 
     If stderr is a terminal, a progress bar appears on stderr after ``quiet_s`` seconds.
     """

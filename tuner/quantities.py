@@ -31,7 +31,9 @@ def told_seconds(seconds: float) -> str:
 
 
 def told_least(seconds: float) -> str:
-    """Return a duration as text like `told_seconds`, but rounded down, for a lower bound that holds as printed."""
+    """Return a duration as text like `told_seconds`, but rounded down, so that the text of a lower bound is
+    never above the bound.
+    """
     digit = 1.0 if seconds >= 100 else 1e-2 if seconds >= 0.9995 else 1e-3 if seconds >= 0.0995 else 1e-4
     return told_seconds(math.floor(seconds / digit) * digit)
 

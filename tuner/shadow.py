@@ -1,6 +1,5 @@
-"""The time that training would save with a little more GPU memory, or with a faster link to the GPU.
-
-Such values are called shadow prices.
+"""The shadow prices of a training job: the time that training would save with a little more GPU memory, or
+with a faster link to the GPU.
 """
 
 from typing import Any
@@ -15,7 +14,8 @@ LINK_STEP = 10e9
 
 
 def shadow_prices(workload: Workload, machine: Machine, plan: Plan, options: dict[str, Any]) -> list[str]:
-    """Return sentences about the time that 1 GiB more GPU memory or a link faster by 10 GB/s would save.
+    """Return a list of sentences on the time that training would save with 1 GiB more GPU memory, or with a
+    link between host and GPU that is faster by 10 GB/s.
 
     For each of the two changes, a new plan is searched. The link becomes faster in both directions.
 

@@ -1,6 +1,6 @@
-"""The computations of the planning service's worker processes.
+"""The computations of the planning service's worker processes, with one function per kind of request.
 
-There is one function per kind of request. The results are JSON data.
+Every result is JSON data or text.
 """
 
 import csv
@@ -67,7 +67,9 @@ TEMPLATES = Templates(build_strategy)  # a worker answers one request after the 
 
 
 def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
-    """Simulate one training iteration under a strategy or a plan, and return its times and memory as JSON data."""
+    """Simulate one training iteration under the strategy or the plan of a request to the planning service.
+    Return the iteration's times and memory as JSON data.
+    """
     machine, workload = resolve(request)
     name, options = request.strategy, dict[str, Any](request.options)
     if request.plan is not None:
@@ -89,7 +91,8 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
 
 
 def answer(request: Answer, progress: Progress) -> dict[str, Any]:
-    """Return advice on offloading as JSON data: a verdict, and a table of ways to train with their times.
+    """Return the planning service's advice on offloading as JSON data: a verdict, and a table of ways to
+    train with their times.
 
     The table has a plan, DeepSpeed without a plan, no offload and, on request, other systems.
     """
@@ -133,9 +136,10 @@ def _limits(limits: Limits) -> dict[str, Any]:
 
 
 def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:
-    """Return the smallest changes with which the training job of a request fits into memory.
+    """Return, as JSON data, a list of the smallest changes with which the training job of a request fits
+    into memory (``ways``), and further advice in words (``another_way``).
 
-    There are none for a measured workload, which cannot be changed.
+    The list is empty for a measured workload, which cannot be changed.
     """
     if request.workload is not None:
         return {"ways": [], "another_way": ANOTHER_WAY}
@@ -236,7 +240,8 @@ def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
 
 
 def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] | str:
-    """Return a table with one row for each strategy at each combination of values, like `ebbtide.what_if`.
+    """Return the simulations of a what-if request: a table with one row for each strategy at each
+    combination of values, as JSON data or as CSV text.
 
     Args:
         request: Request for a grid of simulations.
@@ -274,8 +279,8 @@ def _csv(rows: list[dict[str, Any]]) -> str:
 
 
 def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
-    """Search for the best plan of a request's training job. Return the plan, and for comparison the iteration time of
-    a plan from a quick search.
+    """Search for the best plan of a request's training job. Return, as JSON data, the plan and, for
+    comparison, the iteration time under the plan of a quick search.
     """
     from ebbtide.tuner.placements.planning import plan as search
 
@@ -305,9 +310,11 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
 
 
 def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:
-    """Return the expected goodput (useful share of training time) with a given checkpoint interval.
+    """Return, as JSON data, the expected goodput (useful share of training time) with the checkpoint
+    interval of a request, and the best interval with its goodput.
 
-    The result also has the best interval with its goodput, and the intervals by two rules of thumb.
+    The result also has the intervals by the rules of thumb of Young and Daly. If the request has no
+    interval, the best one is used.
     """
     cost = CheckpointCost(request.stall_s, request.interference_s, request.persist_s)
     failures = Failures(request.mtbf_s, request.restart_s)

@@ -45,7 +45,9 @@ HEADERS = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Build the planning service's web application. Its worker processes start and end with it."""
+    """Build the planning service's web application. The service's worker processes start and end with the
+    application.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -123,7 +125,9 @@ def _unknown(app: FastAPI) -> None:
 
 
 class Page(StaticFiles):
-    """The files of the planning service's web page. Browsers must ask for a newer version each time."""
+    """The files of the planning service's web page, sent so that browsers ask each time if there is a newer
+    version.
+    """
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -203,10 +207,11 @@ class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault
 
 
 class Guard:
-    """The outermost layer of the planning service's web application. It checks each request before any route runs.
+    """The outermost layer of the planning service's web application: checks of each request before any
+    route runs.
 
-    It checks the host name, the token, and the body's size, duration and nesting. It adds headers to each
-    response.
+    The host name, the token, and the body's size, duration and nesting are checked. Headers are added to
+    each response.
     """
 
     def __init__(self, app: Any, service: Service) -> None:

@@ -76,9 +76,8 @@ class Client:
         return dict(self.call("/answer", scenario))
 
     def plan(self, **scenario: Any) -> Plan:
-        """Search for the best training plan on the planning server, wait for the result, and return it.
-
-        The search runs as a job of the server.
+        """Search for the best training plan in a background job of the planning server, wait for the job's
+        end, and return the plan.
 
         Raises:
             ServiceError: The job failed or was cancelled.
@@ -95,7 +94,7 @@ class Client:
         return self.call(f"/jobs/{job['id']}/result")
 
     def push_machine(self, machine: Machine, replace: bool = False) -> None:
-        """Upload a measured machine to the planning server under its name.
+        """Upload a measured machine to the planning server, which stores the machine under its name.
 
         Raises:
             ServiceError: Another machine has the name, and ``replace`` is false.

@@ -27,7 +27,8 @@ REMEMBERED = 512  # events for streams that fell behind
 
 
 class Feed:
-    """A source of events about the planning service's jobs, for any number of clients.
+    """A source of events about the planning service's background jobs, which any number of clients can
+    follow.
 
     A client that reads slowly misses old events.
     """
@@ -52,7 +53,9 @@ class Feed:
             self._changed.notify_all()
 
     async def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-        """Yield each new event about the planning service's jobs, and None if there is no event for a while."""
+        """Yield each new event about the planning service's background jobs as a pair of kind and data.
+        Yield None if there is no event for a while, so that the connection is kept alive.
+        """
         last = self._number
         while not self._closed:
             fresh = [event for event in self._events if event[0] > last]
@@ -70,7 +73,9 @@ class Feed:
 
 
 class Jobs:
-    """The job queue of the planning service. Every change is on disk before any client learns of it."""
+    """The queue of the planning service's background jobs. Every change is on disk before any client learns
+    of it.
+    """
 
     def __init__(self, store: Store, pool: Pool, quota: Quota, feed: Feed) -> None:
         self._store, self._pool, self._quota, self.feed = store, pool, quota, feed
@@ -81,9 +86,10 @@ class Jobs:
         self._telling: set[asyncio.Task[None]] = set()
 
     def start(self) -> int:
-        """Start to run the jobs of the planning service, and return the number of interrupted jobs.
+        """Start to run the queued background jobs of the planning service. Return the number of jobs that
+        the end of an earlier server interrupted.
 
-        Jobs that were running when an earlier server ended are queued again.
+        The interrupted jobs are queued again.
         """
         recovered = self._store.recover(self._quota.attempts)
         self._tasks = [asyncio.create_task(self._dispatch()) for _ in range(self._pool.jobs.size)]
@@ -91,16 +97,17 @@ class Jobs:
         return recovered
 
     async def stop(self) -> None:
-        """Stop all running jobs of the planning service.
+        """Stop all running background jobs of the planning service, because the server ends.
 
-        They stay ``running`` on disk, so that the next server starts them again.
+        On disk the jobs stay ``running``, so that the next server starts them again.
         """
         for task in (*self._tasks, *self._running.values()):
             task.cancel()
         await asyncio.gather(*self._tasks, *self._running.values(), return_exceptions=True)
 
     async def submit(self, kind: str, request: dict[str, Any], title: str) -> dict[str, Any]:
-        """Add a job to the planning service's queue. Return its state when the job is on disk.
+        """Add a background job to the planning service's queue. Return the job's state when the job is on
+        disk.
 
         Raises:
             BusyError: The queue already has the largest allowed number of jobs.
@@ -116,7 +123,7 @@ class Jobs:
         return job
 
     async def cancel(self, job: str) -> bool:
-        """Cancel a job of the planning service. Return False if the job has already ended."""
+        """Cancel a background job of the planning service. Return False if the job has already ended."""
         stopped = await asyncio.to_thread(self._store.finish, job, "cancelled", "cancelled")
         task = self._running.get(job)
         if stopped and task is not None:
@@ -125,7 +132,9 @@ class Jobs:
         return stopped
 
     def state(self, job: str) -> dict[str, Any] | None:
-        """Return the stored state of a job. For a running job it includes the progress."""
+        """Return the stored state of a background job, or None if the job is unknown. For a running job,
+        the state includes the progress.
+        """
         stored = self._store.job(job)
         live = self._progress.get(job)
         return {**stored, **live} if stored and live and stored["state"] == "running" else stored
@@ -182,7 +191,9 @@ class Jobs:
 
 
 async def _kept(write: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that writes to the database. Try again as long as the disk is full or fails."""
+    """Call a function that writes to the planning service's database, and try again as long as the disk is
+    full or fails.
+    """
     while True:
         try:
             return await asyncio.to_thread(write, *arguments)

@@ -1,4 +1,5 @@
-"""Worker processes of the planning service, with separate queues for light requests, heavy ones and jobs.
+"""The worker processes of the planning service, in separate queues for light requests, heavy ones and
+background jobs.
 
 So light requests never wait for heavy ones.
 """
@@ -34,7 +35,9 @@ class InvalidError(RuleError):
 
     @classmethod
     def of(cls, payload: bytes) -> Self:
-        """Build an error from a worker process's message that names the rules which a request breaks."""
+        """Build this error from a worker process's message, which is JSON and lists the rules that a
+        request breaks.
+        """
         rows = [Broken(*row) for row in json.loads(payload)]
         return cls("; ".join(row.told for row in rows), rows[0].key, rows)
 
@@ -53,14 +56,16 @@ class LostWorkerError(WorkerError):
 
 @dataclass(frozen=True)
 class Result:
-    """The result that a worker process of the planning service sent, as bytes: JSON or other text."""
+    """The result of a request, in the bytes that a worker process of the planning service sent: JSON or
+    other text.
+    """
 
     body: bytes
     is_json: bool = True
 
 
 class Worker:
-    """A worker process of the planning service and its pipes. It works on one request at a time."""
+    """A worker process of the planning service and its pipes. A worker processes one request at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -96,11 +101,13 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return True if a worker process of the planning service is alive. A killed process counts as ended."""
+        """Return True if this worker process of the planning service is alive. A killed process counts as
+        ended.
+        """
         return not self._killed and self._process.returncode is None
 
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
-        """Send a request to a worker process of the planning service, and wait for its result.
+        """Send a request to this worker process of the planning service, and wait for the result.
 
         Args:
             call: Request as JSON.
@@ -152,7 +159,7 @@ class Worker:
         )
 
     def kill(self) -> None:
-        """Kill a worker process of the planning service. Its unfinished result is lost."""
+        """Kill this worker process of the planning service. The result of an unfinished request is lost."""
         self._killed = True
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
@@ -177,7 +184,9 @@ class Lane:
             self._free.put_nowait(None)  # started by its first call
 
     async def warm(self) -> None:
-        """Start all worker processes of a queue now, so that the first request need not wait for a start."""
+        """Start all worker processes of this queue of requests now, so that the first request need not wait
+        for a start.
+        """
         for _ in range(self.size):  # one by one: the first compiles for all, the others read that
             worker = await self._free.get()
             try:
@@ -186,10 +195,12 @@ class Lane:
                 self._free.put_nowait(worker)
 
     async def call(self, name: str, body: Mapping[str, Any], on_progress: OnProgress = lambda _: None) -> Result:
-        """Wait for a free worker process, send a request to it, and return its result.
+        """Wait for a free worker process of this queue, send a request to the process, and return the
+        result.
 
-        If the caller is cancelled (because a client has left or a job was stopped), the worker process is killed. In
-        a queue marked as patient, the worker process finishes its work instead.
+        If the caller is cancelled (because a client has left or a background job was stopped), the
+        worker process is killed. In a queue marked as patient, the worker process finishes its work
+        instead.
 
         Args:
             name: Kind of the request.
@@ -258,7 +269,7 @@ class Lane:
             raise
 
     def close(self) -> None:
-        """Kill all worker processes of a queue of requests."""
+        """Kill all worker processes of this queue of requests."""
         for worker in self._all:
             worker.kill()
 
@@ -269,9 +280,11 @@ def _unheard(task: asyncio.Task[Result]) -> None:
 
 
 class Cache:
-    """A cache of the planning service's results. If it is full, the result that was unused longest is removed.
+    """A cache of the planning service's results, with a limit on the bytes. If the cache is full, the
+    result that was unused longest is removed.
 
-    A result depends on its request alone, so equal requests have equal results. The key is the request's digest.
+    A result depends on its request alone, so equal requests have equal results. The key is the request's
+    digest.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -299,10 +312,11 @@ class Cache:
 
 
 class Pool:
-    """All worker processes of the planning service, with a queue each for light requests, heavy ones and jobs.
+    """The worker processes of the planning service, with a queue each for light requests, heavy ones and
+    background jobs.
 
-    Workers for light requests run at normal priority, the others at low priority. So a light request gets nearly
-    a whole core even on a busy machine.
+    Workers for light requests run at normal priority, the others at low priority. So a light request
+    gets nearly a whole core even on a busy machine.
     """
 
     def __init__(self, quota: Quota, light_workers: int | None = None) -> None:
@@ -315,7 +329,7 @@ class Pool:
         self.cache = Cache(quota.cache_bytes)
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
-        """Return the result of a request, from the cache or from a worker process.
+        """Return the planning service's result for a request, from the cache or from a worker process.
 
         Args:
             name: Kind of the request.

@@ -1,6 +1,7 @@
-"""The web page of ``tune report`` about a plan and training under it, and the form of uploaded runs.
+"""The web page of ``tune report`` about a plan and a training run under it, and the conversion of uploaded
+training runs.
 
-The page is a single file that loads nothing from elsewhere.
+The page is a single file that loads nothing from the network.
 """
 
 import base64
@@ -38,7 +39,9 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 class ReportCall(BaseModel):
-    """The input of a worker process that makes a report page: a plan, its training job, and an uploaded run."""
+    """A call of a worker process to make the web page about a plan: the plan and, if given, the training
+    job and an uploaded training run.
+    """
 
     plan: Plan
     scenario: Scenario | None = None
@@ -46,7 +49,9 @@ class ReportCall(BaseModel):
 
 
 def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
-    """Return the report page about a plan as HTML. A worker process of the planning service calls this."""
+    """Return the web page about a plan as HTML. This is the function of a worker process for requests of a
+    report.
+    """
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
@@ -57,13 +62,15 @@ def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
 
 
 def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
-    """Return simulated timelines, of DeepSpeed without a plan and under a plan, for ui.perfetto.dev."""
+    """Return, as a trace for ui.perfetto.dev, the simulated timelines of a training job with DeepSpeed
+    alone and under a plan.
+    """
     stock, planned = predicted(call.plan, call.scenario)
     return stock.perfetto(planned)
 
 
 def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
-    """Return the simulated timelines of DeepSpeed without a plan and of training under a plan."""
+    """Return two simulated timelines of a training job: with DeepSpeed alone, and under a plan."""
     machine, workload = resolve(scenario)
     stock = build_strategy(stock_offload(workload.zero_stage), workload)
     return [simulate(stock, machine), _under(plan, workload, machine)]
@@ -104,7 +111,8 @@ def _member(kind: Any, value: str, key: str) -> Any:
 
 
 def summary_of(run: Run) -> dict[str, Any]:
-    """Return one row of the web page's list of uploaded runs, with predicted and measured seconds per iteration.
+    """Return the summary of an uploaded training run for the web page's list of runs, with predicted and
+    measured seconds per iteration.
 
     Raises:
         ValueError: The upload is not a valid run.
@@ -128,13 +136,15 @@ def summary_of(run: Run) -> dict[str, Any]:
 
 
 def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | None = None) -> dict[str, Any]:
-    """Return a stored training run as JSON data for the web page.
+    """Return a stored training run as JSON data for the web page: the measured timeline, the plan, and the
+    plan's predicted timeline if it is known.
 
     Args:
-        text: Stored run.
+        text: Stored training run, as JSON.
         machines: Machines that the server knows.
-        workload: Measured workload that the server was started with. If the run's plan was made for it and for
-            one of ``machines``, the result includes the plan's predicted timeline.
+        workload: Measured workload that the server was started with. If the run's plan was made for
+            this workload and for one of ``machines``, the result includes the plan's predicted
+            timeline.
     """
     run = Run.model_validate_json(text)
     timeline, plan = timeline_of(run), run.plan
@@ -153,7 +163,7 @@ def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | N
 
 
 def posted(timeline: Timeline, name: str, plan: Plan | None = None, measured_on: str = "") -> Run:
-    """Return a timeline as a training run that the planning service accepts as an upload."""
+    """Convert a timeline into the form that the planning service accepts as an upload of a training run."""
     return Run.model_validate(run_body(name, timeline, plan, measured_on))
 
 
@@ -219,15 +229,16 @@ def _from_perfetto(events: list[dict[str, Any]]) -> list[Timeline]:
 
 
 def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
-    """Return a web page about a plan as HTML in a single file, which needs no network.
+    """Return a web page about a plan as HTML in a single file, which loads nothing from the network.
 
-    The page lets the browser run only its own script and style, which it names by their hashes.
+    The browser may run only the page's own script and style, which the page names by their hashes.
 
     Args:
         plan: Plan to show.
-        timelines: Timelines of training under the plan, measured or predicted. The first measured one is
-            compared with the plan's prediction.
-        told: Description of the trained model and the machine. If empty, the one in the plan's file is used.
+        timelines: Timelines of training under the plan, measured or predicted. The first measured
+            one is compared with the plan's prediction.
+        told: Description of the trained model and the machine. If empty, the one in the plan's file
+            is used.
     """
     static = files("ebbtide.tuner.service") / "static"
     text = {name: (static / name).read_text(encoding="utf-8") for name in (*SCRIPTS, "style.css", "report.html")}

@@ -137,7 +137,7 @@ class Quota:
 
 
 class Request(BaseModel):
-    """The base class of the planning service's requests.
+    """The base class of the requests that the planning service accepts.
 
     Unknown keys are refused, and so are true and false in place of a number.
     """
@@ -406,7 +406,8 @@ class Goodput(Request):
 
 
 class PostedSpan(Request):
-    """One operation in the timeline of an uploaded training run.
+    """One operation in the measured timeline of a training run that a client uploads to the planning
+    service.
 
     See `ebbtide.simulator.timeline.Span`.
     """
@@ -421,7 +422,9 @@ class PostedSpan(Request):
 
 
 class PostedSample(Request):
-    """One sample of memory use in an uploaded training run. See `ebbtide.simulator.timeline.MemorySample`."""
+    """One sample of memory use in a training run that a client uploads to the planning service. See
+    `ebbtide.simulator.timeline.MemorySample`.
+    """
 
     t_s: Seconds
     device_bytes: Annotated[int, Field(ge=0, le=2**60)]
@@ -429,7 +432,9 @@ class PostedSample(Request):
 
 
 class Run(Request):
-    """An uploaded training run: its measured timeline, and the plan that it trained under if any."""
+    """A training run that a client uploads to the planning service: the measured timeline, and the plan of
+    the run if there is one.
+    """
 
     name: Name
     spans: Annotated[list[PostedSpan], Field(min_length=1, max_length=20_000)]
@@ -441,14 +446,18 @@ class Run(Request):
 
 
 class Planned(Request):
-    """A request about a plan, with the machine and the training job that the plan was made for."""
+    """A request to the planning service about a plan, with the machine and the training job that the plan
+    was made for.
+    """
 
     plan: PostedPlan
     scenario: Scenario
 
 
 class Report(Request):
-    """A request for a report page about a plan. It may name an uploaded training run to compare with."""
+    """A request to the planning service for a web page about a plan. It may name an uploaded training run
+    to compare with the plan.
+    """
 
     plan: PostedPlan
     scenario: Scenario | None = None

@@ -1,4 +1,6 @@
-"""The resources that all requests of the planning service share: database, worker processes, jobs and limits."""
+"""The resources that all requests of the planning service share: database, worker processes, background
+jobs and limits.
+"""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,9 +16,9 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass
 class Service:
-    """The shared resources of the planning service: database, worker processes, jobs and limits.
+    """The shared resources of the planning service: database, worker processes, background jobs and limits.
 
-    The web application owns and closes them.
+    The web application owns and closes these resources.
     """
 
     store: Store

@@ -1,6 +1,6 @@
-"""The responses of the planning service, as types for its OpenAPI description.
+"""The responses of the planning service, as types for the service's OpenAPI description.
 
-A test compares the worker processes' JSON with them.
+A test compares the JSON that worker processes return with these types.
 """
 
 from typing import Any, Literal
@@ -16,7 +16,7 @@ class Answered(BaseModel):
 
 
 class Figures(Answered):
-    """The times and memory peaks of one simulated iteration, in seconds and in bytes of one rank."""
+    """The times in seconds of one simulated training iteration, and its memory peaks in bytes of one rank."""
 
     iteration_s: float
     forward_s: float
@@ -33,7 +33,9 @@ class Figures(Answered):
 
 
 class LimitsTold(Answered):
-    """The memory in bytes that one rank may use, after margins. `notes` gives the margins and their reasons."""
+    """The memory in bytes that one rank may use after safety margins are subtracted. `notes` gives the
+    margins and their reasons.
+    """
 
     device_bytes: int
     host_bytes: int
@@ -115,7 +117,9 @@ class GoodputRow(Answered):
 
 
 class GoodputByRole(Answered):
-    """The goodput (useful share of training time) with failures, for a plan and for each baseline."""
+    """The goodput (useful share of training time) under failures, for training under a plan and for each
+    baseline.
+    """
 
     mtbf_s: float
     restart_s: float
@@ -131,7 +135,9 @@ class UseTold(Answered):
 
 
 class MachineTold(Answered):
-    """Facts about the machine that a request to the planning service named."""
+    """The machine that a request to the planning service named: kind of GPU, memory sizes, and bandwidth of
+    the link.
+    """
 
     name: str
     device_name: str
@@ -146,7 +152,9 @@ class MachineTold(Answered):
 
 
 class WorkloadTold(Answered):
-    """Facts about the training job that a request to the planning service described."""
+    """The training job that a request to the planning service described: sizes of the model, number of
+    ranks, and subgroups.
+    """
 
     name: str
     params: int
@@ -199,9 +207,9 @@ class WaysTold(Answered):
 
 
 class Grid(Answered):
-    """A grid of predictions: one row for each strategy at each combination of the varied values.
+    """The response of `/what-if`: one row for each strategy at each combination of the varied values.
 
-    On request it is sent as CSV.
+    The rows are sent as JSON or, on request, as CSV.
     """
 
     rows: list[dict[str, Any]]
@@ -222,21 +230,23 @@ class GoodputTold(Answered):
 
 
 class Trace(BaseModel):
-    """A trace with timelines that ui.perfetto.dev can show."""
+    """A trace file with timelines of training iterations, which ui.perfetto.dev can show."""
 
     model_config = ConfigDict(extra="allow")
     traceEvents: list[dict[str, Any]]  # noqa: N815 - the format's name
 
 
 class PlanResult(Answered):
-    """The result of a background job that searched for the best plan."""
+    """The result of a background job that searched for the best plan: the plan and, for comparison, the
+    iteration time under the plan of a quick search.
+    """
 
     plan: Plan
     quick_iteration_s: float
 
 
 class Configured(Answered):
-    """One training configuration that a search has simulated, and its prediction."""
+    """One training configuration that a search has simulated, with its prediction and its DeepSpeed config."""
 
     configuration: dict[str, Any]
     deepspeed: dict[str, Any]
@@ -295,7 +305,7 @@ class Machines(Answered):
 
 
 class Profiled(Answered):
-    """The measured workload that the planning server was started with."""
+    """The measured workload that the planning server was started with, as `GET /models` lists it."""
 
     name: str
     params: int
@@ -352,19 +362,21 @@ class RunTold(Answered):
 
 
 class Named(Answered):
-    """The name of a machine that was stored or removed."""
+    """The response after a machine was stored or removed: the machine's name."""
 
     name: str
 
 
 class Identified(Answered):
-    """The id of a removed training run."""
+    """The response after a training run was removed: the run's id."""
 
     id: str
 
 
 class Health(Answered):
-    """The response of a health check: the server's database works. It has the number of waiting jobs."""
+    """The response of a health check of the planning server. It is sent only if the database works, and has
+    the number of waiting jobs.
+    """
 
     status: Literal["ok"]
     version: str

@@ -33,7 +33,7 @@ FULL_COST = 1500  # what the search for a plan costs, in simulations
 
 
 class Broken(BaseModel):
-    """A rule that a request to the planning service broke."""
+    """One rule of the planning service that a request broke: an entry of an error response."""
 
     key: str
     rule: str
@@ -47,7 +47,9 @@ class Problem(BaseModel):
 
 
 class JobState(BaseModel):
-    """The state of a background job. ``attempts`` counts starts: more than 1 if the server ended while it ran."""
+    """The state of a background job of the planning service. ``attempts`` counts starts: more than 1 if the
+    server ended while the job ran.
+    """
 
     id: str
     kind: str
@@ -82,9 +84,8 @@ class _Names:
         self._service = service
 
     def machines(self) -> tuple[dict[str, Machine], dict[str, str]]:
-        """Return the machines that the planning server knows by name, and why others cannot be read.
-
-        The second dict has the reason for each stored machine that cannot be read.
+        """Return two dicts by machine name: the machines that the planning server knows, and the reason for
+        each stored machine that cannot be read.
         """
         known = {name: preset(name) for name in preset_names()}
         if self._service.shown_machine:
@@ -98,9 +99,10 @@ class _Names:
         return known, unreadable
 
     def machine(self, name: str) -> Machine | None:
-        """Return a machine by its name, or None if the planning server does not know the name.
+        """Return the machine of a given name, or None if the planning server does not know the name.
 
-        It is a preset, an uploaded machine, or the machine that the server was started with.
+        The server knows the presets, the uploaded machines, and the machine that the server was started
+        with.
 
         Raises:
             RuleError: The machine is stored in a form that this version of ebbtide cannot read.
@@ -120,7 +122,8 @@ class _Names:
             ) from None
 
     def fill(self, scenario: S) -> S:
-        """Return a request in which the names of a machine and of a workload are replaced by their contents.
+        """Return a copy of a request, with the contents of a machine and of a measured workload in place of
+        their names.
 
         Only an uploaded machine and the measured workload that the server was started with are replaced.
 
@@ -182,7 +185,7 @@ def routes(service: Service) -> APIRouter:
 def _machines(router: APIRouter, service: Service, names: _Names) -> None:
     @router.get("/machines")
     async def machines() -> told.Machines:
-        """List all known machines with their main facts."""
+        """List the machines that the planning server knows by name, with their main facts."""
         presets = preset_names()
         known, unreadable = names.machines()
         listed = {
@@ -240,7 +243,9 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
 def _models(router: APIRouter, service: Service) -> None:
     @router.get("/models")
     async def models() -> told.Models:
-        """List all known models, and the measured workload that the server was started with."""
+        """List the models that the planning server knows by name, and the measured workload that the server
+        was started with.
+        """
         workload = service.examples.get("workload")
         measured = (
             []
@@ -336,7 +341,7 @@ def _job(router: APIRouter, service: Service) -> None:
 
     @router.get("/jobs/{job}")
     async def job(job: Id) -> JobState:
-        """Return the state of a background job with all its attempts."""
+        """Return the state of a background job of the planning service, with every attempt to run the job."""
         return JobState(**_known(service.jobs.state(job), "job"))
 
     @router.get("/jobs/{job}/request")
@@ -353,7 +358,7 @@ def _job(router: APIRouter, service: Service) -> None:
 
     @router.delete("/jobs/{job}")
     async def cancel(job: Id, forget: bool = False) -> JobState:
-        """Cancel a background job that waits or runs. A job that has ended does not change.
+        """Cancel a background job that waits or runs. A job that has ended stays as it is.
 
         With ``forget``, a job that has ended is removed with its result.
         """
@@ -371,15 +376,17 @@ def _job(router: APIRouter, service: Service) -> None:
 
     @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
     async def events_of(job: Id) -> Response:
-        """Stream the state of a background job as server-sent events: its present state, then each change to its
-        end.
+        """Stream the state of a background job as server-sent events: first the present state, then each
+        change until the job ends.
         """
         _known(service.store.job(job), "job")
         return _stream(service, _job_events(service, job))
 
     @router.get("/events", response_class=StreamingResponse, responses=EVENTS)
     async def events() -> Response:
-        """Stream server-sent events: each change of any background job, and each uploaded training run."""
+        """Stream events of the planning service as server-sent events: each change of any background job,
+        and each uploaded training run.
+        """
         return _stream(service, _all_events(service))
 
 

@@ -1,4 +1,6 @@
-"""The conversion of a request to the planning service into a machine and a training workload."""
+"""The conversion of a request to the planning service into a machine and a training workload, the inputs of
+the planner.
+"""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -25,7 +27,8 @@ USUAL_SUBGROUP = 10**9
 
 
 def machine_of(scenario: Scenario) -> Machine:
-    """Return the machine that a request names, with the memory and link bandwidth that the request sets.
+    """Return the machine that a request to the planning service names, with the memory and the link
+    bandwidth that the request sets.
 
     Raises:
         ValueError: There is no machine of that name, or a value is out of range.
@@ -130,14 +133,15 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def offloads_parameters(scenario: Scenario) -> bool:
-    """Return True unless a request's DeepSpeed config says that 16-bit parameters stay in GPU memory."""
+    """Return True unless the DeepSpeed config in a request says that 16-bit parameters stay in GPU memory."""
     return scenario.ds_config is None or not job_of(scenario).offload.keeps_parameters
 
 
 def storage_of(scenario: Scenario) -> dict[str, int]:
-    """Return the storage that a request allows for optimizer state: bytes by directory.
+    """Return a dict from directory to bytes: the storage that a request to the planning service allows for
+    optimizer state.
 
-    An empty name means the folder in which training starts.
+    An empty name means the folder where training starts.
     """
     named = scenario.ds_config is not None and job_of(scenario).offload.storage
     if scenario.storage_bytes is None:
@@ -146,17 +150,20 @@ def storage_of(scenario: Scenario) -> dict[str, int]:
 
 
 def started_by(scenario: Scenario) -> dict[str, Any]:
-    """Return the fields of a training job that describe how its ranks are started, as far as a request sets them.
+    """Return a dict of the `Job` fields on how the ranks are started, as far as a request to the planning
+    service sets them.
 
-    The fields are the launcher, and the value of OMP_NUM_THREADS, which affect how many threads DeepSpeed's own
-    CPU updates have.
+    The fields are the launcher, and the value of OMP_NUM_THREADS. Both affect how many threads
+    DeepSpeed's own CPU updates have.
     """
     given = {"launcher": scenario.launcher, "omp_threads": scenario.omp_threads}
     return {name: value for name, value in given.items() if value is not None}
 
 
 def computed_by(scenario: Scenario) -> dict[str, Any]:
-    """Return the fields of a training job that say how its layers are computed, from a request."""
+    """Return a dict of the `Job` fields on how layers are computed (recomputation, kernels, attention),
+    from a request to the planning service.
+    """
     given = {"recompute_share": scenario.recompute_share, "kernels": scenario.kernels}
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return {**fields, "fused_loss": scenario.fused_loss, "flash_attention": scenario.flash_attention}
@@ -202,7 +209,8 @@ def _params(job: Job) -> int:
 
 
 def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of DeepSpeed's own training strategy that a request's config selects.
+    """Return the name and options of DeepSpeed's own training strategy that the DeepSpeed config in a
+    request selects.
 
     Raises:
         ValueError: The config has a setting that cannot be simulated.
@@ -213,7 +221,7 @@ def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, 
 
 
 def check_plannable(scenario: Scenario) -> None:
-    """Refuse a request with a DeepSpeed config that no plan can be applied to.
+    """Refuse a request to the planning service with a DeepSpeed config that no plan can be applied to.
 
     Raises:
         ValueError: No plan can be applied. The message names the key to change.
@@ -224,7 +232,8 @@ def check_plannable(scenario: Scenario) -> None:
 
 
 def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
-    """Return the machine and the training workload that a request to the planning service describes.
+    """Return the machine and the training workload of one rank that a request to the planning service
+    describes.
 
     Raises:
         ValueError: The machine or the model is unknown or cannot be used.
@@ -234,7 +243,9 @@ def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
 
 
 def estimated_ops(scenario: Scenario) -> int:
-    """Return an estimate of how many operations one simulation of a request has. Nothing is simulated."""
+    """Return an estimate of the number of operations in one simulation of a request's training job. Nothing
+    is simulated.
+    """
     fixed, each, micro = _ops(scenario)
     return fixed + each * micro
 
@@ -264,7 +275,8 @@ def _searches(asked: Scenario) -> bool:
 
 
 def check_search_ops(asked: Scenario, quota: Quota) -> None:
-    """Refuse a request to search for a plan that would exceed a worker process's memory.
+    """Refuse a request to the planning service for a plan search that would exceed the memory of a worker
+    process.
 
     Raises:
         RuleError: The step has too many micro-batches. The message says how many are allowed.
@@ -287,7 +299,8 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
 
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
-    """Return True if the simulations of a request are few enough for the queue of light requests.
+    """Return True if the simulations of a request are few enough for the planning service's queue of light
+    requests.
 
     Args:
         ops: Number of operations in one simulation.

@@ -1,4 +1,6 @@
-"""The planning service's background job that searches for the fastest configuration, as `tune search` does."""
+"""The planning service's background job that searches for the fastest training configuration, as ``tune
+search`` does.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,8 @@ from ebbtide.tuner.service.scenario import USUAL_SUBGROUP, estimated_ops, machin
 
 
 def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> dict[str, Any]:
-    """Return every training configuration that a search has simulated, in the form of ``tune search -o``.
+    """Search for the fastest training configuration. Return every simulated configuration as JSON data, in
+    the form of ``tune search -o``.
 
     Raises:
         ValueError: A name is unknown, or no configuration has the given values.
@@ -42,7 +45,7 @@ def search_job(request: SearchJob, progress: Callable[[float, str], None]) -> di
 
 
 def space_of(request: SearchJob, machine: Machine) -> Any:
-    """Return the set of training configurations that a background job searches.
+    """Return the set of training configurations that a background job of the planning service searches.
 
     Raises:
         ValueError: No configuration can have the global batch.
@@ -61,7 +64,8 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
 
 
 def check_search(request: SearchJob, quota: Quota) -> None:
-    """Refuse a search for a training configuration with more operations in one simulation than are allowed.
+    """Refuse a request for a configuration search if one simulation would have more operations than the
+    planning service allows.
 
     Raises:
         ValueError: The accumulation or the global batch is too large.

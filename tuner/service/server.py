@@ -110,7 +110,8 @@ def run(service: Service, host: str, port: int) -> None:
 
 
 def load_example(service: Service, folder: Path) -> None:
-    """Load a training run as the web page's first example: its machine, its workload and its timeline.
+    """Load a training run from a folder as the first example on the planning service's web page: the run's
+    machine, workload and timeline.
 
     Raises:
         OSError: A file is missing.

@@ -1,10 +1,12 @@
-"""The database of the planning service: jobs, uploaded runs and machines in one SQLite file.
+"""The database of the planning service: background jobs, uploaded training runs and machines in one SQLite
+file.
 
 If a client was told that data is stored, the data is on disk (SQLite's write-ahead log with full
-synchronization). A kill at any time leaves the state of the last committed transaction. Every method is one
-transaction. Methods that write wait for the disk, so they run in threads, one at a time under a lock. They
-have their own connection, so that readers see only committed data. Reads also run one at a time, because a
-connection with an open read still sees old data, and could miss a job that the same thread has just added.
+synchronization). A kill at any time leaves the state of the last committed transaction. Every method is
+one transaction. Methods that write wait for the disk, so such methods run in threads, one at a time
+under a lock, and with their own connection, so that readers see only committed data. Reads also run one
+at a time, because a connection with an open read still sees old data, and could miss a job that the same
+thread has just added.
 """
 
 import fcntl
@@ -128,7 +130,9 @@ class Store:
     # -- jobs --------------------------------------------------------------------------------
 
     def add_job(self, kind: str, request: str, title: str = "") -> dict[str, Any]:
-        """Add a job at the end of the planning service's queue, and return its state."""
+        """Add a background job at the end of the planning service's queue in the database, and return the
+        job's state.
+        """
         job = uuid.uuid4().hex
         with self._transaction() as db:
             db.execute(
@@ -141,7 +145,8 @@ class Store:
         return results
 
     def claim(self) -> dict[str, Any] | None:
-        """Mark the oldest queued job as running, and return its state, or None if no job is queued.
+        """Mark the oldest queued background job as running, and return the job's state, or None if no job
+        is queued.
 
         The mark is on disk before the job starts.
         """
@@ -159,7 +164,7 @@ class Store:
         return self.job(row["id"]) or self.claim()  # cancelled and forgotten since: the next one
 
     def finish(self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True) -> bool:
-        """Mark a queued or running job as ended. Return False if it had already ended.
+        """Mark a queued or running background job as ended. Return False if the job had already ended.
 
         That can happen if a job is cancelled at the moment at which it finishes.
         """
@@ -177,9 +182,10 @@ class Store:
         return done.rowcount == 1
 
     def recover(self, most_attempts: int) -> int:
-        """Queue the jobs again that were running when the server ended, and return their number.
+        """Queue the jobs again that were running when the server ended. Return the number of interrupted
+        jobs.
 
-        A job with too many attempts fails instead.
+        A job that was already started too often fails instead.
         """
         with self._transaction() as db:
             rows = db.execute("SELECT id, attempts FROM jobs WHERE state = 'running'").fetchall()
@@ -199,7 +205,8 @@ class Store:
         return len(rows)
 
     def job(self, job: str) -> dict[str, Any] | None:
-        """Return a job's state with every attempt, or None if the job is unknown.
+        """Return the state of a background job with every attempt to run the job, or None if the job is
+        unknown.
 
         The state does not include the job's request and result.
         """
@@ -212,7 +219,9 @@ class Store:
         return {**dict(row), "history": [dict(attempt) for attempt in tried]}
 
     def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Return the states of the newest jobs of the planning service, the newest first."""
+        """Return a list with the states of the newest background jobs of the planning service, the newest
+        first.
+        """
         rows = self._rows(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", limit)
         return [dict(row) for row in rows]
 
@@ -224,12 +233,16 @@ class Store:
         return None if row is None else str(row[0])
 
     def result(self, job: str) -> tuple[bytes, bool] | None:
-        """Return a job's result as bytes and True if they are JSON. Return None if the job has no result."""
+        """Return the result of a background job as a pair: the bytes, and True if the bytes are JSON.
+        Return None if the job has no result.
+        """
         row = self._row("SELECT result, is_json FROM jobs WHERE id = ?", job)
         return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
 
     def forget(self, table: Literal["jobs", "runs", "machines"], key: str) -> bool:
-        """Remove a job that has ended, a training run or a machine from the database. Return False if there is none."""
+        """Remove a background job that has ended, a training run or a machine from the database. Return
+        False if there is no such entry.
+        """
         column = "name" if table == "machines" else "id"
         ended = " AND state NOT IN ('queued', 'running')" if table == "jobs" else ""
         with self._transaction() as db:
@@ -246,7 +259,7 @@ class Store:
         return {"id": number, "name": name, "created_s": now_s, **summary}
 
     def runs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Return summaries of the uploaded training runs, the newest first."""
+        """Return a list of summaries of the newest uploaded training runs, the newest first."""
         rows = self._rows("SELECT id, name, created_s, summary FROM runs ORDER BY created_s DESC LIMIT ?", limit)
         kept = ("id", "name", "created_s")
         return [{k: row[k] for k in kept} | json.loads(row["summary"]) for row in rows]
@@ -272,12 +285,13 @@ class Store:
         return None if row is None else str(row[0])
 
     def machines(self) -> dict[str, str]:
-        """Return the stored texts of all uploaded machines by name."""
+        """Return a dict from machine name to the stored JSON text, for all uploaded machines."""
         rows = self._rows("SELECT name, machine FROM machines ORDER BY name")
         return {row["name"]: row["machine"] for row in rows}
 
     def expire(self, keep_s: float, run_keep_s: float, kept_rows: int, kept_machines: int = 200) -> None:
-        """Delete finished jobs, training runs and machines that are too old or too many. Keep unfinished jobs.
+        """Delete ended background jobs, training runs and machines from the database that are too old or
+        too many. Jobs that wait or run are kept.
 
         Args:
             keep_s: Age in seconds at which finished jobs are deleted.

@@ -1,10 +1,10 @@
-"""A worker process of the planning service. It reads requests from stdin and writes results to stdout.
+"""A worker process of the planning service, which reads requests from stdin and writes results to stdout.
 
     python -m ebbtide.tuner.service.worker NICENESS BYTES
 
-Data is JSON in both directions and never pickled, so that no part of a request can be executed. A message is
-a tag, a length and that many bytes. The server stops a worker by killing it. A worker ends by itself when its
-server has ended (stdin is closed), even during a computation.
+Data is JSON in both directions and never pickled, so that no part of a request can be executed. A
+message is a tag, a length and that many bytes. The server stops a worker by killing it. A worker ends by
+itself when its server has ended (stdin is closed), even during a computation.
 """
 
 import gc
@@ -29,13 +29,17 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
-    """Write a message with a tag and a length to the pipe of a worker process, and flush it."""
+    """Write one message (a tag, a length and the bytes) to the pipe between the planning server and a
+    worker process, and flush the pipe.
+    """
     stream.write(HEAD.pack(tag, len(payload)) + payload)
     stream.flush()
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
-    """Read the next message from the pipe of a worker process. Return its tag and bytes, or None at the end."""
+    """Read the next message from the pipe between the planning server and a worker process. Return the tag
+    and the bytes, or None if the pipe was closed.
+    """
     head = stream.read(HEAD.size)
     if len(head) < HEAD.size:
         return None
@@ -45,7 +49,9 @@ def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:
 
 
 def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
-    """Return, for each kind of request to a worker process, the request's type and the function that answers it."""
+    """Return a dict from each kind of request to a worker process to the request's type and the function
+    that answers it.
+    """
     from ebbtide.tuner.service import answers, report, requests, search
 
     return {
@@ -75,9 +81,10 @@ class _Progress:
 
 
 def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., None]) -> Any:
-    """Answer one request in a worker process. Return the tag and the bytes of the result or error.
+    """Answer one request in a worker process of the planning service. Return a pair: a tag, and the bytes
+    of the result or of the error.
 
-    The tag tells errors of the request from errors of the program.
+    The tag tells a result, an error of the request, and an error of the program apart.
     """
     request = None
     try:
@@ -107,7 +114,9 @@ def _invalid(*rows: Broken) -> tuple[bytes, bytes]:
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Limit how much this process's address space may grow. Beyond the limit, Python raises MemoryError."""
+    """Limit how much the address space of this worker process may grow. Beyond the limit, Python raises
+    MemoryError.
+    """
     import resource
 
     with open("/proc/self/statm", encoding="utf-8") as file:  # noqa: PTH123

@@ -1,4 +1,4 @@
-"""The comparison in ``tune verify`` of a script's training under a plan and without one.
+"""The comparison in ``tune verify`` of a script's training under a plan with its training without one.
 
-The other runs are DeepSpeed without a plan ("stock") and training without offload.
+The runs without a plan are DeepSpeed alone ("stock") and training without offload.
 """

@@ -1,7 +1,8 @@
-"""Differences between two runs of the same training command, which should have given equal results.
+"""The differences between two runs of the same training command, which should have given equal results.
 
-They are either noise of the kernels' summation order, or the runs train differently, for example because a
-random generator has no fixed seed. In that case no comparison with another run is possible.
+Such differences are either noise of the kernels' summation order, or the runs train differently, for
+example because a random generator has no fixed seed. If the runs train differently, no comparison with
+another run is possible.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,9 @@ class Chance:
 
 
 def chance_of(run: Run, other: Run) -> Chance | None:
-    """Return the difference between two runs of the same training command, or None if all bits agree."""
+    """Return the difference between two recorded runs of the same training command, or None if all recorded
+    bits agree.
+    """
     steps = [differences(run, other, step) for step in common_steps(run, other)]
     found = [(step, each) for step, each in enumerate(steps) if each]
     if not found:

@@ -43,7 +43,9 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
 
 
 def moved(run: Run, other: Run, at: Difference) -> float:
-    """Return the distance that a tensor moved in one training step: the larger distance of the two runs."""
+    """Return the Euclidean distance that a tensor moved in one training step, in the run where the tensor
+    moved further.
+    """
     return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
 
 

@@ -1,4 +1,6 @@
-"""A search within one training run for tensors that no order of summation can explain, such as NaNs."""
+"""A search within one training run for tensors with a sign of an error that no order of summation can
+explain, such as NaNs.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -60,22 +60,22 @@ class Finding:
 
 @dataclass(frozen=True)
 class Noise:
-    """The size of differences between training runs that chance explains.
-
-    It is measured with runs of the same training.
+    """The size of the differences between training runs that chance explains, measured with repeated runs
+    of the same training.
 
     Attributes:
         reference: First run.
-        others: A repeat of that run, and a repeat with one flipped bit.
+        others: A repeat of the first run, and a repeat with one flipped bit.
     """
 
     reference: Run
     others: tuple[Run, ...]
 
     def explained(self, difference: Difference) -> float:
-        """Return the relative difference between two training runs that chance explains for one tensor or scalar.
+        """Return the largest relative difference between two training runs that chance explains, for the
+        tensor or scalar of a given difference.
 
-        It is derived from the differences of similar tensors or scalars between repeated runs.
+        The result is derived from the differences of similar tensors or scalars between repeated runs.
         """
         if not difference.is_tensor:
             return self._of_sums(_kind(difference))
@@ -96,10 +96,11 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return a difference that nearly all fp32 masters of two training runs get by chance in one step.
+        """Return the relative difference that chance causes in nearly all fp32 masters of two training runs
+        in one step.
 
-        In repeated runs of one training, nine in ten masters differ by at least this much, relative to their
-        updates. The result is at least a quarter of the expected rounding error.
+        In repeated runs of one training, nine in ten masters differ by at least this much, relative to
+        their updates. The result is at least a quarter of the expected rounding error.
         """
         found = [self._floor() / 4]
         for run in self.others:
@@ -218,10 +219,12 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
 
 
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return a difference in a few tensors that rounding cannot explain, or None.
+    """Return a difference in a few tensors of two training runs that rounding cannot explain, or None if
+    there is none.
 
-    It is a defect only if all tensors agreed before this step. If losses and gradient norm still agree bit by
-    bit, only the rounding of one update is allowed. Otherwise gradients may have been summed in another order.
+    The difference is a defect only if all tensors agreed before this step. If losses and gradient norm
+    still agree bit by bit, only the rounding of one update is allowed. Otherwise gradients may have been
+    summed in another order.
     """
     tensors = [d for d in found if d.is_tensor]
     earlier = [d for k in range(step) for d in differences(run, other, k)]
@@ -237,10 +240,11 @@ def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) 
 
 
 def _another_update(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return a difference that shows a wrong optimizer update, or None.
+    """Return a difference between two training runs that shows a wrong optimizer update in one of them, or
+    None.
 
-    The update is wrong if all tensors agreed before the step and the scalars agree, but at least half of the fp32
-    masters were updated differently. Rounding has had no time to grow so large.
+    The update is wrong if all tensors agreed before the step and the scalars agree, but at least half of
+    the fp32 masters were updated differently. Rounding has had no time to grow so large.
     """
     earlier = [d for k in range(step) for d in differences(run, other, k)]
     sums = [d for d in (*earlier, *found) if not d.is_tensor]

@@ -61,13 +61,17 @@ class Side:
 
     @property
     def how(self) -> str:
-        """Return how ``tune verify`` ran the training command, as the end of a sentence such as "as it is"."""
+        """Return a phrase that says how ``tune verify`` ran the training command, such as ``as it is``, to
+        end a sentence.
+        """
         return "as it is" if self == Side("plan") else f"as {self.title}"
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A training run that was recorded, and the operations in it that torch calls not deterministic."""
+    """A recorded training run, and the names of those operations that torch's warnings call
+    nondeterministic.
+    """
 
     run: Run
     operations: tuple[str, ...] = ()
@@ -125,7 +129,9 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
 
 
 def operations_in(text: str) -> tuple[str, ...]:
-    """Return the operations that torch's warnings in a program's output name as nondeterministic."""
+    """Return the names of the operations that torch's warnings call nondeterministic, given the output of a
+    training command.
+    """
     return tuple(dict.fromkeys(op or attention for op, attention in _NAMED.findall(text)))
 
 

@@ -46,7 +46,9 @@ class Tensor:
     copies_agree: bool = True
 
     def distance(self, other: "Tensor") -> float:
-        """Return the approximate Euclidean distance of two tensors. It is within a factor of two of the true one."""
+        """Return the approximate Euclidean distance of two tensors, within a factor of two of the true one,
+        from their digests.
+        """
         return math.dist(self.sketch, other.sketch)
 
 
@@ -83,7 +85,8 @@ class Run:
     _paths: dict[tuple[str, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def path(self, name: str, step: int) -> float:
-        """Return the total distance that updates have moved a tensor up to a step: the sum over all steps.
+        """Return the total distance that a training run's updates have moved a tensor up to a step: the sum
+        of the distances of all steps.
 
         The result is never NaN.
         """

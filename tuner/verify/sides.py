@@ -22,7 +22,7 @@ class Verification:
     Attributes:
         runs: Compared runs, the most trusted one last.
         findings: Result of comparing each run with the next.
-        operations: Names of the operations that torch calls not deterministic.
+        operations: Names of the operations that torch's warnings call nondeterministic.
         chance: Difference between two runs of the same command. None if they are equal.
     """
 
@@ -33,7 +33,9 @@ class Verification:
 
     @property
     def right(self) -> bool | None:
-        """Return True if ``tune verify`` found training right, False if wrong, and None if it cannot tell."""
+        """Return True if ``tune verify`` found that the script trains right under its plan, False if the
+        script trains wrong, and None if the runs do not tell.
+        """
         verdicts = {finding.verdict for finding in self.findings}
         if "defect" in verdicts:
             return False
@@ -71,10 +73,11 @@ def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Call
 
 
 def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str, Run]:
-    """Repeat the runs under the plan and without it if their recorded losses or tensors differ in any bit.
+    """Repeat the training runs under the plan and with DeepSpeed alone if their recorded losses or tensors
+    differ in any bit.
 
-    Return the repeats, each under the name of the run that it repeats. They show if the difference occurs again, and
-    which run caused it.
+    Return a dict from the name of a run to its repeat. The repeats show if the difference occurs again,
+    and which run caused it.
     """
     if [run.name for run in runs[:2]] != [PLAN, STOCK] or _same(runs[0], runs[1]):
         return {}

@@ -97,7 +97,8 @@ def _known(result: Verification) -> list[str]:
 def as_json(result: Verification) -> dict[str, Any]:
     """Return the result of ``tune verify`` as JSON data.
 
-    It has ``right`` (null if unknown), the runs, and the result of each comparison with its first difference.
+    The data has ``right`` (null if unknown), the runs (``sides``), and the result of each comparison
+    with its first difference (``findings``).
     """
     return {
         "right": result.right,
