@@ -19,15 +19,15 @@ _FILLED_IN: dict[str, Any] = {
 def emitted_config(
     plan: Plan, plan_file: str, given: Mapping[str, Any] | None, wire_dtype: str, zero_stage: int = 3
 ) -> dict[str, Any]:
-    """Build a DeepSpeed config with which training follows a plan.
+    """Build a DeepSpeed config that makes training follow a plan.
 
-    Values of a given config are kept, except those that the plan decides. If a value is ``"auto"`` and the plan
-    depends on it, the plan's number is written instead.
+    Values of a given config are kept, except those that the plan decides. If a value is ``"auto"`` and
+    the plan depends on it, the plan's number is written instead.
 
     Args:
         plan: Plan to train under.
-        plan_file: Path of the plan's file, to be written into the config. A script may run in any folder, so the
-            path should be absolute, or the file should lie next to the config.
+        plan_file: Path of the plan's file, to be written into the config. A script may run in any
+            folder, so the path should be absolute, or the file should lie next to the config.
         given: DeepSpeed config to start from. If None, all other values are left to the trainer.
         wire_dtype: Dtype of gradients and parameters: ``bf16``, ``fp16`` or ``fp32``.
         zero_stage: ZeRO stage of the workload.

@@ -50,7 +50,9 @@ class BadInputError(click.ClickException):
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
-    """A type of command-line option: a text that a function parses. The function raises ValueError for bad text."""
+    """A type of click option: a text that a given function parses. The function raises ValueError for bad
+    text.
+    """
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -152,7 +154,9 @@ _WORKLOAD_OPTIONS = (
 
 
 def launched(command: Command) -> Command:
-    """Add the options that say how training is launched (launcher, threads) to a ``tune`` command."""
+    """Add the options on how training is launched (``--launcher`` and ``--omp-threads``) to a ``tune``
+    command.
+    """
     for option in reversed(LAUNCHER_OPTIONS):
         command = option(command)
     return command
@@ -403,7 +407,7 @@ def read_ds_config(path: str) -> dict[str, Any]:
 
 
 def read_plan(path: str) -> Plan:
-    """Load a training plan from its file."""
+    """Load a training plan from a plan file."""
     from ebbtide.simulator.plan import Plan
 
     try:

@@ -24,7 +24,9 @@ T = TypeVar("T", bound=BaseModel)
 def machine_profile(
     output: str, storage_dir: str | None, drives: Sequence[str], seconds: float, ranks: int, fresh: bool, as_json: bool
 ) -> None:
-    """Measure the rates of this machine and write them to a file as its profile."""
+    """Measure the rates (such as bandwidths) of this machine, and write them to a file as the machine's
+    profile.
+    """
     from ebbtide.profiler import measure_machine
 
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.

@@ -30,10 +30,11 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table that compares a plan with other ways to train. Each row was simulated.
+    """A row of the table that compares training under a plan with other ways to train: one simulated way.
 
     Attributes:
-        role: Kind of the row: the plan, stock DeepSpeed, no offload, a variant of the plan, or another system.
+        role: Kind of the row: the plan, stock DeepSpeed, no offload, a variant of the plan, or
+            another system.
         label: Text that names the row and its setting.
         simulated: Result of the simulation.
         limits: Memory that training may use.
@@ -91,7 +92,9 @@ class Row:
 
 
 def figures(result: SimResult, tokens: int | None) -> dict[str, Any]:
-    """Return the times and memory peaks of a simulated iteration as JSON data. Times are in seconds."""
+    """Return a dict with the seconds, the memory peaks in bytes and the tokens per second of a simulated
+    training iteration, as JSON data.
+    """
     return {
         "iteration_s": result.iteration_s,
         **result.phases,

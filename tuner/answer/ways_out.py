@@ -58,7 +58,7 @@ class WayOut:
 
     @property
     def label(self) -> str:
-        """Return a short text that names the changes which make a training job fit into memory."""
+        """Return a short text that names these changes to a training job or its machine."""
         return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
 
 

@@ -115,7 +115,8 @@ def _around(centre: float, spread: float, sigma: float) -> tuple[float, float]:
 
 
 def model_spread(machine: Machine, strategy: str = "") -> float:
-    """Return the standard deviation of a prediction's error that no rate of the machine explains, in log units.
+    """Return the standard deviation, in log units, of the error of a predicted iteration time that the
+    spread of the machine's rates does not explain.
 
     Args:
         machine: Machine that the prediction is for.

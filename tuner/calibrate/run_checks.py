@@ -43,8 +43,8 @@ def check_whole(name: str, measured_s: Mapping[str, float]) -> None:
 
 
 def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
-    """Return a list with one warning if a training run spends much more time between its phases than in them,
-    otherwise an empty list.
+    """Return a list with one warning if a measured training run spends much more time between its phases
+    (forward, backward, step) than in them, otherwise an empty list.
     """
     phases_s = phases_of(measured_s)
     between_s = measured_s.get("iteration", 0.0) - phases_s

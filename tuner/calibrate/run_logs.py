@@ -49,7 +49,9 @@ class Described:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, machine: Machine) -> Schedule:
-        """Return the schedule (all operations and waits) of one iteration of the measured training, on a machine."""
+        """Return the schedule (all operations and waits) of one iteration of the measured training, for
+        simulation on a machine.
+        """
         work = self.workload
         if work is None:
             if self.model is None:

@@ -170,11 +170,15 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return True if a training configuration is clearly faster than the fastest simulated configuration of one of
-        its groups.
+        """Return True if a training configuration is clearly faster than the fastest simulated
+        configuration in at least one of its groups.
+
+        If the speed is an upper bound, the configuration may be the fastest of the group, and is worth a
+        simulation.
 
         Args:
-            c: Configuration. Its groups are those of `of`, such as all configurations with its micro-batch size.
+            c: Configuration. Its groups are those of `of`, such as all configurations with its
+                micro-batch size.
             tokens_per_s: Speed of the configuration, or an upper bound of its speed.
         """
         shown = SHOWN * self._leaders.get("all", 0.0)
@@ -197,9 +201,11 @@ class Contests:
         return any(o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean for o in found)
 
     def open(self, contest: object) -> bool:
-        """Return True if no simulated training configuration of a group fits into memory so far.
+        """Return True if a search has not yet simulated a training configuration of a group that fits into
+        memory.
 
-        A group is all configurations, or those with the same value of one setting, such as the micro-batch size.
+        A group is all configurations, or those with the same value of one setting, such as the
+        micro-batch size.
         """
         return contest not in self._leaders
 

@@ -93,7 +93,7 @@ class Question:
         return Job.of_deepspeed(architecture(self.model), config, sequence=self.sequence, **self.started)
 
     def of(self, c: Configuration) -> Job:
-        """Return the training job that a configuration describes.
+        """Return the training job of this search's model with the settings of a training configuration.
 
         Raises:
             ModelError: The configuration and the search's DeepSpeed config contradict each other.
@@ -138,12 +138,15 @@ class Question:
         return self.machine.storing_in(list(self.storage)) if self.storage else self.machine
 
     def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:
-        """Return the name and options of the training strategy with which a configuration is simulated.
+        """Return the name and options of the training strategy that stands for a training configuration in
+        a simulation.
 
-        The strategy is ``ebbtide`` (training under a plan) if a plan is possible, and otherwise DeepSpeed's own.
+        The strategy is ``ebbtide`` (training under a plan) if a plan is possible, and otherwise
+        DeepSpeed's own.
 
         Raises:
-            ModelError: DeepSpeed's config offloads activations, but this configuration does not recompute them.
+            ModelError: DeepSpeed's config offloads activations, but this configuration does not
+                recompute them.
         """
         if c.offload not in self._known:
             job = self.of(c)
@@ -226,7 +229,9 @@ class Question:
         return best.plan(search.workload, **folders), search.score(best)
 
     def spread(self, outcome: Outcome) -> float:
-        """Return the relative uncertainty of a predicted iteration time: nine runs in ten are expected within it."""
+        """Return the relative uncertainty of a configuration's predicted iteration time: nine runs in ten
+        are expected within this fraction of the prediction.
+        """
         name, options = self.strategy(outcome.configuration)
         if outcome.plan is not None:
             options = {"plan": outcome.plan}

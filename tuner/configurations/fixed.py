@@ -77,7 +77,8 @@ class Fixed:
 
 
 def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batch: int | None) -> Fixed:
-    """Return the settings that the flags of a configuration search or DeepSpeed's config fix.
+    """Return the settings that a configuration search keeps fixed, since a flag of ``tune search`` or
+    DeepSpeed's config gives their values.
 
     A config value ``"auto"`` fixes nothing.
 

@@ -61,16 +61,16 @@ class Configuration:
         return ""
 
     def changed(self, **knobs: Any) -> "Configuration":
-        """Return a training configuration with some settings changed.
+        """Return a copy of this training configuration with some settings changed.
 
-        Without offload, ``sub_group_size`` has no effect and gets its default, so that equivalent configurations
-        compare equal.
+        Without offload, ``sub_group_size`` has no effect and gets its default, so that equivalent
+        configurations compare equal.
         """
         made = replace(self, **knobs)
         return replace(made, sub_group_size=10**9) if made.offload == "none" else made
 
     def text(self) -> str:
-        """Return a description of a training configuration in one line."""
+        """Return a description of this training configuration in one line of text."""
         where = _WHERE[self.offload]
         kept = "recomputed" if self.recompute else "kept"
         parts = [
@@ -136,17 +136,20 @@ class Space:
         return space
 
     def made(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the training configuration with the chosen values of the varied settings.
+        """Return the training configuration with the chosen values of the varied settings, and the base
+        values of the others.
 
-        Return None if no machine can train with it, or if it has another global batch than the search requires.
+        Return None if no machine can train with the configuration, or if the search requires another
+        global batch.
         """
         configuration = self.of_batch(chosen)
         return None if configuration is None or configuration.impossible else configuration
 
     def of_batch(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the training configuration with the chosen values, even if no machine can train with it.
+        """Return the training configuration with the chosen values of the varied settings, even if no
+        machine can train with it.
 
-        Return None if it has another global batch than the search requires.
+        Return None if the search requires another global batch.
         """
         configuration = self.base.changed(**chosen)
         if self.global_batch is None:
@@ -166,7 +169,9 @@ class Space:
             yield dict(zip(self.choices, values, strict=True))
 
     def why_empty(self) -> str:
-        """Return the reason that no configuration of a search can train, and a change that would help."""
+        """Return the reason that no training configuration of this search can be used, and a change that
+        would help, as text.
+        """
         batched = [c for chosen in self._combinations() if (c := self.of_batch(chosen))]
         batch = self.global_batch
         if batched:

@@ -10,10 +10,11 @@ TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
 
 
 def memlock(has_gpu: bool, host_bytes: int) -> Finding:
-    """Report this process's limit on locked memory (memory that is never swapped out), for ``tune doctor``.
+    """Report the limit on memory that this process may lock (so that the memory is never swapped out), as a
+    finding of ``tune doctor``.
 
-    NVIDIA's driver does not count its page-locked memory against this limit. Such memory is limited only by the
-    memory of the host and of its container.
+    NVIDIA's driver does not count its page-locked memory against this limit. Such memory is limited only
+    by the memory of the host and of its container.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
@@ -24,7 +25,7 @@ def memlock(has_gpu: bool, host_bytes: int) -> Finding:
 
 
 def numa() -> Finding:
-    """Report if this process may run on a NUMA node far from its GPU, for ``tune doctor``."""
+    """Report, as a finding of ``tune doctor``, if this process may run on a NUMA node far from its GPU."""
     import torch
     from ebbtide.profiler.hardware import numa_layout
     from ebbtide.runtime.hardware.pci import pci_address
@@ -38,7 +39,9 @@ def numa() -> Finding:
 
 
 def threads(ranks: int) -> Finding:
-    """Report how many CPU threads DeepSpeed without a plan would use for updates, and the cost of too few."""
+    """Report how many CPU threads DeepSpeed without a plan would use for each rank's optimizer updates, and
+    what too few of them cost.
+    """
     from ebbtide.runtime.hardware.cores import near_cores
 
     share = max(1, len(near_cores(None)) // ranks)

@@ -182,7 +182,9 @@ TABLE = (
 
 
 def known_wrong(version: str, config: Config) -> list[KnownWrong]:
-    """Return the known defects of a DeepSpeed version that affect training with a given config."""
+    """Return a list of the known defects of a DeepSpeed version that make training with a given DeepSpeed
+    config wrong.
+    """
     from packaging.version import Version
 
     installed = Version(version)

@@ -14,7 +14,9 @@ LEAST_SHARED_BYTES = 256 * MIB  # a rank's buffers of DeepSpeed on CPUs take 69 
 
 
 def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
-    """Report if the free host memory is enough for a plan on all ranks of this machine, for ``tune doctor``."""
+    """Report, as a finding of ``tune doctor``, if the free host memory is enough for a plan on all ranks of
+    this machine.
+    """
     free = f"{free_bytes / GIB:.1f} GiB free"
     if plan is None:
         return ok("host memory", f"{free} (--plan compares it with a plan)")
@@ -53,7 +55,9 @@ def limits(mine: "Usable") -> Finding:
 
 
 def shared_memory() -> list[Finding]:
-    """Report if shared memory is too small for training, and buffers that killed training processes have left."""
+    """Return findings of ``tune doctor`` if this machine's shared memory is too small for training, or if
+    killed training processes have left buffers there.
+    """
     from ebbtide.runtime.hardware.launcher import SHARED
 
     try:

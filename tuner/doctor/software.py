@@ -44,7 +44,9 @@ def _version(name: str, specifier: str) -> Finding:
 
 
 def known_results(config: Mapping[str, Any]) -> list[Finding]:
-    """Report known defects of the installed DeepSpeed that make training with a given config wrong."""
+    """Report those known defects of the installed DeepSpeed version that make training with a given
+    DeepSpeed config wrong.
+    """
     try:
         installed = version("deepspeed")
     except PackageNotFoundError:
@@ -94,7 +96,9 @@ def compiler() -> list[Finding]:
 
 
 def build_locks() -> list[Finding]:
-    """Find lock files of torch extensions that a killed process left. The next build would wait forever."""
+    """Report lock files that a killed build of a torch extension left on this machine. The next build would
+    wait for them forever.
+    """
     from ebbtide.runtime.hardware import builds
     from torch.utils import cpp_extension
 
@@ -122,7 +126,9 @@ def kernel() -> list[Finding]:
 
 
 def private_names() -> list[Finding]:
-    """Report if the installed DeepSpeed has all internal names that training under a plan uses."""
+    """Report if the installed DeepSpeed still has all internal names that ebbtide uses when it trains under
+    a plan.
+    """
     from ebbtide.runtime.zero.checks import private
     from ebbtide.runtime.zero.checks.private_names import missing_names
 

@@ -20,7 +20,9 @@ _UNSAFE = {"nobarrier", "barrier=0"}
 
 
 def checkpoint_folder(folder: str, mounts: Path = Path("/proc/self/mounts")) -> list[Finding]:
-    """Write, sync, rename and remove a small file in the checkpoint folder, and report problems."""
+    """Write, synchronize, rename and remove a small file in the folder for training checkpoints, and report
+    problems as findings of ``tune doctor``.
+    """
     name = "checkpoint folder"
     where = Path(folder)
     if not where.is_dir():

@@ -97,10 +97,10 @@ def _starts(search: Search, most: int) -> list[Candidate]:
 
 
 class _Walk:
-    """A walk of simulated annealing through training plans.
+    """A walk of simulated annealing from one training plan to the next, with the plan that was accepted
+    last.
 
-    It starts from one plan and holds the plan that was accepted last. A slower plan is accepted only by chance,
-    and less often as the temperature falls.
+    A slower plan is accepted only by chance, and less often as the temperature falls.
     """
 
     def __init__(self, search: Search, base: Candidate) -> None:

@@ -73,9 +73,10 @@ def merged(workload: Workload, many: int) -> Workload:
 
 
 def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
-    """Return a plan for small subgroups that copies the choices of a plan for large ones of the same model.
+    """Return a plan for small subgroups that copies the choices of a plan for large subgroups of the same
+    model.
 
-    Each small subgroup is treated as the large subgroup that holds its middle element.
+    Each small subgroup gets the placement and flags of the large subgroup that holds its middle element.
     """
     ends, begin, owner = list(accumulate(coarse.subgroups)), 0, list[int]()
     for size in fine.subgroups:

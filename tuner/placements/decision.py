@@ -317,7 +317,8 @@ def check_length(workload: Workload) -> None:
 
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
-    """Refuse a training job with state that no plan can fit into memory. Nothing is simulated.
+    """Refuse a training job if its state is larger than all allowed memory, however a plan divides it.
+    Nothing is simulated.
 
     Raises:
         ImpossibleError: The bytes do not fit, no matter how they are divided among the memories.

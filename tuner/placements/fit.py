@@ -41,12 +41,14 @@ class Fit:
     shares: Mapping[tuple[Placement, ParameterLocation], float]
 
     def of(self, placement: Placement) -> float:
-        """Return the fraction of a model's parameters with optimizer state in a given placement."""
+        """Return the fraction of the model's parameters with optimizer state in a given placement, in this
+        division.
+        """
         return sum(share for (p, _), share in self.shares.items() if p == placement)
 
     @property
     def away(self) -> float:
-        """Return the fraction of a model's 16-bit parameters that live in host memory."""
+        """Return the fraction of the model's 16-bit parameters that live in host memory, in this division."""
         return sum(share for (_, location), share in self.shares.items() if location == "host")
 
 

@@ -105,10 +105,11 @@ def brought(search: Search, made: Plan) -> list[str]:
 
 
 def _fewest(search: Search, count: int) -> int:
-    """Return the fewest subgroups that need parameters in host memory before a plan with CPU updates fits.
+    """Return the smallest number of subgroups that must keep their 16-bit parameters in host memory, so
+    that a plan with CPU updates fits.
 
-    The plan stores optimizer state on a drive if a drive is allowed. If no number of subgroups is enough, return
-    the number of all subgroups.
+    The plan stores optimizer state on a drive if a drive is allowed. If no number of subgroups is
+    enough, return the number of all subgroups.
     """
     low, high = 0, count
     while high - low > 1:

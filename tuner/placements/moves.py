@@ -32,7 +32,9 @@ CAN_SUM = np.array([code in _PLAIN and _PLAIN[code].can_sum_on_device for code i
 
 
 def is_staged(recipe: Recipe) -> bool:
-    """Return True if a placement's subgroups are copied to the GPU for their update (a staged update)."""
+    """Return True if a recipe (the steps that update subgroups of one placement) copies optimizer state to
+    the GPU for each update, which is then a staged update.
+    """
     return any(step.takes == Slot.STAGING for step in recipe.steps)
 
 
@@ -107,11 +109,12 @@ class Freedom:
 
 @dataclass
 class Moved:
-    """A training plan in the form that a search changes.
+    """A training plan in the form that simulated annealing changes.
 
     Attributes:
         codes: Code of each subgroup's placement, parameter location and flags (`Way.code`).
-        sequences: For the CPU and for the GPU, the subgroups that it updates, in the order of their updates.
+        sequences: For the CPU and for the GPU, the subgroups that it updates, in the order of their
+            updates.
         slots: Number of staging buffers: GPU memory for one staged subgroup each.
         prefetch: Number of subgroups that are copied to the GPU ahead of time.
         free: Changes that the search may make.
@@ -138,7 +141,7 @@ class Moved:
         host_slots: int = HOST_SLOTS,
         threads: int = 0,
     ) -> Self:
-        """Build a training plan in the form that a search changes.
+        """Build a training plan in the form that simulated annealing changes.
 
         Args:
             codes: Code of each subgroup's placement, parameter location and flags (`Way.code`).

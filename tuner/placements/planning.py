@@ -145,7 +145,8 @@ def about(workload: Workload, machine: Machine) -> str:
 
 
 def predict(workload: Workload, machine: Machine, made: Plan, limits: Limits, lower_bound_s: float = 0.0) -> Prediction:
-    """Return the simulator's prediction for a plan's iteration, with the interval that the rates' spread gives.
+    """Return the simulated iteration under a plan as a prediction, with an interval that follows from the
+    spread of the machine's rates.
 
     Args:
         workload: Training job of one rank.
@@ -184,7 +185,8 @@ def predict(workload: Workload, machine: Machine, made: Plan, limits: Limits, lo
 
 
 def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a plan with a new prediction, for another profile of its workload or machine.
+    """Return a copy of a plan with a new prediction, made for another profile of the workload or of the
+    machine.
 
     Raises:
         PlanError: The workload has another number of subgroups than the plan.

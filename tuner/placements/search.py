@@ -63,13 +63,14 @@ _STORED_CODES = [PLACEMENT_CODES[placement] for placement in STORED]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that a search can score: the fields of a plan that are searched.
+    """A plan in the form that a plan search scores: only the fields of a plan file that the search varies.
 
     Attributes:
-        ways: Code of each subgroup's placement, parameter location and flags (`Way.code`), one byte each. If GPU
-            memory cannot hold all on-device gradient sums, only the first ones are kept there.
-        staging_slots: Number of staging buffers (GPU memory for one staged subgroup each). Fewer are used if
-            memory cannot hold them together with the activations.
+        ways: Code of each subgroup's placement, parameter location and flags (`Way.code`), one byte
+            each. If GPU memory cannot hold all on-device gradient sums, only the first ones are kept
+            there.
+        staging_slots: Number of staging buffers (GPU memory for one staged subgroup each). Fewer are
+            used if memory cannot hold them together with the activations.
         prefetch: Number of subgroups that are copied to the GPU ahead of time.
         threads: Number of CPU threads for updates, or 0 for the default.
         overlap_forward: True if updates may overlap the next forward.
@@ -257,7 +258,7 @@ class Search:
 
     @property
     def free(self) -> Freedom:
-        """Return the changes that this plan search may make to a plan."""
+        """Return the kinds of changes that this plan search may make to a plan."""
         threads = () if "threads" in self.fixed else (0, *sorted(self.machine.host_adam_by_threads))
         return Freedom(self.choices, self.early, self.sums, self.moves_parameters, threads)
 
@@ -435,7 +436,9 @@ class Search:
         return times.mean_s(self.workload.expected_clip_rate)
 
     def peaks(self, candidate: Candidate) -> Score:
-        """Return the simulated time and memory peaks of a plan, without storing them in the search's scores."""
+        """Return the simulated time and memory peaks of a plan, without adding them to the scores of this
+        search.
+        """
         return self._simulate(self.ordered(candidate))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
@@ -468,9 +471,10 @@ class Search:
         return self.limits.hold(*self._taken(c.codes, c.staging_slots, c.host_slots))
 
     def _taken(self, codes: Codes, slots: int, host_slots: int) -> tuple[int, int, int]:
-        """Return the peaks of GPU memory, host memory and storage under a plan, in bytes.
+        """Return a tuple with the peaks in bytes of GPU memory, host memory and storage under a plan,
+        computed without a simulation.
 
-        The peak of GPU memory is at the end of forward, when it holds all activations.
+        The peak of GPU memory is at the end of forward, when GPU memory holds all activations.
         """
         amounts, early = self._sweep.amounts(codes)
         held = self._sweep.held_bytes(amounts, slots, host_slots, early, self._sweep.summed_elements(codes))
@@ -487,7 +491,7 @@ class Search:
 
     @property
     def fits(self) -> bool:
-        """Return True if any plan that a search has scored fits into memory."""
+        """Return True if at least one plan that this search has scored fits into memory."""
         return not math.isinf(self.best_s)
 
     def best(self) -> Candidate:
@@ -756,5 +760,5 @@ def options_of(c: Candidate) -> tuple[Any, ...]:
 
 
 def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
-    """Return the simulator's array of results (times and memory peaks) for a searched plan."""
+    """Return the row of results (times and memory peaks) that the simulator gives for a plan."""
     return sweep.evaluate(c.codes, *options_of(c))

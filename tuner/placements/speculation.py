@@ -53,10 +53,11 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _spread(search: Search) -> None:
-    """Simulate the best plan with other numbers of early CPU updates, and with other subgroups that are updated early.
+    """Simulate variants of a search's best plan: other numbers of early CPU updates, and other subgroups
+    with early updates.
 
-    An early update starts before the gradient norm is known. The subgroups with early updates are every n-th of the
-    last subgroups that the CPU updates, for several n.
+    An early update starts before the gradient norm is known. The subgroups with early updates are every
+    n-th of the last subgroups that the CPU updates, for several n.
     """
     best = search.ordered(search.best())
     able = search.able(best, "host").tolist()

@@ -49,7 +49,7 @@ def room(machine: Machine, storage: Mapping[str, int]) -> int:
 
 
 def named(machine: Machine, storage: Mapping[str, int]) -> dict[str, Any]:
-    """Return the fields of a plan's file that name the directories for stored optimizer state."""
+    """Return a dict of those fields of a plan file that name the directories for optimizer state on drives."""
     if len(storage) < 2:
         return {"storage_dir": next(iter(storage), None) or None}
     return {"storage_shares": {n: round(s, 4) for n, s in _shares(machine, storage).items()}}

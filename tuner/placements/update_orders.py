@@ -22,7 +22,7 @@ from ebbtide.simulator.workload import Workload
 
 
 class UpdateOrders:
-    """A chooser of the subgroups' update order, for one workload on one machine."""
+    """A chooser of the order of a training step's updates of subgroups, for one workload on one machine."""
 
     def __init__(self, workload: Workload, machine: Machine) -> None:
         amounts, room = Bytes.of(workload), capacities(machine, workload.ranks_per_node)

@@ -317,7 +317,7 @@ def _constant(name: str) -> float:
 
 
 def _check_json(body: bytes) -> Any:
-    """Parse the JSON body of a request to the planning service.
+    """Parse the JSON body of a request to the planning service, and return the parsed value.
 
     Raises:
         Refusal: The body is not valid JSON, has NaN, infinity or deep nesting, or has invalid Unicode.

@@ -69,7 +69,8 @@ class Client:
         return dict(self.call("/simulate", scenario))
 
     def answer(self, **scenario: Any) -> dict[str, Any]:
-        """Ask the planning server for advice on offloading and for a plan.
+        """Ask the planning server for advice on offloading a training job's optimizer state, and for a
+        plan.
 
         The arguments are the fields of ``POST /api/v1/answer``.
         """

@@ -1,6 +1,7 @@
-"""The job queue of the planning service.
+"""The queue of the planning service's background jobs, such as plan searches.
 
-Jobs are stored on disk and run by worker processes of low priority. Clients can follow their progress.
+Jobs are stored on disk and run by worker processes of low priority. Clients can follow the progress of a
+job.
 """
 
 import asyncio

@@ -270,7 +270,7 @@ def _check_size(workload: Workload) -> None:
 
 
 class Simulate(Scenario):
-    """A request to simulate one training iteration under a strategy or a plan.
+    """A request to the planning service to simulate one training iteration under a strategy or a plan.
 
     Attributes:
         strategy: Name of the strategy. If null, DeepSpeed's own offload as ``ds_config`` sets it.
@@ -297,10 +297,12 @@ class Simulate(Scenario):
 
 
 class Answer(Scenario):
-    """A request for advice on offloading: whether to offload, with which plan, and the gain.
+    """A request to the planning service for advice: whether to offload optimizer state, with which plan,
+    and what is gained.
 
     Attributes:
-        effort: ``quick`` searches for a plan in a moment, and ``full`` as thoroughly as `tune plan` does.
+        effort: ``quick`` searches for a plan in a moment, and ``full`` as thoroughly as `tune plan`
+            does.
         peers: True to simulate other systems too, each at its best setting.
         timelines: True to include timelines in the response.
         plan: Existing plan, such as the result of a job. No plan is searched then.
@@ -313,7 +315,9 @@ class Answer(Scenario):
 
 
 class WhatIf(Scenario):
-    """A request for a grid of simulations: each strategy at each combination of the given values."""
+    """A request to the planning service for a grid of simulations: each strategy at each combination of the
+    given values.
+    """
 
     strategies: Annotated[list[Name], Field(min_length=1, max_length=16)] = Field(
         default_factory=lambda: ["zero3_offload", "ebbtide"]
@@ -337,7 +341,8 @@ class WhatIf(Scenario):
 
 
 class PlanJob(Scenario):
-    """A request to search for the best plan as a background job. The fields are the input of `tune plan`.
+    """A request to the planning service to search for the best plan in a background job. The fields are the
+    input of `tune plan`.
 
     Attributes:
         name: Title of the job in lists.
@@ -352,21 +357,23 @@ class PlanJob(Scenario):
 
 
 class WhatIfJob(WhatIf):
-    """A request for a large grid of simulations, which runs as a background job."""
+    """A request to the planning service for a large grid of simulations, which runs as a background job."""
 
     kind: Literal["what-if"] = "what-if"
     name: Name | None = None
 
 
 class SearchJob(Scenario):
-    """A request to search for the fastest training configuration as a background job, like `tune search`.
+    """A request to the planning service to search for the fastest training configuration in a background
+    job, like `tune search`.
 
     Attributes:
-        free: Settings that the search varies. The others have the values of the request. ``recompute`` is off
-            with ``keep_activations``.
+        free: Settings that the search varies. The others have the values of the request.
+            ``recompute`` is off with ``keep_activations``.
         gpus: Number of GPUs. If the search varies it, the largest number.
         global_batch: Samples per optimizer step. If null, the number may vary.
-        offload: True if optimizer state lives in host memory. It has no effect if the search varies the offload.
+        offload: True if optimizer state lives in host memory. It has no effect if the search varies
+            the offload.
         ds_config: DeepSpeed's config for settings that the search does not vary.
     """
 
@@ -391,7 +398,8 @@ class SearchJob(Scenario):
 
 
 class Goodput(Request):
-    """A request for the goodput of training: the useful share of the time with failures and checkpoints.
+    """A request to the planning service for the goodput of training: the useful share of the time under
+    failures and with checkpoints.
 
     See `ebbtide.simulator.analysis.goodput`.
     """
@@ -465,7 +473,7 @@ class Report(Request):
 
 
 def check_model(config: dict[str, Any]) -> None:
-    """Refuse a model's config that the planning service cannot process.
+    """Refuse the config of a model that the planning service cannot process.
 
     The service does not build models with the transformers library, since any client may send a config.
 

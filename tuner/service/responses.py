@@ -86,7 +86,9 @@ class LaneTold(Answered):
 
 
 class SamplesTold(Answered):
-    """Memory use over time: lists of equal length with times and with bytes in GPU and host memory."""
+    """The memory use of one rank over a timeline: lists of equal length with times, bytes in GPU memory,
+    and bytes in host memory.
+    """
 
     t_s: list[float]
     device_bytes: list[int]
@@ -127,7 +129,9 @@ class GoodputByRole(Answered):
 
 
 class UseTold(Answered):
-    """The instructions for training under a plan: DeepSpeed config, command and arguments for the Trainer."""
+    """The instructions for training under a plan: DeepSpeed config, command, and arguments for the Hugging
+    Face Trainer.
+    """
 
     deepspeed: dict[str, Any]
     command: str
@@ -188,7 +192,9 @@ class AnswerTold(Answered):
 
 
 class Way(Answered):
-    """A set of changes to a request's training job with which a plan fits into memory."""
+    """A set of changes to a training job with which a plan for the job fits into memory: an entry of the
+    response of `/ways-out`.
+    """
 
     label: str
     changes: dict[str, Any]
@@ -197,7 +203,8 @@ class Way(Answered):
 
 
 class WaysTold(Answered):
-    """The smallest changes with which a training job fits into memory, the cheapest first.
+    """The response of `/ways-out`: the smallest changes with which a training job fits into memory, the
+    cheapest first.
 
     `another_way` has further advice in words.
     """
@@ -216,9 +223,10 @@ class Grid(Answered):
 
 
 class GoodputTold(Answered):
-    """The goodput (useful share of training time) with a given checkpoint interval and with the best one.
+    """The response of `/goodput`: the goodput (useful share of training time) with a given checkpoint
+    interval and with the best one.
 
-    It also has the intervals by Young's and Daly's rules of thumb.
+    The intervals by Young's and Daly's rules of thumb are also included.
     """
 
     interval_steps: int
