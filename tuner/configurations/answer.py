@@ -1,4 +1,4 @@
-"""The result of a search over training configurations, and its explanation in words."""
+"""The result of a search for the fastest training configuration, and its explanation in words."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,15 +13,16 @@ SAME = 0.01  # of the best, at least: a simulation does not tell these apart
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a search over training configurations.
+    """The result of a search for the fastest training configuration.
 
     Attributes:
         space: Set of configurations that was searched.
         outcomes: Predictions of all simulated configurations, in the order of the search.
-        complete: True if every configuration was simulated or safely left out. One is left out if it cannot fit,
-            cannot be simulated, or is certainly neither the fastest for any value of a setting nor on the
-            Pareto front of speed and GPU memory.
-        refused: Reasons that configurations cannot be simulated, with the number of configurations for each.
+        complete: True if every configuration was simulated or safely left out. One is left out if it
+            cannot fit, cannot be simulated, or is certainly neither the fastest for any value of a
+            setting nor on the Pareto front of speed and GPU memory.
+        refused: Reasons that configurations cannot be simulated, with the number of configurations
+            for each.
         combinations: Number of configurations in the set.
         spread: Relative uncertainty of the fastest configuration's predicted time.
     """

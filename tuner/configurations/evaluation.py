@@ -28,11 +28,11 @@ _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
 
 @dataclass(frozen=True)
 class Outcome:
-    """The predicted time and memory of a training configuration.
+    """The predicted time and memory of a training configuration that was simulated.
 
     Attributes:
-        why_not: Empty if the configuration fits. Otherwise the missing memory, or the reason that it cannot be
-            simulated.
+        why_not: Empty if the configuration fits. Otherwise the missing memory, or the reason that it
+            cannot be simulated.
         plan: Plan for its offloaded optimizer state, or None.
         missing_bytes: Bytes that GPU and host memory lack together.
         refused: True if the configuration cannot be simulated, however much memory there is.
@@ -57,18 +57,19 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Question:
-    """The input of a configuration search: a model, a machine and limits.
+    """The input of a search for the fastest training configuration: a model, a machine and memory limits.
 
     Attributes:
         model: Model or its config.
         machine: Machine that trains.
-        ds_config: DeepSpeed's config for settings that the search does not vary, such as precision and clipping.
-            If empty, bf16 is used.
+        ds_config: DeepSpeed's config for settings that the search does not vary, such as precision
+            and clipping. If empty, bf16 is used.
         device_memory_bytes: GPU memory of one rank in bytes. If None, the machine's.
         host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
         margin: Fraction of both memories to leave free. If None, the planner's default.
         started: Fields of a `Job` that say how the ranks are started, if not by DeepSpeed's launcher.
-        storage: Directories for optimizer state that memory cannot hold, with the bytes that a node may use.
+        storage: Directories for optimizer state that memory cannot hold, with the bytes that a node
+            may use.
     """
 
     model: Architecture | Mapping[str, Any] | str | Path
@@ -121,7 +122,7 @@ class Question:
         return found
 
     def limits(self, work: Workload) -> Limits:
-        """Return the memory that plans for a workload may use.
+        """Return the limits of the memory that plans for a workload may use, from this search's input.
 
         Raises:
             ValueError: More memory is requested than the machine has.

@@ -1,8 +1,9 @@
-"""The choice of the subgroups with 16-bit parameters in host memory between their uses.
+"""The choice of the subgroups that keep their 16-bit parameters in host memory between uses.
 
-Such parameters must be copied to the GPU for each forward and backward pass. This frees GPU memory for a job
-that would not fit, or for more optimizer state and buffers. It costs little while the link is idle. Training
-results are bit-identical. The chosen subgroups are evenly spaced, so that the copies do not delay each other.
+Such parameters must be copied to the GPU for each forward and backward pass. This frees GPU memory for a
+job that would not fit, or for more optimizer state and buffers. The copies cost little while the link
+between host and GPU is idle. Training results are bit-identical. The chosen subgroups are evenly spaced,
+so that the copies do not delay each other.
 """
 
 import math

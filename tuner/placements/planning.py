@@ -208,7 +208,8 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:
-    """Return a list with one sentence about the time that a plan saves by on-device gradient accumulation.
+    """Return a list with one sentence about the seconds that a plan saves by on-device gradient
+    accumulation.
 
     The list is empty if the plan does not use on-device gradient accumulation.
     """

@@ -29,7 +29,7 @@ MERGED = (4, 2)  # neighbouring subgroups that are planned as one first
 
 @dataclass(frozen=True)
 class QuickPlan:
-    """The result of a short plan search during training.
+    """The result of a short plan search that runs during training.
 
     Attributes:
         plan: Best plan. It is the plan in force (``current``) if nothing is faster.

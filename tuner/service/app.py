@@ -105,7 +105,8 @@ def _health(app: FastAPI, service: Service) -> None:
 
 
 def _unknown(app: FastAPI) -> None:
-    """Answer requests for unknown routes: with status 405 if only the method is wrong, and otherwise 404.
+    """Add the responses to requests for unknown routes: status 405 if only the method is wrong, and
+    otherwise 404.
 
     The response with status 405 names the methods that the path has.
     """
@@ -200,7 +201,9 @@ async def _refused(_: Request, error: HTTPException) -> Response:
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault
-    """An exception that ends a request to the planning service with an error response, before any route runs."""
+    """An exception that answers a request to the planning service with an error response, before any route
+    runs.
+    """
 
     def __init__(self, status: int, key: str, rule: str, value: Any = None) -> None:
         self.status, self.error = status, broken_rule(key, rule, value)

@@ -73,7 +73,8 @@ class Worker:
 
     @classmethod
     async def start(cls, niceness: int, quota: Quota) -> "Worker":
-        """Start a worker process of the planning service, and return when it is ready for requests.
+        """Start a worker process of the planning service, and return when the process is ready for
+        requests.
 
         Raises:
             WorkerError: The process could not be started, or ended early.
@@ -166,7 +167,7 @@ class Worker:
 
 
 class Lane:
-    """A queue of requests in the planning service, with a few worker processes of its own.
+    """A queue of requests to the planning service, with a few worker processes that serve only this queue.
 
     A worker process that has ended is replaced by a new one.
     """

@@ -267,7 +267,9 @@ class Configured(Answered):
 
 
 class SearchResult(Answered):
-    """The result of a background job that searched for the fastest training configuration."""
+    """The result of the planning service's background job that searched for the fastest training
+    configuration.
+    """
 
     remarks: list[str]
     complete: bool
@@ -283,7 +285,7 @@ class SearchResult(Answered):
 
 
 class Pickable(Answered):
-    """The facts about a machine that the web page's selection list shows."""
+    """The facts about a machine that the selection list on the planning service's web page shows."""
 
     name: str
     device_name: str
@@ -306,7 +308,9 @@ class Unreadable(Answered):
 
 
 class Machines(Answered):
-    """The machines that the planning server knows: presets, uploaded ones, and the one it was started with."""
+    """The machines that the planning server knows: presets, uploaded machines, and the machine that the
+    server was started with.
+    """
 
     machines: list[Pickable]
     unreadable: list[Unreadable]
@@ -322,7 +326,7 @@ class Profiled(Answered):
 
 
 class Models(Answered):
-    """The names that the planning server knows: models, measured workloads and strategies."""
+    """The names that the planning server accepts in requests: models, measured workloads and strategies."""
 
     models: list[str]
     workloads: list[Profiled]
@@ -330,7 +334,7 @@ class Models(Answered):
 
 
 class RunSummary(Answered):
-    """One row in the list of uploaded training runs."""
+    """One row in the planning server's list of uploaded training runs."""
 
     id: str
     name: str
@@ -344,7 +348,7 @@ class RunSummary(Answered):
 
 
 class Runs(Answered):
-    """The list of uploaded training runs, the newest first."""
+    """The planning server's list of uploaded training runs, the newest first."""
 
     runs: list[RunSummary]
 

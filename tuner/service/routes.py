@@ -1,4 +1,4 @@
-"""The planning service's routes under /api/v1."""
+"""The routes (HTTP paths) of the planning service under /api/v1."""
 
 import asyncio
 import json
@@ -274,18 +274,18 @@ def _answers(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/simulate", responses=_answered(told.Simulated))
     async def simulate(request: Request, posted: ask.Simulate) -> Response:
-        """Simulate one training iteration under a strategy or a plan."""
+        """Simulate one training iteration of the request's job, under a strategy or a plan."""
         return await computed(request, "simulate", posted, 6 if posted.timeline else 1)
 
     @router.post("/answer", responses=_answered(told.AnswerTold))
     async def answer(request: Request, posted: ask.Answer) -> Response:
-        """Return advice on offloading: one sentence, a plan, and a table of ways to train with their times."""
+        """Return advice on offloading optimizer state, a plan, and a table of ways to train."""
         cost = FULL_COST if posted.effort == "full" else 6
         return await computed(request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0))
 
     @router.post("/ways-out", responses=_answered(told.WaysTold))
     async def ways_out(request: Request, posted: ask.Scenario) -> Response:
-        """Return the smallest changes with which a training job fits into memory. Each was simulated."""
+        """Return the smallest changes with which the request's training job fits into memory."""
         return await computed(request, "ways-out", posted, FULL_COST)
 
     @router.post("/what-if", responses=_answered(told.Grid, "text/csv"))
@@ -317,7 +317,7 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
 def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
     @router.post("/jobs/plan", status_code=201)
     async def plan(posted: ask.PlanJob) -> JobState:
-        """Start a background job that searches for the best plan."""
+        """Start a background job that searches for the best plan for a training job."""
         return await _submit(service, names, posted, "plan")
 
     @router.post("/jobs/what-if", status_code=201)
@@ -328,7 +328,7 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.post("/jobs/search", status_code=201)
     async def search(posted: ask.SearchJob) -> JobState:
-        """Start a background job that searches for the fastest training configuration."""
+        """Start a background job that searches for the fastest training configuration of a model."""
         check_search(posted, service.quota)
         return await _submit(service, names, posted, "search")
 
@@ -336,7 +336,7 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
 def _job(router: APIRouter, service: Service) -> None:
     @router.get("/jobs")
     async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[JobState]]:
-        """List the background jobs, the newest first."""
+        """List the planning service's background jobs, the newest first."""
         return {"jobs": [JobState(**job) for job in service.store.jobs(limit)]}
 
     @router.get("/jobs/{job}")
@@ -506,14 +506,14 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
 
     @router.delete("/runs/{run}")
     async def forget_run(run: Id) -> told.Identified:
-        """Remove an uploaded training run."""
+        """Remove an uploaded training run from the planning server."""
         _known(await asyncio.to_thread(service.store.forget, "runs", run) or None, "run")
         await service.feed.tell("gone", {"id": run})
         return told.Identified(id=run)
 
     @router.post("/trace", responses=_answered(told.Trace))
     async def trace(posted: ask.Planned) -> Response:
-        """Return timelines for ui.perfetto.dev: of DeepSpeed without a plan, and of training under a plan."""
+        """Return simulated timelines for ui.perfetto.dev: of DeepSpeed alone, and under a plan."""
         body = {
             "plan": posted.plan.model_dump(mode="json"),
             "scenario": _checked(names, posted.scenario, service.quota),

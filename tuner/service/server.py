@@ -1,4 +1,4 @@
-"""The HTTP server of the planning service. It drops slow clients after a time limit, and ends cleanly."""
+"""The HTTP server of the planning service. Slow clients are disconnected after a time limit."""
 
 import asyncio
 import logging
@@ -71,7 +71,8 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
 def config(service: Service, host: str, port: int) -> uvicorn.Config:
     """Return the settings of uvicorn, the web server, for the planning service.
 
-    A single server process is enough, since only one may write to the database and workers do all computations.
+    A single server process is enough, since only one process may write to the database, and worker
+    processes do all computations.
     """
     return uvicorn.Config(
         create_app(service),

@@ -47,7 +47,8 @@ class StoreError(ValueError):
 
 
 class Store:
-    """The planning service's database of jobs, uploaded training runs and machines.
+    """The planning service's database of background jobs, uploaded training runs and machines, in one
+    SQLite file.
 
     Raises:
         StoreError: Another server uses the file, or the file is not such a database.
@@ -269,17 +270,18 @@ class Store:
         return None if row is None else str(row[0])
 
     def put_machine(self, name: str, machine: str, replace: bool = True) -> bool:
-        """Store a machine in the database. Return False if another machine has the name and ``replace`` is false."""
+        """Store an uploaded machine in the database. Return False, and store nothing, if another machine
+        has the name and ``replace`` is false.
+        """
         clash = "REPLACE" if replace else "IGNORE"
         with self._transaction() as db:
             kept = db.execute(f"INSERT OR {clash} INTO machines VALUES (?, ?, ?)", (name, machine, time.time()))
         return kept.rowcount == 1 or self.machine(name) == machine
 
     def machine(self, name: str) -> str | None:
-        """Return the stored JSON text of a machine, or None if no machine of this name is stored.
+        """Return the stored JSON text of an uploaded machine, or None if no machine of this name is stored.
 
-        Another version of ebbtide may have written the text, so the caller must be prepared that this version cannot
-        read it.
+        Another version of ebbtide may have written the text, so this version may be unable to read it.
         """
         row = self._row("SELECT machine FROM machines WHERE name = ?", name)
         return None if row is None else str(row[0])

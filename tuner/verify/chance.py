@@ -20,12 +20,13 @@ ANOTHER = 0.25
 
 @dataclass(frozen=True)
 class Chance:
-    """The difference between two runs of the same training command, which should have given equal results.
+    """The difference between two runs of the same training command in ``tune verify``. The runs should have
+    given equal results.
 
     Attributes:
         where: Text on the first difference, with a hint about its cause.
-        apart: Distance of the two runs' first different updates, relative to the size of the update. 0 if the
-            runs begin with different parameters, or no parameter differs.
+        apart: Distance of the two runs' first different updates, relative to the size of the update.
+            0 if the runs begin with different parameters, or no parameter differs.
         blind: True if the runs differ so much that no other run can be compared with them.
     """
 

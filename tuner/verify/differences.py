@@ -1,4 +1,6 @@
-"""The quantities that differ between two training runs after a step, and the size of each difference."""
+"""The quantities (losses, norms, rates, tensors) that differ between two recorded training runs after the
+same step, with the size of each difference.
+"""
 
 import math
 from collections.abc import Iterator
@@ -32,10 +34,11 @@ class Difference:
 
 
 def differences(run: Run, other: Run, step: int) -> list[Difference]:
-    """Return all quantities that differ between two training runs after one step, in the order of their causes.
+    """Return a list of all quantities that differ between two training runs after one step, in the order of
+    their causes.
 
-    The order is losses, gradient norm, learning rates, fp32 masters, parameters. Among masters, and among
-    parameters, the largest difference comes first.
+    The order is losses, gradient norm, learning rates, fp32 masters, parameters. Among masters, and
+    among parameters, the largest difference comes first.
     """
     scalars = list(_scalars(run, other, step))
     tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))

@@ -32,15 +32,15 @@ ULPS = 16.0  # of a tensor's largest element: more than one update's rounding mo
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of comparing two training runs.
+    """The result of comparing two recorded training runs in ``tune verify``.
 
     Attributes:
         side: Name of the first run.
         against: Name of the second run.
         verdict: Result in one word, such as ``identical``, ``rounding`` or ``defect``.
         steps: Number of compared steps.
-        first: First difference that rounding does not explain. If rounding explains all, the first of all. None
-            if all bits agree.
+        first: First difference that rounding does not explain. If rounding explains all, the first
+            of all. None if all bits agree.
         also: Number of other tensors that differ in the same step as ``first``.
         explained: Relative difference that rounding explains for ``first``.
         off: Name of the run that is wrong. Empty if unknown.
@@ -194,11 +194,12 @@ def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise 
 
 
 def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Difference | None:
-    """Return the fp32 master parameter that differs most clearly between two runs, if all masters differ by more than
-    rounding explains.
+    """Return the difference of the fp32 master parameter that differs most clearly between two runs, if all
+    masters differ by more than rounding explains.
 
-    A wrong scalar, such as the learning rate, changes all masters, while rounding leaves some nearly unchanged. The
-    returned master is reported as the place of the defect. Return None if no defect shows in this way.
+    A wrong scalar, such as the learning rate, changes all masters, while rounding leaves some nearly
+    unchanged. The returned difference is reported as the place of the defect. Return None if no defect
+    shows in this way.
     """
     masters = [d for d in found if d.name.endswith(MASTER)]
     if not masters or len(masters) < len(other.masters):

@@ -1,4 +1,4 @@
-"""The launch of a training command for ``tune verify``: a separate process that records its training."""
+"""The launch of a training command by ``tune verify``, in a separate process that records its training."""
 
 import json
 import os
@@ -21,14 +21,15 @@ _NAMED = re.compile(
 
 
 class VerifyError(RuntimeError):
-    """An error: a command that ``tune verify`` started did not train.
+    """An error: a training command that ``tune verify`` started did not train to the end.
 
-    The message names the run and ends with its last output.
+    The message names the run and ends with the last output of the command.
     """
 
 
 class NotDeterministicError(VerifyError):
-    """An error: a run must be deterministic, but torch has no deterministic kernel for some operations.
+    """An error: ``tune verify`` requires a deterministic run, but torch has no deterministic kernel for
+    some operations of the training.
 
     Attributes:
         operations: Names of these operations as torch gives them.
@@ -44,7 +45,8 @@ class NotDeterministicError(VerifyError):
 
 @dataclass(frozen=True)
 class Side:
-    """A kind of run in ``tune verify``: how the given training command is changed for it.
+    """A kind of run in ``tune verify``, given by the changes to the training command, such as training
+    without offload.
 
     The fields are those of `ebbtide.runtime.verify.lines.Job`.
     """

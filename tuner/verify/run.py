@@ -1,4 +1,4 @@
-"""A recorded training run, put together from the records of its ranks.
+"""A recorded training run of ``tune verify``, put together from the records of the run's ranks.
 
 The recorded numbers do not depend on how tensors are divided among the ranks.
 """

@@ -94,15 +94,16 @@ def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
 def compared(
     runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *, chance: Chance | None = None
 ) -> tuple[Finding, ...]:
-    """Compare each recorded training run with the next, and return the results.
+    """Compare each recorded training run with the next one in the list, and return one finding per pair.
 
     Args:
         runs: Runs, the most trusted one last.
         noise: Size of the differences that rounding and random order of operations explain.
-        repeated: Repeats of the run under the plan and of the run with DeepSpeed alone, by name. Empty if the
-            first two runs have the same bits.
-        chance: Difference between two runs of the same command, so that training is not deterministic. None if
-            they have the same bits. Then the run under the plan must have the bits of DeepSpeed alone.
+        repeated: Repeats of the run under the plan and of the run with DeepSpeed alone, by name.
+            Empty if the first two runs have the same bits.
+        chance: Difference between two runs of the same command, so that training is not
+            deterministic. None if they have the same bits. Then the run under the plan must have the
+            bits of DeepSpeed alone.
     """
     findings = []
     for run, other in pairwise(runs):
