@@ -231,7 +231,7 @@ def _run_so(workload: Workload, about: Mapping[str, Any]) -> Workload:
 
 @dataclass(frozen=True)
 class Trained:
-    """The training job that the command-line flags describe.
+    """The training job that the flags of a ``tune`` command describe.
 
     Attributes:
         workload: Measured workload from a file, or one estimated from a model's config.

@@ -1,6 +1,7 @@
-"""A command group for click that imports each command when needed, and suggests similar names.
+"""A command group for click that imports each command when needed, and suggests similar names for a
+mistyped command.
 
-With ``--json``, it prints errors as JSON.
+With ``--json``, errors are printed as JSON.
 """
 
 import json

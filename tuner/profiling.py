@@ -1,4 +1,6 @@
-"""The work of the ``tune profile`` command: it measures a machine, or the workload of a training script."""
+"""The measurements of the ``tune profile`` command: of a machine's rates, or of the workload of a training
+script.
+"""
 
 from __future__ import annotations
 

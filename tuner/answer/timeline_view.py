@@ -1,4 +1,4 @@
-"""The data to draw one training iteration: the spans of time during which each lane works.
+"""The data to draw one training iteration: for each lane, the spans of time during which the lane works.
 
 A lane is a resource that runs operations one after the other, such as a copy direction.
 """

@@ -1,4 +1,6 @@
-"""The physical upper limits of a machine's rates, which calibration does not exceed."""
+"""The physical upper limits of a machine's rates (bandwidths, FLOP/s, CPU updates per second), which
+calibration does not exceed.
+"""
 
 from ebbtide.simulator.estimates.presets import FUSED_UPDATE_BYTES, STOCK_UPDATE_BYTES, sheet_limits
 from ebbtide.simulator.machine import Machine

@@ -54,7 +54,9 @@ class Promise:
 
 
 def promise(question: Question, c: Configuration) -> Promise:
-    """Return quick bounds on a training configuration's speed and memory, valid for any subgroup size."""
+    """Return quick bounds on the speed and the memory of a training configuration. The bounds hold for any
+    subgroup size, and nothing is simulated.
+    """
     try:
         work = question.workload(c.changed(sub_group_size=10**9))
         name, options = question.strategy(c)

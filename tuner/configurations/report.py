@@ -64,7 +64,9 @@ def _value(value: object) -> str:
 
 
 def as_json(answer: Answer) -> dict[str, Any]:
-    """Return the result of a configuration search as JSON data, with every simulated configuration."""
+    """Return the result of a search for the fastest training configuration as JSON data, with every
+    simulated configuration.
+    """
     return {
         "remarks": answer.remarks(),
         "complete": answer.complete,

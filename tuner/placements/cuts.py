@@ -1,4 +1,5 @@
-"""The choice of DeepSpeed's ``sub_group_size``, the number of elements in a subgroup of optimizer state.
+"""The choice among values of DeepSpeed's ``sub_group_size``: the number of elements in a subgroup, a part
+of optimizer state.
 
 With small subgroups, copies and updates overlap better. Large subgroups need fewer operations, and each
 operation has a fixed cost.

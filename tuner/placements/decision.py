@@ -384,7 +384,7 @@ def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = No
     Args:
         searches: Plan searches at different subgroup sizes.
         quick: Decision of a quick search for the same job. A search with a best plan that is slower
-            than this plan is not returned, unless it is the fastest plan of all searches.
+            than the quick plan is not returned, unless it is the fastest plan of all searches.
     """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))

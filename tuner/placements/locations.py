@@ -84,7 +84,8 @@ def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -
 
 
 def brought(search: Search, made: Plan) -> list[str]:
-    """Return a list with one sentence about the time or memory that a plan gains by keeping parameters in host memory.
+    """Return a list with one sentence about the time or the GPU memory that a plan gains by keeping 16-bit
+    parameters in host memory.
 
     The list is empty if no parameters are in host memory.
     """

@@ -39,7 +39,8 @@ def is_staged(recipe: Recipe) -> bool:
 
 
 def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
-    """Return the placements (memories for a subgroup's optimizer state) that a search may choose on a machine.
+    """Return a tuple of the placements (memories for a subgroup's optimizer state) that a plan search may
+    choose on a machine.
 
     On a machine with unified memory, only placements with CPU updates remain.
 

@@ -1,5 +1,5 @@
-"""The state of a plan search: the plans tried so far, their scores, and the simple plans that the search
-begins with.
+"""The state of a search for the best training plan: the plans tried so far, their scores, and the simple
+plans that are tried first.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Search:
         effort: float | None = None,
         bounds: Bounds | None = None,
     ) -> None:
-        """Prepare a search for the plans of a workload on a machine.
+        """Prepare a search for the fastest plan of a workload on a machine.
 
         Args:
             workload: Training job of one rank.

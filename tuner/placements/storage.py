@@ -69,8 +69,8 @@ def written_bytes(workload: Workload, plan: Plan) -> int:
 
 
 def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -> list[str]:
-    """Return a list of sentences about a plan's optimizer state on drives. The list is empty if the plan stores no
-    state there.
+    """Return a list of sentences about the optimizer state that a plan keeps on drives. The list is empty
+    if all state is in memory.
     """
     work = search.workload
     if STORED.isdisjoint(c.placements):

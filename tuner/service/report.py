@@ -49,8 +49,8 @@ class ReportCall(BaseModel):
 
 
 def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
-    """Return the web page about a plan as HTML. This is the function of a worker process for requests of a
-    report.
+    """Return the web page about a plan as HTML. Worker processes of the planning service call this
+    function.
     """
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
