@@ -51,7 +51,7 @@ FIGURES: dict[str, dict[str, str]] = {
     "one_answer": {
         "full_spread_pct": "full answers of all entry points differ by {:.1f}%",
         "quick_spread_pct": "quick ones are up to {:.1f}% slower",
-        "default_over_possible_pct": "the default is up to {:.1f}% slower than with every option",
+        "default_over_possible_pct": "the default is up to {:.1f}% slower than another full search",
         "auto_expected_over_truth_pct": "what auto expects is off by up to {:+.0f}%",
     },
     "simulator_speed": {

@@ -62,7 +62,8 @@ class Asked:
 
     Attributes:
         answers: Predicted seconds, by entry point.
-        possible_s: Predicted seconds if the search may use every option.
+        possible_s: Predicted seconds of the best of two other full searches: with another seed, and with
+            all parameters on the GPU. The default search may use every option.
         full_spread_pct: Difference between the slowest and the fastest full answer, in percent.
         quick_spread_pct: Difference between the slowest quick answer and the fastest full one, in
             percent.
@@ -149,9 +150,7 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
     if effort is not None:  # entry points that take none are left to the study
         asked = {name: asked[name] for name in ("tuner.plan", "HTTP quick", "Python quick")}
     found = {name: ask() for name, ask in asked.items()}
-    possible_s = _seconds(
-        ebbtide.tuner.plan(work, have, storage=storage, offload_parameters=work.zero_stage == 3, effort=effort)
-    )
+    possible_s = _possible_s(work, have, storage, effort)
     full = [seconds for name, seconds in found.items() if name in FULL]
     quick = [seconds for name, seconds in found.items() if name in QUICK]
     least_s = min([possible_s, *full])
@@ -165,6 +164,16 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
         cpu_s,
         *automatic(work, have, stores=storage is not None),
     )
+
+
+def _possible_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None, effort: float | None) -> float:
+    """Return the seconds of the best of two other full searches: with another seed, and without moving parameters.
+
+    The default already uses every option, so that only another search can show what it misses.
+    """
+    other = ebbtide.tuner.plan(work, machine, storage=storage, effort=effort, seed=1)
+    fixed = ebbtide.tuner.plan(work, machine, storage=storage, effort=effort, offload_parameters=False)
+    return min(_seconds(other), _seconds(fixed))
 
 
 def _machine(name: str, about: Mapping[str, Any]) -> Machine:
