@@ -287,7 +287,7 @@ def test_a_folder_that_has_moved_is_resumed_from_and_one_that_is_missed_is_named
     saved(tmp_path, 2)
     (tmp_path / "state").rename(tmp_path / "elsewhere")
     lost = stored(tmp_path)  # makes a store of its own in the old place
-    with pytest.raises(CheckpointError, match=r"must be in .*/state, .*move the directory back"):
+    with pytest.raises(CheckpointError, match=r"must be in .*/state, .*Move the folder with"):
         lost.load_checkpoint(tmp_path / "ck")
     lost.destroy()
     found = attached(

@@ -224,7 +224,7 @@ def test_a_job_can_be_cancelled_while_it_reports(page, server):
     """
     opened(page, server, "/?model=Llama+2+13B&machine=h100-node&gpus=4&micro_batch=4")
     page.click("#search-configurations")
-    card = page.locator("#jobs .card").first
+    card = page.locator("#jobs .card", has_text="13B").first  # a job of another test may still run
     cancel = card.get_by_role("button", name="Cancel")
     cancel.focus()
     while not page.evaluate("document.querySelector('#jobs .card progress').value > 0"):
