@@ -180,3 +180,20 @@ def test_24_gib_of_a_24_gb_card_are_all_of_it():
     with pytest.raises(ValueError, match="at most what the machine has"):
         Limits.of(work, machine, 26 * GIB)
     assert Limits.of(workload(), node(), 20 * GIB) != Limits.of(workload(), node())
+
+
+def test_the_refusal_is_printed_before_ways_out_are_tried(monkeypatch, capsys):
+    """Check that `tune plan` prints which memory is too small before it tries changes of the job, which takes
+    seconds.
+    """
+    printed = []
+
+    def tried(*_, **__):
+        printed.append(capsys.readouterr().err)
+        return []
+
+    monkeypatch.setattr("ebbtide.tuner.answer.ways_out.ways_out", tried)
+    asked = ["plan", "--machine", "rtx4090", "--model", "examples/llama-3-8b.json", "--micro-batch", "64"]
+    with pytest.raises(SystemExit):
+        main([*asked, "--sequence", "8192"])
+    assert "GPU memory" in printed[0]

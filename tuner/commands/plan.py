@@ -189,6 +189,8 @@ def _with_ways_out(error: ImpossibleError, trained: Trained, machine: Machine, o
         return f"{error.fact}. {error.advice}"
     from ebbtide.tuner.answer.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
 
+    # Changes take seconds to try. The refusal is known at once, so it is printed at once.
+    click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)
     names = ("device_memory_bytes", "host_memory_bytes", "storage")
     asked = {name: options[name] for name in names} | {"margin": options["memory_margin"]}
     ways = ways_out(trained.job, machine, **asked)
