@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Kinds that do the same sort of thing share a hue (Okabe & Ito's colours, safe for the colour
 # blind): compute blue, gradients orange and yellow, device updates green, host updates vermilion
-# (guessed ones salmon), state copies purple and pink, storage black and grey.
+# (early ones salmon), state copies purple and pink, storage black and grey.
 COLOURS: dict[OpKind, str] = {
     OpKind.FORWARD: "#8fc7ea",
     OpKind.BACKWARD: "#0072b2",

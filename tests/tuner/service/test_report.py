@@ -4,12 +4,15 @@ import base64
 import hashlib
 import json
 import re
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import Machine, Plan, Workload, build_strategy, preset, simulate, workload_from_model
+from ebbtide.simulator.schedule import KINDS
 from ebbtide.simulator.timeline import Timeline
+from ebbtide.tuner.answer.timeline_view import GROUPS
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.service.report import posted, read_run, read_timelines, report_html
@@ -165,3 +168,17 @@ def test_of_a_runs_iterations_a_typical_one_is_shown():
     ends = [1.0, 3.0, 4.0, 9.0, 10.5]  # 2, 1, 5 and 1.5 long: 2.5 on average without the first
     spans = tuple(Span(OpKind.BACKWARD, Lane.COMPUTE, end - 0.5, end, iteration=i) for i, end in enumerate(ends))
     assert window(Timeline(spans, "measured")) == (9.0, 10.5)
+
+
+def test_every_group_of_ops_and_kind_of_memory_has_a_colour_on_the_page():
+    """Check that the style sheet of the web page gives a colour, defined in the same sheet, to each group of ops
+    and each kind of memory that an answer may name.
+    """
+    static = Path(str(files("ebbtide.tuner.service") / "static"))
+    sheet, script = (static / "style.css").read_text(), (static / "timeline.js").read_text()
+    drawn = set(re.findall(r'"([\w ]+)"', script[script.index("GROUPS = [") : script.index("];")]))
+    assert set(GROUPS.values()) <= drawn
+    classes = {f"g-{group.replace(' ', '-')}" for group in drawn} | {f"k-{kind}" for kind in KINDS}
+    colours = {name: re.search(rf"\.{name} {{ fill: var\((--[\w-]+)\)", sheet) for name in classes}
+    assert [name for name, colour in colours.items() if colour is None] == []
+    assert [name for name, colour in colours.items() if colour and f"{colour[1]}:" not in sheet] == []
