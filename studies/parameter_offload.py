@@ -103,7 +103,7 @@ def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
     Both have the tuner's placement of optimizer state.
     """
     import ebbtide.tuner
-    from ebbtide.tuner.placements.locations import spaced
+    from ebbtide.tuner.placements.shares import spaced
 
     chosen, count = ebbtide.tuner.plan(work, machine), len(work.subgroups)
     away = {"all on the host": count, "a share on the device": round(HEADROOM_SHARE * count)}

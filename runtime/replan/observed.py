@@ -2,20 +2,18 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ebbtide.runtime.devices.passes import Pass
 from ebbtide.runtime.execution.session import TrainingEngine
 from ebbtide.runtime.replan.watch import measured_rates, with_observed
-from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule, simulate_fast, timeline
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.schedule import OpKind, Schedule
+from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.span import Span
-from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.workload import WIRE_BYTES, Layer, Workload
 
 WATCHED_STEPS = 4  # the first one compiles and warms up
@@ -158,28 +156,18 @@ def as_observed(machine: Machine, rates: Mapping[str, float], workload: Workload
     kind of op is the rate of one such op alone, so it is scaled to make the simulation agree with the
     measurement.
     """
+    schedule = compile_schedule(build_schedule(workload, plan))
     for name, rate in rates.items():
-        shown = _shown(machine, workload, plan).get(name)
+        shown = _shown(machine, workload, schedule).get(name)
         if shown is None or not shown > 0:
             machine = with_observed(machine, {name: rate})
             continue
         scaled = with_observed(machine, {name: getattr(machine, name).median * rate / shown})
-        again = _shown(scaled, workload, plan)[name]
+        again = _shown(scaled, workload, schedule)[name]
         near = abs(again / rate - 1) <= SAME_RATE
         machine = scaled if near else with_observed(machine, {name: rate})
     return machine
 
 
-def _shown(machine: Machine, workload: Workload, plan: Plan) -> dict[str, float]:
-    schedule = build_schedule(workload, plan)
-    result = simulate_fast(schedule, machine)
-    return measured_rates(timeline_of(schedule, result.start_s, result.end_s), workload, machine)
-
-
-def timeline_of(schedule: Schedule, start_s: Iterable[float], end_s: Iterable[float]) -> Timeline:
-    """Return the simulated timeline of a schedule, given the start and the end of each op in seconds."""
-    spans = (
-        Span(op.kind, op.lane, float(start), float(end), op.subgroup, iteration=op.iteration)
-        for op, start, end in zip(schedule.ops, start_s, end_s, strict=True)
-    )
-    return Timeline(tuple(spans), "predicted")
+def _shown(machine: Machine, workload: Workload, schedule: CompiledSchedule) -> dict[str, float]:
+    return measured_rates(timeline(schedule, simulate_fast(schedule, machine)), workload, machine)

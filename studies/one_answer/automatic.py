@@ -15,13 +15,13 @@ from itertools import accumulate, pairwise
 from ebbtide.runtime.devices.passes import Pass, Place, disjoint
 from ebbtide.runtime.execution.gradients import ParameterSlice
 from ebbtide.runtime.replan.auto import DEVICE_MEMORY_MARGIN, better_plan, host_plan
-from ebbtide.runtime.replan.observed import as_observed, observed_workload, timeline_of
+from ebbtide.runtime.replan.observed import as_observed, observed_workload
 from ebbtide.runtime.replan.watch import measured_rates
 from ebbtide.runtime.zero.attach import DEEPSPEEDS_SUBGROUP, piece_elements
 from ebbtide.runtime.zero.storing import spaced
 from ebbtide.simulator import Machine, OpKind, Plan, Schedule, Workload, build_schedule
 from ebbtide.simulator.analysis.expected import expected
-from ebbtide.simulator.engines.compiled import SimResult, simulate_fast
+from ebbtide.simulator.engines.compiled import SimResult, compile_schedule, simulate_fast, timeline
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.plan import ParameterLocation, Way
 from ebbtide.simulator.update.footprint import footprint
@@ -80,7 +80,7 @@ def simulated_rates(schedule: Schedule, watched: SimResult, seen: Workload, mach
     """Return a dict of the rates that ebbtide's runtime would measure in the simulated training steps
     ``watched``.
     """
-    return measured_rates(timeline_of(schedule, watched.start_s, watched.end_s), seen, machine)
+    return measured_rates(timeline(compile_schedule(schedule), watched), seen, machine)
 
 
 def _cut(job: Workload, *, whole: bool) -> Workload:

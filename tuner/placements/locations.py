@@ -15,10 +15,8 @@ from ebbtide.simulator.update.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.moves import HOST, STORED
 from ebbtide.tuner.placements.search import Bounds, Search, evenly
-from ebbtide.tuner.placements.shares import spaced as spaced
+from ebbtide.tuner.placements.shares import SHARES, spaced
 from ebbtide.tuner.quantities import told_seconds
-
-SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could still leave: tried beside the fewest
 
 
 def begun(
@@ -69,7 +67,7 @@ def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -
         search: Plan search that is extended.
         tried: A further choice of parameter locations to try, one location per subgroup.
     """
-    if search.workload.zero_stage < 3 or search.machine.unified_memory:
+    if not search.can_move_parameters:
         return
     search.moves_parameters = True
     count, base, best_s = len(search.workload.subgroups), search.locations, search.best_s

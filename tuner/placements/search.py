@@ -282,6 +282,13 @@ class Search:
         """
         return self._sweep.held.sums and not self.machine.unified_memory
 
+    @property
+    def can_move_parameters(self) -> bool:
+        """Return True if 16-bit parameters may be kept in host memory: under ZeRO-3, with separate GPU and
+        host memory.
+        """
+        return self.workload.zero_stage == 3 and not self.machine.unified_memory
+
     # -- scores ------------------------------------------------------------------------------
 
     def score(self, candidate: Candidate) -> Score:

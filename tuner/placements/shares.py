@@ -17,7 +17,7 @@ from ebbtide.tuner.placements.moves import PLACEMENTS, STAGED, STORED
 from ebbtide.tuner.placements.search import MOST_OUTLIERS, Candidate, Search, turned, waiting
 
 FIRST_STEP, COARSE = 0.25, 0.06  # of the parameters
-SHARES = (0.25, 0.5, 1.0)  # of the subgroups, whose parameters move to host memory
+SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could move their parameters to host memory
 WORTH = 0.99  # times the seconds with all parameters on the GPU
 MOST_SLOTS = 16  # for stored subgroups, in host memory
 LAST_STEP = 0.5  # subgroups
@@ -219,7 +219,7 @@ def free_parameters(search: Search, most: int) -> None:
         most: Largest number of changes to try.
     """
     now: Shares | None = search.spread
-    if now is None or search.moves_parameters or search.machine.unified_memory or search.workload.zero_stage < 3:
+    if now is None or search.moves_parameters or not search.can_move_parameters:
         return
     before_s, count = now.seconds(search), len(search.workload.subgroups)
     choices = (spaced(count, max(1, round(share * count))) for share in SHARES)
