@@ -1,5 +1,6 @@
 """Hooks in a live DeepSpeed engine that record the times and the memory of profiled training steps."""
 
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -12,6 +13,7 @@ from ebbtide.profiler.activations import activations_of
 from ebbtide.profiler.memory import device_bytes, host_bytes, peak_device_bytes, reset_peak
 from ebbtide.profiler.tokens import tokens_of
 from ebbtide.profiler.units import units
+from ebbtide.runtime.hardware.background import InterpreterEndsError, native_work
 from ebbtide.simulator.workload import MemoryPoint
 
 SAMPLE_EVERY_S = 0.005
@@ -223,8 +225,10 @@ class Watcher:
         return result
 
     def _sample(self) -> None:
-        while not self._done.wait(SAMPLE_EVERY_S):
-            self.note_memory()
+        with contextlib.suppress(InterpreterEndsError):
+            while not self._done.wait(SAMPLE_EVERY_S):
+                with native_work():
+                    self.note_memory()
 
     def note_memory(self, *, peak: bool = False) -> None:
         """Record the GPU and host memory that this process uses now, in the record of the current training step.

@@ -1,5 +1,6 @@
 """Measurement of an activity's speed (such as a copy's) while another activity runs, relative to its speed alone."""
 
+import contextlib
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +12,7 @@ from ebbtide.profiler.rates.adam import AdamBuffers
 from ebbtide.profiler.rates.copies import Endpoints
 from ebbtide.profiler.rates.sampling import noise, repeat_s
 from ebbtide.profiler.rates.storage import PLANNED_WRITERS, FileToWrite
+from ebbtide.runtime.hardware.background import InterpreterEndsError, native_work
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.quantity import Quantity, Source
 
@@ -30,8 +32,10 @@ def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget
     stop = threading.Event()
 
     def keep_busy() -> None:
-        while not stop.is_set():
-            neighbour()
+        with contextlib.suppress(InterpreterEndsError):
+            while not stop.is_set():
+                with native_work():
+                    neighbour()
 
     thread = threading.Thread(target=keep_busy, daemon=True)
     thread.start()

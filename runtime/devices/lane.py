@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from ebbtide.runtime.hardware.background import native_work
+
 WAIT_DEADLINE_S = 600.0
 
 
@@ -148,13 +150,16 @@ class Lane:
             if self._error is not None:
                 raise self._error
             for wait in waits:
-                wait.wait_on(self.stream)
-            completion.start_s = time.perf_counter()
-            if self.stream is not None and self._record is not None:
-                completion.start_event = self._record(self.stream)
-            body()
-            if self.stream is not None and self._record is not None:
-                completion.event = self._record(self.stream)
+                wait.wait_issued()
+            with native_work():
+                for wait in waits:
+                    wait.wait_on(self.stream)
+                completion.start_s = time.perf_counter()
+                if self.stream is not None and self._record is not None:
+                    completion.start_event = self._record(self.stream)
+                body()
+                if self.stream is not None and self._record is not None:
+                    completion.event = self._record(self.stream)
         except BaseException as error:  # surfaces at the next wait or step
             # What failed first is told, not who waited for it.
             root = error.__cause__ if isinstance(error, BackgroundError) else None
@@ -166,7 +171,8 @@ class Lane:
 
     def _run(self) -> None:
         try:
-            self._begin()
+            with native_work():
+                self._begin()
         except BaseException as error:  # every op gets it
             self._error = error
         while (work := self._queue.get()) is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ebbtide.runtime.checkpoint.format.memory import memory_at
+from ebbtide.runtime.hardware.background import native_work
 from ebbtide.runtime.storage.errors import StorageError
 
 logger = logging.getLogger("ebbtide")
@@ -91,7 +92,8 @@ class Transfer:
         error = None
         try:
             if self._error is None:
-                job(bounce)
+                with native_work():
+                    job(bounce)
         except BaseException as caught:  # `wait` raises it
             error = caught
         with self._condition:

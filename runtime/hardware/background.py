@@ -1,0 +1,72 @@
+"""Work of daemon threads in C++ code, which ends before the Python interpreter does.
+
+Python ends a daemon thread at the moment when the thread takes the interpreter's lock after the interpreter has
+begun to end. PyTorch takes this lock in destructors that must not throw, so that the whole process aborts then
+(exit code 134, "terminate called without an active exception"), even if the user's script has succeeded.
+Therefore daemon threads call PyTorch only inside `native_work`, and `atexit` waits until no thread is inside.
+"""
+
+import atexit
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+LIMIT_S = 30.0  # a thread may be stuck in the kernel, at a drive that hangs
+
+
+class InterpreterEndsError(RuntimeError):
+    """An error: the Python interpreter is ending, so that no background work may begin."""
+
+
+class _Work:
+    """Count of the threads that are inside `native_work`, and whether further ones may enter."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.running = 0
+        self.ending = False
+
+
+_work = _Work()
+
+
+@contextlib.contextmanager
+def native_work() -> Iterator[None]:
+    """Keep the Python interpreter from ending while the code in this ``with`` block runs, for at most 30 s.
+
+    Wait for other threads outside of the block: the end of the process is delayed by what is inside.
+
+    Raises:
+        InterpreterEndsError: The interpreter is ending already. The block is not run.
+    """
+    work = _work
+    with work.changed:
+        if work.ending:
+            raise InterpreterEndsError("the Python interpreter is ending: background work no longer begins")
+        work.running += 1
+    try:
+        yield
+    finally:
+        with work.changed:
+            work.running -= 1
+            if work.ending:
+                work.changed.notify_all()
+
+
+@atexit.register
+def _wait_for_running_work() -> None:
+    work, end_s = _work, time.monotonic() + LIMIT_S
+    with work.changed:
+        work.ending = True
+        while work.running and (left_s := end_s - time.monotonic()) > 0:
+            work.changed.wait(left_s)
+
+
+def _forget_the_parents_threads() -> None:
+    global _work
+    _work = _Work()
+
+
+os.register_at_fork(after_in_child=_forget_the_parents_threads)

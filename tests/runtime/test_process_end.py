@@ -1,0 +1,130 @@
+"""Tests of the end of a process whose daemon threads still run PyTorch: the process ends with its own exit
+code and soon, whatever the threads do.
+"""
+
+import ast
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Each script ends while a daemon thread is inside PyTorch, or waits.
+BEGIN = """
+import sys, threading, time
+import torch
+from ebbtide.runtime.hardware import background
+from ebbtide.runtime.devices.lane import Completion, Lane
+
+torch.set_num_threads(1)
+background.LIMIT_S = 600  # a thread that only waits must not delay the end at all
+inside, state = threading.Event(), torch.zeros(1000)
+
+def compute(seconds=0.5):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        state.add_(1).mul_(1.0)
+        inside.set()
+"""
+SCRIPTS = {
+    "an op computes": """
+        Lane("update").submit(compute, (), Completion())
+        inside.wait()
+    """,
+    "an op computes, and many are queued after it": """
+        lane = Lane("update")
+        for _ in range(1000):
+            lane.submit(compute, (), Completion())
+        inside.wait()
+    """,
+    "an op computes, and another lane waits for it": """
+        first, other = Completion(), Lane("copy")
+        Lane("update").submit(compute, (), first)
+        other.submit(compute, (first,), Completion())
+        inside.wait()
+    """,
+    "an op waits for another op that is never submitted": """
+        Lane("update").submit(compute, (Completion(),), Completion())
+        inside.set()
+    """,
+    "a worker of the store computes": """
+        from ebbtide.runtime.storage.workers import Transfer, Workers
+        workers, transfer = Workers("write", 2, 4096), Transfer(4)
+        for _ in range(4):
+            workers.submit(transfer, lambda bounce: compute())
+        inside.wait()
+    """,
+    "the profiler's neighbour computes when the measured work fails": """
+        from ebbtide.profiler.rates import contention
+        contention.repeat_s = lambda work, budget_s: [work()]
+        calls = iter([1.0])
+        def work():
+            for call in calls:
+                return call
+            inside.wait()
+            threading.Thread.join = lambda self, timeout=None: None  # the error comes before the join
+            raise KeyboardInterrupt
+        try:
+            contention.slowdown(work, lambda: compute(0.2), 0.1, "measured")
+        except KeyboardInterrupt:
+            pass
+    """,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_a_process_ends_with_its_own_exit_code_while_background_threads_compute(script):
+    lines = BEGIN + textwrap.dedent(script) + "\nprint('over', flush=True)\nsys.exit(3)"
+    done = subprocess.run(
+        [sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 3, done.stderr
+    assert "over" in done.stdout
+    assert "terminate called" not in done.stderr
+
+
+# Functions whose daemon threads may be abandoned at any moment, and why.
+ABANDONED = {
+    "runtime/hardware/builds.py:waits_are_told": "sleeps, and reads Python frames",
+    "runtime/checkpoint/trainers/ending.py:_watch": "waits in os.read",
+    "runtime/checkpoint/trainers/ending.py:_at_sigterm": "waits for a checkpoint, then ends the process",
+    "runtime/checkpoint/protocol/rotation.py:write": "sleeps, and touches a file",
+    "runtime/checkpoint/stream/persist.py:__init__": "the checkpoint's thread, which is no daemon, joins them",
+    "tuner/progress.py:told_after": "sleeps, and prints",
+    "profiler/nvml.py:__enter__": "calls NVML through ctypes, which is C",
+    "tuner/service/worker.py:main": "reads a pipe",
+}
+
+
+def daemon_threads():
+    """Return each function of ebbtide's packages that starts a daemon thread, with the names that its module uses."""
+    found = {}
+    for package in ("ebbtide", "profiler", "runtime", "simulator", "tuner"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            for function in ast.walk(tree):
+                if isinstance(function, ast.FunctionDef) and _starts_a_daemon(function):
+                    found[f"{path.relative_to(ROOT).as_posix()}:{function.name}"] = names
+    return found
+
+
+def _starts_a_daemon(function):
+    for node in ast.walk(function):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="Thread"), keywords=words):
+                if any(word.arg == "daemon" and ast.unparse(word.value) == "True" for word in words):
+                    return True
+            case ast.Assign(targets=[ast.Attribute(attr="daemon")], value=ast.Constant(value=True)):
+                return True
+    return False
+
+
+def test_every_daemon_thread_enters_pytorch_through_native_work_or_may_be_abandoned():
+    found = daemon_threads()
+    assert set(ABANDONED) <= set(found), "a function in ABANDONED starts no daemon thread any more"
+    unguarded = {where for where, names in found.items() if "native_work" not in names}
+    assert unguarded == set(ABANDONED)
