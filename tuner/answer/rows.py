@@ -136,7 +136,7 @@ def compare(
     def row(role: Role, one: Simulated) -> Row:
         return Row(role, *_labelled(one, workload), limits)
 
-    name, setting = stock_beside(workload, plan)
+    name, setting = stock_beside(workload, plan, limits)
     rows = [row("stock", run(name, **setting))]
     if not machine.unified_memory:
         rows.append(row("no offload", run("no_offload")))
@@ -152,16 +152,23 @@ def compare(
     return rows
 
 
-def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, Any]]:
+def stock_beside(workload: Workload, plan: Plan | None, limits: Limits | None = None) -> tuple[str, dict[str, Any]]:
     """Return the name and options of DeepSpeed's own training strategy that a plan is compared with.
 
     The strategy is ZeRO-Infinity if the plan stores optimizer state on a drive, or if the plan keeps
     parameters in host memory that GPU memory cannot hold. Otherwise the strategy is DeepSpeed's optimizer
     offload to host memory, which is faster.
+
+    Args:
+        workload: Training job of one rank.
+        plan: Plan, or None if no plan fits.
+        limits: Memory that training may use. If None, the limits that the plan was made for.
     """
     if plan is None:
         return stock_offload(workload.zero_stage), {}
-    away = "cpu" if "host" in plan.parameter_locations and not _hold_parameters(workload, plan) else "device"
+    made_for = plan.prediction.limits if plan.prediction else {}
+    device_bytes = limits.device_bytes if limits else made_for.get("device", 0)
+    away = "device" if "host" not in plan.parameter_locations or _holds_parameters(workload, device_bytes) else "cpu"
     if plan.stores:
         return "zero_infinity", {"optimizer": "nvme", "parameters": away, "pipelined": True}
     if away == "cpu":
@@ -169,9 +176,12 @@ def stock_beside(workload: Workload, plan: Plan | None) -> tuple[str, dict[str, 
     return stock_offload(workload.zero_stage), {}
 
 
-def _hold_parameters(workload: Workload, plan: Plan) -> bool:
-    limits = plan.prediction.limits if plan.prediction else {}
-    return workload.device_base_bytes + workload.activation_bytes <= limits.get("device", 0)
+def _holds_parameters(workload: Workload, device_bytes: int) -> bool:
+    """Return True if so much GPU memory holds all 16-bit parameters while DeepSpeed trains.
+
+    The workload's base memory contains DeepSpeed's own buffers.
+    """
+    return workload.device_base_bytes + workload.activation_bytes <= device_bytes
 
 
 def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:

@@ -1,0 +1,65 @@
+"""Tests of the row for DeepSpeed alone, in the table that compares a plan with other ways to train. It keeps the
+16-bit parameters where DeepSpeed would keep them.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from ebbtide.simulator import simulate
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.limits import GIB, Limits
+from ebbtide.simulator.plan import Plan, Way
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.tuner.answer.rows import compare, stock_beside
+from ebbtide.tuner.placements.planning import predict
+from ebbtide.tuner.service.scenario import MODELS
+
+
+@cache
+def job(parameters="host"):
+    """Return a training job, its machine, the peak of GPU memory that DeepSpeed alone needs with all parameters
+    on the GPU (by a simulation), and a plan that keeps parameters at the given location.
+    """
+    have = preset("a100-node")
+    work = Job.of_deepspeed(MODELS["Llama 3.2 3B"], sequence=1024).workload(have).recut(10**9)
+    peak = simulate(build_strategy("zero3_offload", work), have).device_peak_bytes
+    ways = (Way("host", parameters),) * len(work.subgroups)
+    return (
+        work,
+        have,
+        peak,
+        Plan(subgroup_size=work.subgroup_size, subgroups=work.subgroups, ways=ways, staging_slots=0),
+    )
+
+
+def limited(peak):
+    return replace(Limits.of(*job()[:2]), device_bytes=peak)
+
+
+@pytest.mark.parametrize("spare", [0, -1, GIB, -GIB])
+def test_deepspeed_moves_parameters_exactly_if_its_own_peak_does_not_fit(spare):
+    """Check that the row of DeepSpeed alone keeps parameters on the GPU exactly if the simulated peak of such
+    training, with DeepSpeed's own buffers, is within the memory limit.
+    """
+    work, have, peak, plan = job()
+    within = limited(peak + spare)
+    there = ("zero3_offload", {}) if spare >= 0 else ("zero_infinity", {"optimizer": "cpu", "parameters": "cpu"})
+    assert stock_beside(work, plan, within) == there
+    predicted = plan.model_copy(update={"prediction": predict(work, have, plan, within)})
+    assert stock_beside(work, predicted) == there
+
+
+def test_the_limits_of_the_table_count_and_not_those_of_the_plan_file():
+    """Check that a plan made for a large GPU is compared with DeepSpeed on the GPU that is asked about."""
+    work, have, peak, plan = job()
+    plan = plan.model_copy(update={"prediction": predict(work, have, plan, limited(4 * peak))})
+    row = next(row for row in compare(work, have, limited(peak - GIB), plan, others=False) if row.role == "stock")
+    assert row.simulated.setting["parameters"] == "cpu"
+    assert row.result.device_peak_bytes < peak
+
+
+def test_beside_a_plan_with_parameters_on_the_gpu_deepspeed_keeps_them_there():
+    work, _, peak, plan = job("device")
+    assert stock_beside(work, plan, limited(peak - GIB)) == ("zero3_offload", {})
