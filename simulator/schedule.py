@@ -29,7 +29,7 @@ class OpKind(StrEnum):
     UPDATE_DEVICE = "update device"
     STATE_D2H = "state D2H"
     UPDATE_HOST = "update host"
-    UPDATE_HOST_EARLY = "update host, early"  # before the norm, on the guess that nothing is clipped
+    UPDATE_HOST_EARLY = "update host, early"  # before the norm, as if the step did not clip
     UPDATE_DEVICE_EARLY = "update device, early"
     PARAMETER_CAST = "parameter cast"  # stock: a pass of its own from fp32 to the wire precision
     PARAMETER_H2D = "parameter H2D"

@@ -344,7 +344,7 @@ class Executor:
                 return partial(self._update_staged, staged, staged.early.job, staged.wire)
             case OpKind.STATE_D2H:
                 return partial(self._state_d2h, self._staged.pop(subgroup))
-        # Behind a wrong early visit, parameters are new where they are read.
+        # After a wrong early staged update, parameters are new where they are read.
         out = self.states[subgroup].wire if subgroup in self.early_updates.wires else self._parameter_out(subgroup)
         if subgroup in self._staged:
             return partial(self._update_staged, self._staged[subgroup], self._jobs[subgroup], out)

@@ -33,10 +33,10 @@ class GradientOps:
         self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
         self._device, self._lanes = device, lanes
         self._template = {(t.op.kind, t.op.subgroup, t.summed): t for t in template}
-        # By the part's subgroup and offset, the latest op of each kind, and the latest way home.
+        # By the part's subgroup and offset, the latest op of each kind, and the latest copy to the host.
         self._ends: dict[tuple[OpKind, int, int], Completion] = {}
         self._arrivals: dict[int, Completion] = {}
-        self._under_way: deque[tuple[Completion, int]] = deque()  # home, with their bytes
+        self._under_way: deque[tuple[Completion, int]] = deque()  # copies to the host, with their bytes
 
     def send(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
         """Start the device-to-host copy of a part of a subgroup's gradient.

@@ -138,7 +138,7 @@ class GradientBuffers(Generic[Piece]):
         if not (alone or (boundary and base is None)):
             total = self._sum_up(piece, gradient, base)
         elif not alone:
-            piece.held = False  # the sum is what goes home
+            piece.held = False  # the sum is what goes to the host
         piece.unsent = piece.held and (alone or not boundary)
         if boundary:
             buffer = self._host_buffer(piece, gradient.numel())
@@ -147,7 +147,7 @@ class GradientBuffers(Generic[Piece]):
 
     def _sum_up(self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
         total = self._held(piece, gradient.numel())
-        if not piece.unsent:  # what is there may still be on its way home
+        if not piece.unsent:  # what is there may still be on its way to the host
             self.device.training_waits(self.arrived(piece.subgroup))
         if base is None:
             total.copy_(gradient)

@@ -81,7 +81,7 @@ class StagingSlot:
     """
 
     parts: tuple[torch.Tensor, ...]  # one for each of the state, as long as the largest one's, fp32
-    wire: torch.Tensor | None = None  # where visits are guessed, for new parameters
+    wire: torch.Tensor | None = None  # of early staged updates, for new parameters
 
     def views(self, elements: int) -> tuple[torch.Tensor, ...]:
         """Return views of a staging buffer for the master and moments of a subgroup with ``elements`` elements."""

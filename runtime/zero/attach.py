@@ -113,7 +113,7 @@ def initialize(
             _check_own_size(plan, zero.get("sub_group_size", DEEPSPEEDS_SUBGROUP))
         zero["sub_group_size"] = plan.config_subgroup_size
         if int(os.environ.get("WORLD_SIZE") or 1) <= 2:
-            # DeepSpeed's own is 5e8: gradients would set out for home late. How ranks' gradients
+            # DeepSpeed's own is 5e8: gradients would start for the host late. How ranks' gradients
             # are bucketed cannot be seen in a sum of two; in one of more it can.
             zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
         check_host_memory(plan, config, client=given.get("optimizer"))

@@ -61,7 +61,7 @@ class Windows(GradientBuffers[ZeroSlice]):
     # has left in its place; None: it leaves the gradient.
     spend: Callable[[int, int, torch.Tensor], None] | None = None
     _spares: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # host memory
-    # Subgroups whose home and spare changed places in this window.
+    # Subgroups whose buffer and spare changed places in this window.
     _turned: set[int] = field(default_factory=set, init=False)
 
     def accept(

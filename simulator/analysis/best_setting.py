@@ -19,7 +19,7 @@ from ebbtide.simulator.update.recipes import Slot
 from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 
-FEW = 8  # of the best settings, with which guesses are tried
+FEW = 8  # of the best settings, with which early updates are tried
 FEW_MICRO_BATCHES = 3  # more of them change neither what fits nor what runs beside the update
 SLOTS = 2  # of an evenly spread plan
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]

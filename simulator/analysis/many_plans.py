@@ -36,7 +36,7 @@ COLUMNS = (
     "loop_s",
     "storage_bytes",
 )
-MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter homes
+MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter locations
 MOST_AMOUNTS = 1024  # likewise: most plans of a search differ in the order of updates only
 
 
@@ -103,7 +103,7 @@ class PlanSweep:
         self.most_ops = passes + longest * subgroups + 5
         count = self.most_ops * self.iterations + subgroups  # what begins ahead of one more
         # A step's end waits for two ops of each subgroup, and so do its gathers; a layer's share of
-        # each subgroup is waited for once; a pass for a gradient on its way home too.
+        # each subgroup is waited for once; a pass for a gradient on its way to the host too.
         self._room = count, 5 * count + self.iterations * (2 * layers + 7 * subgroups)
 
     def evaluate(

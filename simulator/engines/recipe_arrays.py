@@ -48,7 +48,7 @@ P_ITERATIONS, P_SLOTS = range(2)
 P_EARLY = P_SLOTS + len(SLOTS)
 P_AHEAD = P_EARLY + len(SLOTS)
 # Entries of what is counted: ops and waits so far, what the next op must know of earlier ones, and
-# gradients' ways home: how many were begun, how many of them something waits for that comes behind,
+# gradients' copies to the host: how many were begun, how many of them something waits for that comes behind,
 # and the latest such one.
 _N_OPS, _N_AFTER, _N_ITERATION, _N_NORM = range(4)
 _N_SENT, _N_WAITED, _N_ROOM = range(4, 7)

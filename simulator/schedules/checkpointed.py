@@ -62,7 +62,7 @@ class CheckpointedLoop(EbbtideLoop):
         self.live_ops: dict[int, list[int]] = {}  # subgroup -> persists of its live bytes
         self.unread: dict[int, int] = {}  # subgroup -> live segments that have no op yet
         self.snapshots: dict[int, int] = {}  # subgroup -> its copy on update
-        self.pieces: dict[int, int] = {}  # hook -> copy home of the residents' piece
+        self.pieces: dict[int, int] = {}  # hook -> copy to the host of the residents' piece
         self.commits: list[int] = []
 
     def run(self, iterations: int) -> None:

@@ -94,9 +94,9 @@ class EbbtideLoop(PlannedLoop):
         slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
         arrival = arrival or arrival_order(self.layers_of)
         self.issue = Issue(self.recipes, plan.issue_order, arrival, slots, plan.prefetch, self._add, self._arrived)
-        self.on_host: dict[int, int] = {}  # subgroup -> the op that brought its gradient home
-        self.sums: dict[int, int] = {}  # number of a part -> the op that brought its gradient home
-        self.under_way: deque[tuple[int, float]] = deque()  # gradients' ways home, with their bytes
+        self.on_host: dict[int, int] = {}  # subgroup -> the op that copied its gradient to the host
+        self.sums: dict[int, int] = {}  # number of a part -> the op that copied its gradient to the host
+        self.under_way: deque[tuple[int, float]] = deque()  # gradients' copies to the host, with their bytes
         self.waited_for = -1  # the latest of them before which nothing more is issued
 
     def schedule(self, iterations: int) -> Schedule:

@@ -21,7 +21,7 @@ from ebbtide.simulator.workload import BaseKind, Layer, Workload, adds_on_device
 
 # Layers whose parameters are on the device at once, where nobody says: this one and the next.
 PARAMETER_BUFFERS = 2
-# Gradients that leave the device and are not at home yet: the runtime lets no more be under way. At
+# Gradients that leave the device and are not on the host yet: the runtime lets no more be under way. At
 # 25 GB/s as much as 10 ms of copies, behind which backward need not wait.
 GRADIENTS_UNDER_WAY_BYTES = 2**28
 EXTENT_SETS = 2  # of stored state: a step writes to other extents than the last one that is kept

@@ -38,7 +38,7 @@ class Queue(StrEnum):
 class Slot(StrEnum):
     """The kind of a buffer that subgroups use in turn for their updates, such as a staging buffer in GPU memory."""
 
-    STAGING = "staging"  # device memory, for a visiting subgroup's state
+    STAGING = "staging"  # device memory, for the state of a staged update
     PARAMETER = "parameter"  # host memory, for parameters on their way to the device
     OUTGOING = "outgoing"  # device memory, for parameters on their way to the host
     STATE = "state"  # host memory, for a stored subgroup's state
@@ -70,10 +70,10 @@ class Wait(IntFlag):
     """
 
     NORM = 1  # only then the factor that unscales and clips is known
-    GRADIENT = 2  # complete, at home, where the update reads it
+    GRADIENT = 2  # complete, where the update reads it
     PREVIOUS = 4  # the recipe's step before; a gradient's first one: what reduces it
     GATE = 8  # a checkpoint that still reads the live state
-    SUM = 16  # of the micro-batches before, at home: there is one from the second on
+    SUM = 16  # of the micro-batches before, on the host: there is one from the second on
     LAST = 32  # micro-batch: in the others there is no such step
 
 
@@ -279,7 +279,7 @@ def _device_update(waits: Wait) -> Step:
     )
 
 
-# New parameters go home on a lane of their own, so that a visiting subgroup's state never queues
+# New parameters go to the host on a lane of their own, so that a staged update's state never queues
 # behind a parameter whose host update is still running.
 _PARAMETERS_TO_DEVICE = into(
     "device",
@@ -352,8 +352,8 @@ RECIPES: Mapping[Placement, Recipe] = {
         state="host",
         gradient="device",
         steps=(
-            # The slot's last visitor must be back home before its buffer is overwritten. Slots are
-            # never more than visits: so a subgroup's own write-back comes before its next visit.
+            # The slot's last state must be back on the host before its buffer is overwritten. Slots are
+            # never more than staged updates: so a subgroup's own write-back precedes its next copy in.
             into("device", OpKind.STATE_H2D, lambda b: b.staged, Wait.NORM, takes=Slot.STAGING, early=True),
             _device_update(Wait.PREVIOUS),
             out_of("device", OpKind.STATE_D2H, lambda b: b.staged, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STAGING),

@@ -70,7 +70,7 @@ class Trial(killed.Trial):
     storing: bool = False
 
 
-RESUMED_WITH = {  # parameter homes
+RESUMED_WITH = {  # parameter locations
     "": "",
     "host": "mixed",
     "mixed": "host",

@@ -19,7 +19,7 @@ from studies.trials.emulated_training import Bench, Setting, stock_state
 
 UPDATE_RATIOS = (0.5, 1.0, 2.0)  # of all updates on the host to forward and backward
 CLIP_RATES = (0.05, 0.5, 1.0)
-LINK = 10  # times the parameters, in bytes per forward and backward: gradients are home in time
+LINK = 10  # times the parameters, in bytes per forward and backward: gradients reach the host in time
 LAYERS = 32
 ELEMENTS, BUDGET_S = 40_000_000, 10.0  # of a measured update: far more than the caches hold
 LONG = 1.0  # from this ratio on updates are as long as the passes

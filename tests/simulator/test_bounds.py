@@ -132,7 +132,7 @@ def test_what_is_in_buffers_need_not_be_copied_after_the_norm():
     assert 0.999 * took_s < floor_s <= took_s
 
 
-def test_backward_waits_where_gradients_come_home_slowly():
+def test_backward_waits_where_gradients_reach_the_host_slowly():
     layer = Layer(params=10**8, forward_s=0.01, backward_s=0.02)
     work = workload(100, 10**8, layers=(layer,) * 100, grad_bytes_per_param=4)
     on = machine(host_adam_params_per_s=1e12, h2d_bytes_per_s=1e12, d2h_bytes_per_s=1e9)

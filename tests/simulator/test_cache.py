@@ -20,7 +20,7 @@ def own(tmp_path, monkeypatch):
     cache._temporary.cache_clear()
 
 
-def test_it_is_below_the_home(tmp_path, monkeypatch):
+def test_it_is_below_the_home_folder(tmp_path, monkeypatch):
     assert cache_dir() == tmp_path / "home/.cache/ebbtide"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert cache_dir() == tmp_path / "home/.cache/ebbtide", "an empty XDG_CACHE_HOME counts as not set"
@@ -31,7 +31,7 @@ def test_it_is_below_the_home(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("home", ["/proc/nothing", "/dev/null", None])
-def test_without_a_home_that_takes_files_it_is_among_the_temporary_ones(tmp_path, monkeypatch, home):
+def test_without_a_home_folder_that_takes_files_it_is_among_the_temporary_ones(tmp_path, monkeypatch, home):
     if home is None:  # a user whom no password file knows
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(Path, "home", _unknown)

@@ -70,7 +70,7 @@ HOST = plan("host", "host")  # forward 1 s, backward 1 s, two updates of 1 s eac
 
 def test_what_is_on_disk_before_its_update_costs_nothing():
     found = cost(workload(), HOST, machine(storage_write_bytes_per_s=12e9))  # 1 s per subgroup
-    assert found.stall_s == pytest.approx(0, abs=2e-2)  # parameters that come home
+    assert found.stall_s == pytest.approx(0, abs=2e-2)  # parameters that are copied to the host
     assert found.persist_s == pytest.approx(2, rel=1e-3)
     assert found.copied_bytes == found.waited_bytes == 0
 
@@ -142,7 +142,7 @@ def test_a_cap_makes_it_longer_and_an_update_in_need_ignores_it():
     assert capped.persist_s == pytest.approx(5.5, rel=0.02)
 
 
-def test_resident_state_comes_home_in_forward_and_backward_only():
+def test_resident_state_is_copied_to_the_host_in_forward_and_backward_only():
     simulation = CheckpointSimulation(
         workload(4, layers=4),
         plan("resident", "host", "resident", "device"),
@@ -157,7 +157,7 @@ def test_resident_state_comes_home_in_forward_and_backward_only():
     for copy in copies:
         assert passes[0].start_s <= copy.start_s
         assert copy.end_s <= passes[-1].end_s + 1e-9
-    # Subgroup 2 is written in the second and third pass: it does not come home before.
+    # Subgroup 2 is written in the second and third pass: it is not copied to the host before.
     assert copies[1].start_s >= passes[1].start_s - 1e-9
     assert copies[2].start_s >= passes[2].start_s - 1e-9
     moved = sum(op.work for op in schedule.of_kind(OpKind.SNAPSHOT) if op.lane == Lane.D2H)

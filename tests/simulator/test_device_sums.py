@@ -27,14 +27,14 @@ def test_the_first_ones_that_leave_the_device_stay():
     assert planned(9, parameter_home=locations).summed_on_device == planned(9).summed_on_device
 
 
-def test_they_go_home_once_and_never_come_back():
+def test_they_go_to_the_host_once_and_never_come_back():
     assert crossings(OpKind.GRADIENT_H2D, sums=0) == [2, 0, 2, 2]
     assert crossings(OpKind.GRADIENT_D2H, sums=0) == [3, 0, 3, 3]
     assert crossings(OpKind.GRADIENT_H2D, sums=2) == [0, 0, 0, 2]
     assert crossings(OpKind.GRADIENT_D2H, sums=2) == [1, 0, 1, 3]
 
 
-def test_guessed_updates_begin_behind_the_one_way_home():
+def test_early_updates_begin_after_the_one_copy_to_the_host():
     work = workload(gradient_accumulation_steps=2)
     schedule = build_schedule(work, planned(9, ["host"] * 4, speculate=4))
     location = {op.id for op in schedule.of_kind(OpKind.GRADIENT_D2H)}
@@ -52,11 +52,11 @@ def test_over_a_slow_link_an_iteration_is_shorter_by_the_crossings():
     on = machine(h2d_bytes_per_s=2.0, d2h_bytes_per_s=2.0, host_adam_params_per_s=1e9)
     crosses, stays = (simulate(build_schedule(work, planned(n, ["host"] * 4)), on).iteration_s for n in (0, 4))
     assert crosses >= 6 * 40
-    assert 40 + 40 <= stays < 40 + 40 + 12 + 1  # home once, the new parameters, the passes
+    assert 40 + 40 <= stays < 40 + 40 + 12 + 1  # to the host once, the new parameters, the passes
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_they_take_their_gradient_on_the_device_and_no_spare_at_home(micro_batches):
+def test_they_take_their_gradient_on_the_device_and_no_spare_on_the_host(micro_batches):
     work = workload((2**27,) * 4, gradient_accumulation_steps=micro_batches)  # 256 MiB each
     before, after = (footprint(work, planned(n)) for n in (0, 2))
     taken = 2 * 2**28 if micro_batches > 1 else 0

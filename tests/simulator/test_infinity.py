@@ -137,6 +137,6 @@ def test_ranks_share_the_drive():
         ({"optimizer": "cpu", "pipelined": True}, "pipelined must be False .* got True"),
     ],
 )
-def test_homes_that_are_none_are_refused(locations, said):
+def test_locations_that_are_none_are_refused(locations, said):
     with pytest.raises(ValueError, match=said):
         run(**locations)

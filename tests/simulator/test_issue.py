@@ -119,7 +119,7 @@ def test_steps_that_are_right_wrong_skipped_paused_or_have_a_gradient_twice(seed
             assert location.get(subgroup, -1) in ended, "state is fetched before it has been copied back"
 
 
-def test_a_wrong_guess_waits_for_its_own_way_home_if_that_is_the_later_one():
+def test_a_wrong_early_update_waits_for_its_own_copy_to_the_host_if_that_is_the_later_one():
     """Check that the redo of a staged update after a rollback first waits until the subgroup's own state has
     been copied back to the host, even if the redo takes a staging buffer that has long been free.
     """
@@ -144,7 +144,7 @@ def test_what_is_in_a_slot_since_a_step_that_was_skipped_does_not_come_again():
     assert len(run.ops) == count
 
 
-def test_what_holds_a_slot_is_updated_first_if_late_visits_need_it():
+def test_what_holds_a_slot_is_updated_first_if_late_staged_updates_need_it():
     run = Run([Way("device", early=True)] * 2 + [Way("device")], slots=1, prefetch=1, order=[0, 1, 2])
     run.made.backward(None)
     for subgroup in (2, 1, 0):

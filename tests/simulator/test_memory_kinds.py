@@ -32,7 +32,7 @@ def sums(peaks):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_kinds_are_the_peaks_of_every_strategy_and_of_plans_with_homes_and_stored_state(seed):
+def test_kinds_are_the_peaks_of_every_strategy_and_of_plans_with_locations_and_stored_state(seed):
     rng = random.Random(seed)
     work, on = random_workload(rng, rng.choice([3, 3, 2, 1])), random_machine(rng)
     parts = {"parameters": rng.randint(0, 60), "activations": rng.randint(0, 60)}
@@ -64,7 +64,7 @@ def test_kinds_of_a_plan_worked_out_by_hand():
             "buckets": 300,
             "state": 30 * 12,
             "activations": 4 * 7,
-            "gradients": 2 * (20 + 30) + 2 * (10 + 40),  # theirs, and those on their way home
+            "gradients": 2 * (20 + 30) + 2 * (10 + 40),  # theirs, and those on their way to the host
             "staging": 64 * 12,
         },
         "host": {

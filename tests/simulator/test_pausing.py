@@ -137,7 +137,7 @@ def test_state_and_parameters_are_there_twice():
     assert held[4] - held[0] == 4 * 10 * (12 + 2) - slots  # nobody waits for a slot
 
 
-def test_guessed_visits_come_as_gradients_do_and_go_home_with_their_parameters():
+def test_early_staged_updates_come_as_gradients_do_and_return_with_their_parameters():
     """Check the simulated times of early staged updates that share one staging buffer, with copies of 1 s in
     each direction. The gradient norm is known while the last subgroup's state is copied to the GPU.
     """
@@ -164,7 +164,7 @@ def test_guessed_visits_come_as_gradients_do_and_go_home_with_their_parameters()
     assert simulate(build_schedule(work, waits), on).iteration_s > timeline.iteration_s + 0.4
 
 
-def test_what_waits_for_the_norm_comes_in_behind_the_guesses():
+def test_what_waits_for_the_norm_comes_in_after_the_early_updates():
     plan = planned(0, "device", staging_slots=2, prefetch=2, speculate_visits=2)
     schedule = build_schedule(workload(), plan, iterations=1)
     norm = schedule.of_kind(OpKind.NORM)[0].id
@@ -175,14 +175,14 @@ def test_what_waits_for_the_norm_comes_in_behind_the_guesses():
     assert [location[3] in fetches[2].after, location[2] in fetches[3].after] == [True, True]
 
 
-def test_what_a_guessed_visit_takes_of_each_memory():
+def test_what_an_early_staged_update_takes_of_each_memory():
     work = workload((64, 64, 64, 64))
     held = [footprint(work, planned(0, "device", speculate_visits=n)) for n in range(3)]
     assert [b["host"] - a["host"] for a, b in pairwise(held)] == [64 * (12 + 2)] * 2
     assert [b["device"] - a["device"] for a, b in pairwise(held)] == [2 * 64 * 2, 0]
 
 
-def test_what_cannot_be_guessed_is_not():
+def test_what_cannot_be_updated_early_is_not():
     for placement in ("device", "resident", "stored"):
         assert not any(planned(4, placement).updated_early)
     for placement in ("host", "resident", "stored"):

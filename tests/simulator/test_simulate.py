@@ -128,7 +128,7 @@ def test_parameters_on_the_host_come_in_for_each_pass():
     assert spans(found, OpKind.FORWARD, 1) == [(132, 133), (152, 153)]
 
 
-def test_what_the_device_updates_goes_home_to_the_host_in_two_buffers_in_turn():
+def test_what_the_device_updates_goes_to_the_host_in_two_buffers_in_turn():
     """Check that in the simulator new parameters of resident subgroups are copied to host memory through two
     buffers in turn. An update takes 10 s and a copy 20 s, so the third update waits for the first copy's
     buffer.
@@ -159,7 +159,7 @@ def test_all_on_the_host_with_overlap():
     assert spans(found, OpKind.BACKWARD) == [(2, 4), (4, 6)]
     assert spans(found, OpKind.GRADIENT_D2H) == [(4, 24), (24, 44)]
     assert spans(found, OpKind.NORM) == [(6, 6)]
-    # Subgroup 0 is first in forward order, though its gradient comes home last.
+    # Subgroup 0 is first in forward order, though its gradient reaches the host last.
     assert spans(found, OpKind.UPDATE_HOST) == [(44, 54), (54, 64)]
     assert spans(found, OpKind.PARAMETER_H2D) == [(54, 74), (74, 94)]
     assert spans(found, OpKind.FORWARD, 1) == [(74, 75), (94, 95)]
@@ -172,7 +172,7 @@ def test_without_overlap_the_step_holds_the_whole_update():
     assert found.phases(0)["step_s"] == pytest.approx(94 - 6)
 
 
-def test_visits_take_the_slot_in_turn():
+def test_staged_updates_take_the_slot_in_turn():
     """Check that two simulated staged updates use one staging buffer in turn: 120 s of copying to the GPU, 10
     s of update, 120 s of copying back, and only then the second update.
     """
@@ -191,11 +191,11 @@ def test_a_second_slot_lets_the_copies_overlap():
 def test_prefetch_starts_behind_its_layer_and_only_for_so_many():
     plan = plan_of(["device"] * 2, 2, prefetch=1)
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
-    # Layer 1's backward ends at 4. The second visit waits for the norm at 6, and for its lane.
+    # Layer 1's backward ends at 4. The second staged update waits for the norm at 6, and for its lane.
     assert spans(found, OpKind.STATE_H2D) == [(4, 124), (124, 244)]
 
 
-def test_a_second_micro_batch_fetches_the_sum_and_sends_it_home_again():
+def test_a_second_micro_batch_fetches_the_sum_and_sends_it_to_the_host_again():
     work = workload((10, 10), forward_s=0.5, backward_s=1.0, gradient_accumulation_steps=2)
     found = simulate(build_schedule(work, plan_of(["host"] * 2)), machine())
     # Layer 1, layer 0, then both again with the sums coming back.

@@ -82,13 +82,13 @@ def test_stored_state_is_in_no_other_memory_and_its_parameters_cross_like_hosted
     plan = planned([further, "device"], staging_slots=1)
     held = footprint(work, plan)
     assert held["storage"] == 2 * 10 * 12
-    assert held["host"] == 20 * 12 + 10 * 2 + 10 * 2  # a visitor's state; gradient, and its slot
-    assert held["device"] == 20 * 2 + 64 * 12 + 10 * 2  # and gradients on their way home
+    assert held["host"] == 20 * 12 + 10 * 2 + 10 * 2  # state of a staged update; gradient, and its slot
+    assert held["device"] == 20 * 2 + 64 * 12 + 10 * 2  # and gradients on their way to the host
 
 
 def test_what_is_held_is_counted_by_placement():
     held = Holding.of(ADAM, 2, 2)
-    # As `ways`, those at home at the end.
+    # As `ways`, those on the host at the end.
     assert held.per_param["host"] == (14, 12, 0, 2, 16, 14, 2, 4)
     assert held.per_param["storage"] == (0, 0, 0, 24) * 2  # a step writes beside the last one's
     counts, elements, largest = tally((3, 4, 5), ("host", "resident", "host"))

@@ -59,7 +59,7 @@ def test_a_step_waits_for_its_updates_and_then_gathers():
     assert spans[OpKind.STEP_END].end_s == last_copy + 5
 
 
-def test_zero_1_sends_gradients_home_once_behind_all_of_backward():
+def test_zero_1_sends_gradients_to_the_host_once_after_all_of_backward():
     first, second = (
         simulate(build_schedule(w, host_plan(w)), machine())
         for w in (workload((10, 10), zero_stage=s, gradient_accumulation_steps=3) for s in (1, 2))
@@ -74,7 +74,7 @@ def test_zero_1_sends_gradients_home_once_behind_all_of_backward():
 
 @pytest.mark.parametrize("strategy", ["ebbtide", "zero_offload"])
 @pytest.mark.parametrize(("stage", "gradient_bytes"), [(1, 2), (1, 4), (2, 2), (2, 4)])
-def test_what_deepspeed_adds_up_on_the_device_goes_home_once(stage, gradient_bytes, strategy):
+def test_what_deepspeed_adds_up_on_the_device_goes_to_the_host_once(stage, gradient_bytes, strategy):
     work = workload((10, 10), zero_stage=stage, grad_bytes_per_param=gradient_bytes, gradient_accumulation_steps=3)
     crosses = (stage, gradient_bytes) == (2, 2)
     if strategy == "ebbtide":

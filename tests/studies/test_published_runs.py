@@ -120,7 +120,7 @@ def test_accumulation_is_what_the_global_batch_says(tmp_path):
     ms = [predict(run, machine) for run in (once, twice, often)]
     assert ms[1]["fwd_ms"] == pytest.approx(2 * ms[0]["fwd_ms"], rel=0.01)
     assert ms[1]["step_ms"] == pytest.approx(ms[0]["step_ms"], rel=0.01)
-    # Each further micro-batch fetches the sum and sends it home; only the last one sends fp32.
+    # Each further micro-batch fetches the sum and sends it back to the host; only the last one sends fp32.
     further = ms[1]["bwd_ms"] - ms[0]["bwd_ms"]
     assert 0.4 * ms[0]["bwd_ms"] < further < ms[0]["bwd_ms"]
     assert ms[2]["bwd_ms"] == pytest.approx(ms[0]["bwd_ms"] + 7 * further, rel=0.01)

@@ -116,7 +116,7 @@ def test_what_is_issued_is_the_order_of_the_plan_that_it_becomes():
         assert issue.tolist() == list(issue_order(state.placements, state.order))
 
 
-def test_guesses_mix_every_placement_that_there_is_and_try_slots():
+def test_first_plans_mix_every_placement_that_there_is_and_try_slots():
     search = begun()
     search.try_first()
     assert {p for c in search.scores for p in c.placements} == set(CHOICES)

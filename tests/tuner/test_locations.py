@@ -64,7 +64,7 @@ def test_what_fits_nowhere_says_what_is_missing():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_plan_is_faster_than_the_bound_of_its_homes(seed):
+def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
     """Check that no random plan with parameters in host memory has a shorter iteration than either of two
     lower bounds: for the plan's own parameter locations, and for any locations.
     """

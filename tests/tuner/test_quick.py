@@ -81,7 +81,7 @@ def test_sums_of_micro_batches_stay_where_device_memory_is_given():
     assert again.plan.summed_on_device == found.plan.summed_on_device
 
 
-def test_ranks_can_vote_on_what_it_says_of_plans_that_guess():
+def test_ranks_can_vote_on_what_it_says_of_plans_with_early_updates():
     """Check that comparing two times of the short plan search gives a Python bool. The ranks vote with a torch
     tensor made of this bool, and torch does not build one from a numpy bool.
     """

@@ -106,7 +106,7 @@ def test_no_plan_is_faster_than_the_bound(staged, slots, threads, overlap, share
     assert lower_bound(work, have, Limits(10**12, 10**12)).iteration_s <= seconds * (1 + 1e-7)
 
 
-def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_home():
+def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_on_the_host():
     little = 8 * GIB  # too little for residents
     fast = ebbtide.tuner.plan(
         workload(size=2 * 10**8),

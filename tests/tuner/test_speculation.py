@@ -60,7 +60,7 @@ def test_without_clipping_no_step_is_assumed_to_clip():
     assert workload(5, clip=False).expected_clip_rate == 0.0
 
 
-def test_where_no_step_clips_the_plan_guesses_and_is_faster():
+def test_where_no_step_clips_the_plan_updates_early_and_is_faster():
     plain, found = planned(1.0), planned(0.0)
     assert any(found.updated_early)
     assert found.prediction.iteration_s < 0.95 * plain.prediction.iteration_s
@@ -71,7 +71,7 @@ def test_where_no_step_clips_the_plan_guesses_and_is_faster():
     assert any("before the gradient norm is known), which saves" in reason for reason in found.reasons)
 
 
-def test_guesses_are_spread_where_the_next_forward_would_wait_for_what_lies_before_them():
+def test_early_updates_are_spread_where_the_next_forward_would_wait_for_what_lies_before_them():
     """Check that the plan search spreads early updates over the layers if that is faster than updating the
     last layers early. Host updates take as long as forward and backward here, so the next forward would
     wait for the first layers.
@@ -95,7 +95,7 @@ def test_where_every_step_clips_it_does_not():
     assert found.prediction.clip_rate is None
 
 
-def test_guesses_stay_within_host_memory():
+def test_early_updates_stay_within_host_memory():
     all_of_it = planned(0.0)
     less = footprint(small(), all_of_it)["host"] - GIB // 2
     found = planned(0.0, host_memory_bytes=less)

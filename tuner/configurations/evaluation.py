@@ -22,7 +22,7 @@ from ebbtide.tuner.placements.search import Score, Search
 from ebbtide.tuner.placements.storage import named, with_storage
 
 PLANNED = ("optimizer", "parameters")  # offloads that train under a plan
-EFFORT = 0.1  # share of a search's first guesses: of hundreds of configurations each has one
+EFFORT = 0.1  # share of a search's first plans: each of hundreds of configurations has one
 _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
 
 

@@ -28,12 +28,12 @@ from ebbtide.tuner.placements.shares import descend, free_parameters
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
 
-FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first guesses only
+FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first plans only
 FINALISTS = 2  # cuts that a full answer improves
 MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated, twelve at once
-NEAR = 1.05  # times the best cut's first guess: a slower one is no finalist
+NEAR = 1.05  # times the first plan of the best subgroup size: a slower size is no finalist
 FEW_STEPS = 4  # micro-batches: a longer step takes longer to simulate, and fewer cuts are compared
-GLANCED = 1.02  # times the best cut's first guess, for a quick answer
+GLANCED = 1.02  # times the first plan of the best subgroup size, for a quick answer
 GLANCE = 400  # evaluations of a quick answer
 GLANCED_OPS = 2_000_000  # evaluations of a quick answer, times an iteration's ops
 DESCENT, DESCENT_OPS = 300, 1_500_000  # evenly spread plans for each cut; times an iteration's ops

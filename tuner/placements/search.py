@@ -507,7 +507,7 @@ class Search:
         """
         return min(self.scores, key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes))
 
-    # -- first guesses -----------------------------------------------------------------------
+    # -- first plans -----------------------------------------------------------------------
 
     def try_(self, c: Candidate) -> float:
         """Simulate a plan, and also a copy with early updates if allowed. Return the seconds per iteration

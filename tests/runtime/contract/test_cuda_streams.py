@@ -274,7 +274,7 @@ def without_waits(*args):
 RACES = {
     "an update does not wait for its gradient": (GradientOps, "arrived", lambda *args: []),
     "forward does not wait for its parameters": (Completion, "wait_on", no_wait),
-    "the next sum is fetched before it is home": (
+    "the next sum is fetched before it is on the host": (
         ebbtide.runtime.execution.session,
         "gradient_template",
         without_waits,

@@ -45,7 +45,7 @@ def backward(engine, number):
     return loss, len(engine.session.executor.early_updates.begun)
 
 
-def test_a_guess_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, placement):
+def test_an_early_update_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_path, placement):
     """Check that an early update (before the gradient norm is known) waits for a checkpoint that still reads
     the memory to which the update writes.
 
@@ -111,7 +111,7 @@ def overflown(engine, number):
 
 
 @pytest.mark.parametrize("change", [written, overflown])
-def test_a_guess_counts_for_nothing_once_state_is_written_or_the_step_is_skipped(change, placement):
+def test_an_early_update_counts_for_nothing_once_state_is_written_or_the_step_is_skipped(change, placement):
     engine = pausing(placement)
     engine.session.pausing.stepped = lambda right: None  # never pauses
     begun, state, losses = steps_with(engine, change)

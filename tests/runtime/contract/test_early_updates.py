@@ -28,7 +28,7 @@ OVERFLOWS = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
 ALL = {"speculate": 99, "speculate_visits": 99, "host_slots": 9}
 PATTERNS = {
     "host": ["host"],
-    "visits": ["device"],
+    "staged": ["device"],
     "both": ["host", "device", "resident", "device"],
     "beside stored": ["stored", "host", "device"],
 }
@@ -69,7 +69,7 @@ def updated_early(engine):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("case", ["no_clipping", "accumulation", "fp32", "parameter_groups", "learning_rate_schedule"])
-def test_right_guesses(case, overlap, pattern):
+def test_right_early_updates(case, overlap, pattern):
     engine, counts = pausing(engine_for(case), pattern, overlap_forward=overlap)
     count = updated_early(engine)
     right = [(count, count)] * (6 // CASES[case].get("accumulation", 1))
@@ -78,7 +78,7 @@ def test_right_guesses(case, overlap, pattern):
 
 
 @pytest.mark.parametrize("proved", [True, False])
-def test_wrong_guesses_are_redone_and_then_left_out(proved, pattern):
+def test_wrong_early_updates_are_redone_and_then_left_out(proved, pattern):
     """Check that early updates, which start before the gradient norm is known, are rolled back and redone if
     the step clips.
 
@@ -110,7 +110,7 @@ ORDERS = [{}, {"order_seed": 3}]
 SLOTS = [{"staging_slots": 1}, {"staging_slots": 9, "prefetch": 9}, {"speculate_visits": 2}]
 HOST_SLOTS = [{"host_slots": slots} for slots in (1, 2)]
 MIXED = ["host", "device", "resident", "device", "stored"]
-ACTING = [  # where nothing visits or nothing is stored the other fields give the same plan
+ACTING = [  # where nothing is staged or nothing is stored the other fields give the same plan
     (["host"], ORDERS),
     (["device"], ORDERS + SLOTS),
     (MIXED, ORDERS + SLOTS + HOST_SLOTS),
@@ -175,7 +175,7 @@ def stock_with_a_skipped_step():
     return with_a_skipped_step(start(clipping=50.0))
 
 
-def test_visits_of_a_skipped_step_that_nobody_guessed(pattern):
+def test_staged_updates_of_a_skipped_step_without_early_updates(pattern):
     """Check that optimizer state that was copied to the GPU for an update stays there for the next step if
     this step is skipped.
 

@@ -33,7 +33,7 @@ DEVICE = list(DEVICES)[-1]
 PATTERNS = {
     "hosted": ["host"],
     "one of each": ["host", "device", "resident"],
-    "visits": ["device", "device", "resident"],
+    "staged": ["device", "device", "resident"],
     "stored": ["stored", "device", "stored"],  # ZeRO-3 only
 }
 GRADIENTS = {
@@ -97,7 +97,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
 
 @pytest.mark.parametrize("speculate", [1, 99])
 @pytest.mark.parametrize("pattern", [["host"], ["host", "device", "resident", "stored"], ["device"]])
-def test_the_memory_of_guesses_is_predicted_to_the_byte(pattern, speculate):
+def test_the_memory_of_early_updates_is_predicted_to_the_byte(pattern, speculate):
     engine = attached(
         start(), pattern, DEVICE, seed=None, speculate=speculate, speculate_visits=speculate, host_slots=2
     )

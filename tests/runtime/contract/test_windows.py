@@ -103,7 +103,7 @@ def test_sums_of_micro_batches_can_be_read_as_stocks_can(stage, device):
     assert [set(sums) for sums in ours] == [set(sums) for sums in stock]
     pairs = list(zip(ours, stock, strict=True))
     assert all(torch.equal(mine[k], its[k]) for mine, its in pairs for k in its)
-    # A lone backward, such as ZeRO-1 takes home, is no sum.
+    # A lone backward, such as ZeRO-1 copies to the host, is no sum.
     assert [len(sums) > 0 for sums in stock] == [stage == 2] * len(stock)
     assert not any(torch.equal(stock[0][k], stock[-1][k]) for k in stock[0])
 

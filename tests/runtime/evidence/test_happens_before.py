@@ -96,25 +96,25 @@ CASES = {
     },
     "readers": (lambda: engine_for("clipping"), read_between),
     "sums on the device": (lambda: start(accumulation=2, reduce_bucket_size=50), repeat_backward, {"device_sums": 99}),
-    "guesses": (lambda: start(clipping=0.0), None, EARLY_KINDS),
-    "guesses of which some are wrong": (
+    "early updates": (lambda: start(clipping=0.0), None, EARLY_KINDS),
+    "early updates of which some are wrong": (
         lambda: start(clipping=at_a_bound_that_some_steps_reach()),
         never_paused,
         EARLY_KINDS,
     ),
-    "guesses of which some are wrong, accumulation": (
+    "early updates of which some are wrong, accumulation": (
         lambda: start(clipping=at_a_bound_that_some_steps_reach(), accumulation=2),
         never_paused,
         {**EARLY_KINDS, "staging_slots": 1, "prefetch": 1},
     ),
-    "pieces, guesses": (lambda: start(clipping=0.0, subgroup_size=70_000), None, PIECES),
-    "pieces, guesses, readers": (lambda: start(clipping=0.0, subgroup_size=70_000), read_between, PIECES),
-    "pieces, guesses of which some are wrong": (
+    "pieces, early updates": (lambda: start(clipping=0.0, subgroup_size=70_000), None, PIECES),
+    "pieces, early updates, readers": (lambda: start(clipping=0.0, subgroup_size=70_000), read_between, PIECES),
+    "pieces, early updates of which some are wrong": (
         lambda: start(clipping=at_a_bound_that_some_steps_reach(), subgroup_size=70_000),
         never_paused,
         {**PIECES, "staging_slots": 1, "prefetch": 1},
     ),
-    "guesses, accumulation": (lambda: start(clipping=1e3, accumulation=2), None, EARLY_KINDS),
+    "early updates, accumulation": (lambda: start(clipping=1e3, accumulation=2), None, EARLY_KINDS),
     "unused parameters": (lambda: start(model=Switching(), subgroup_size=9000), None),
     **{
         f"ZeRO-2, {case}": (lambda case=case: engine_for(case, stage=2), None)
@@ -226,12 +226,15 @@ def brought_at_once(self, params, executor, bring=Partitions.bring):
 MUTANTS = {
     "a gradient is copied before it is there": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
     "an update does not wait for its gradient": ("ZeRO-3, clipping", (Executor, "_arrived", lambda *_: [])),
-    "the next sum is fetched before the last is home": ("ZeRO-3, accumulation", with_gradients(after=())),
+    "the next sum is fetched before the last is on the host": ("ZeRO-3, accumulation", with_gradients(after=())),
     "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
     "ops do not wait for those of their step": ("ZeRO-3, clipping", without(Wait.PREVIOUS)),
-    "a guess does not wait for its gradient": ("guesses", deaf(Executor, "update_early", "current_event")),
-    "a visit comes while another leaves": ("ZeRO-3, clipping", taken_at_once(Slot.STAGING)),
+    "an early update does not wait for its gradient": (
+        "early updates",
+        deaf(Executor, "update_early", "current_event"),
+    ),
+    "a staged update comes in while another goes out": ("ZeRO-3, clipping", taken_at_once(Slot.STAGING)),
     "new parameters go where others are copied from": ("ZeRO-3, clipping", taken_at_once(Slot.PARAMETER)),
     "a sum is read before it is there": ("ZeRO-3, accumulation", deaf(GradientOps, "fetch_sum", "training_waits")),
     "a sum is added to while it leaves": ("sums on the device", deaf(GradientBuffers, "_sum_up", "training_waits")),
@@ -259,14 +262,14 @@ SPARE = {
 
 GRADIENTS = {
     "reduced": "a gradient is copied before it is there",
-    "after": "the next sum is fetched before the last is home",
+    "after": "the next sum is fetched before the last is on the host",
 }
 NO_WAITS = {"op", "summed"}  # which, and when
 STEPS = {
     Wait.NORM: "updates do not wait for the norm",
     Wait.GRADIENT: "an update does not wait for its gradient",
     Wait.PREVIOUS: "ops do not wait for those of their step",
-    Slot.STAGING: "a visit comes while another leaves",
+    Slot.STAGING: "a staged update comes in while another goes out",
     Slot.PARAMETER: "new parameters go where others are copied from",
     # On lanes of their own kind: tests/runtime/test_executed_dag.py, and the drive's own order.
     Slot.OUTGOING: "",
@@ -285,7 +288,7 @@ WAITERS = {
     "devices/cuda.py: lanes": "lanes begin before their memory is theirs",
     "devices/cuda.py: moment": "",  # the clock's
     "devices/cuda.py: before_reuse": "gradients' memory is reduced into again",
-    "execution/executor.py: update_early": "a guess does not wait for its gradient",
+    "execution/executor.py: update_early": "an early update does not wait for its gradient",
     "execution/executor.py: launch": "a parameter is written while it is copied",
     "execution/executor.py: wait_parameters": "readers wait for nothing",
     "execution/gradients.py: _sum_up": "a sum is added to while it leaves",

@@ -39,10 +39,10 @@ CASES = {
 MUTANTS = {
     "readers wait for nothing": ("ZeRO-3, gathers ahead", (Executor, "wait_parameters", nothing)),
     "a gradient is copied before it is reduced": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
-    "the next sum is fetched before the last is home": ("ZeRO-3, accumulation", with_gradients(after=())),
+    "the next sum is fetched before the last is on the host": ("ZeRO-3, accumulation", with_gradients(after=())),
     "an update does not wait for its gradient": ("ZeRO-3", (Executor, "_arrived", lambda *_: [])),
     "ops do not wait for those of their step": ("ZeRO-3", without(Wait.PREVIOUS)),
-    "a visit comes while another leaves": ("ZeRO-3", taken_at_once(Slot.STAGING)),
+    "a staged update comes in while another goes out": ("ZeRO-3", taken_at_once(Slot.STAGING)),
     "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "a parameter is read before it is copied": (
         "ZeRO-3, parameters on the host",
