@@ -143,6 +143,11 @@ _WORKLOAD_OPTIONS = (
         is_flag=True,
         help="With --model: attention scores are stored in memory (attn_implementation eager).",
     ),
+    click.option(
+        "--flash-version",
+        type=click.IntRange(2, 4),
+        help="With --model: major version of FlashAttention, e.g. 3 on H100 (default: the machine's own rate).",
+    ),
     *LAUNCHER_OPTIONS,
     click.option(
         "--clip-rate",
@@ -205,7 +210,9 @@ def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict of `Job` fields on kernels and recomputation, from the values of the command-line flags
     that set them. Flags that were not given are left out.
     """
-    given: dict[str, Any] = {name: about[name] for name in ("recompute_share", "kernels") if about.get(name)}
+    given: dict[str, Any] = {
+        name: about[name] for name in ("recompute_share", "kernels", "flash_version") if about.get(name)
+    }
     if about.get("fused_loss"):
         given["fused_loss"] = True
     if about.get("no_flash_attention"):

@@ -12,11 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ebbtide.simulator.estimates.blocks import Block
+from ebbtide.simulator.estimates.blocks import Block, ModelError
+from ebbtide.simulator.estimates.hardware.sheets import compute_of
 from ebbtide.simulator.machine import Machine
 
 Kernels = Literal["fused", "eager"]
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
+FlashVersion = Literal[2, 3, 4]
+FLASH_VERSIONS: tuple[FlashVersion, ...] = get_args(FlashVersion)
 # Korthikanti et al., arXiv 2205.05198, equation 1: a layer stores 34 s b h bytes of activations, 10 of which tensor
 # parallelism leaves whole.
 STORED_WHOLE, STORED_SPLIT = 10, 24
@@ -80,11 +83,17 @@ class Device:
     fused_loss: bool = False
 
     @classmethod
-    def of(cls, machine: Machine, wire_bytes: int, **training: Any) -> "Device":
-        """Return the GPU rates of a machine, together with the training settings that decide how long a block takes."""
+    def of(
+        cls, machine: Machine, wire_bytes: int, flash_version: FlashVersion | None = None, **training: Any
+    ) -> "Device":
+        """Return the GPU rates of a machine, together with the training settings that decide how long a block takes.
+
+        Raises:
+            ModelError: ``flash_version`` does not run on the machine's GPU.
+        """
         return cls(
             machine.rate("device_flops_per_s"),
-            machine.rate("attention_flops_per_s"),
+            machine.rate("attention_flops_per_s") * _attention_gain(machine.device_name, flash_version),
             machine.rate("device_memory_bytes_per_s"),
             wire_bytes,
             **training,
@@ -148,6 +157,22 @@ class Device:
         kind = "one kernel" if self.fused_loss else self.kernels
         logits = shape.tokens * block.flops_per_token / 2 / shape.hidden / self.tensor_parallel
         return logits * LOSS_BYTES[kind][part.loss]
+
+
+def _attention_gain(device_name: str, version: FlashVersion | None) -> float:
+    """Return how many times faster a version of FlashAttention is than a machine's ``attention_flops_per_s``.
+
+    Raises:
+        ModelError: The version does not run on this GPU.
+    """
+    compute = compute_of(device_name)
+    if compute is None:
+        return 1.0
+    gain = compute.attention_gain(version)
+    if gain is None:
+        runs = " or ".join(map(str, sorted({2, *compute.versions})))
+        raise ModelError(f"flash_version must be {runs} on {device_name}, but got {version}", "flash_version")
+    return gain
 
 
 @dataclass(frozen=True)

@@ -202,6 +202,7 @@ class Rank:
             self.wire,
             tensor_parallel=p.tensor_parallel,
             flash=p.flash_attention,
+            flash_version=p.flash_version,
             kernels=p.kernels,
             fused_loss=p.fused_loss,
         )

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
 from ebbtide.simulator.estimates.blocks import Architecture, ModelError
-from ebbtide.simulator.estimates.compute import KERNELS, Kernels
+from ebbtide.simulator.estimates.compute import FLASH_VERSIONS, KERNELS, FlashVersion, Kernels
 from ebbtide.simulator.estimates.deepspeed_config import PREFETCH_BUCKET_ELEMENTS, REDUCE_BUCKET_ELEMENTS, unread
 from ebbtide.simulator.estimates.deepspeed_keys import ZERO
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
@@ -53,6 +53,13 @@ def _kernels(value: Any) -> Any:
     return value
 
 
+def _flash_version(value: Any) -> Any:
+    if value is not None and (isinstance(value, bool) or value not in FLASH_VERSIONS):
+        versions = ", ".join(map(str, FLASH_VERSIONS))
+        raise ModelError(f"flash_version must be one of {versions}, but got {value!r}", key="flash_version")
+    return value
+
+
 def _launcher(value: Any) -> Any:
     if value not in LAUNCHERS:
         raise ModelError(f"launcher must be one of {', '.join(LAUNCHERS)}, but got {value!r}", key="launcher")
@@ -84,6 +91,8 @@ class Training(BaseModel):
             (activation checkpointing).
         recompute_share: Fraction of layers that are computed again. 1: all. 0.5: every other layer.
         flash_attention: True if attention scores are never stored in memory.
+        flash_version: Major version of FlashAttention, by whose published speed attention is computed. None: the
+            machine's own rate, which presets have from runs with kernels of 2023.
         kernels: Implementation of the kernels between matrix products. ``fused``: fused or compiled
             (Megatron-LM, torch.compile, Liger). ``eager``: PyTorch's own, as in the transformers library.
         fused_loss: True if one kernel computes logits and loss, or if both are computed chunk by chunk.
@@ -119,6 +128,7 @@ class Training(BaseModel):
     recompute: Switch = True
     recompute_share: Share = 1.0
     flash_attention: Switch = True
+    flash_version: Annotated[FlashVersion | None, BeforeValidator(_flash_version)] = None
     kernels: Written = "fused"
     fused_loss: Switch = False
     optimizer: str = ADAM.name

@@ -103,6 +103,17 @@ class TrainingRun:
             config["optimizer"] = {"type": "AdamW", "params": {"torch_adam": True}}
         return config
 
+    @property
+    def recomputation(self) -> dict[str, Any]:
+        """Return the arguments of `workload_from_model` on activation recomputation.
+
+        The cell of the row is ``full``, ``selective``, ``none``, or the recomputed fraction of a layer's forward.
+        """
+        cell = self.fields["recompute"]
+        if cell[0].isdigit():
+            return {"activation_checkpointing": "full", "recompute_share": float(cell)}
+        return {"activation_checkpointing": cell}
+
     def machine(self) -> Machine:
         """Return the preset machine for the hardware of the published training run.
 
@@ -125,8 +136,9 @@ class TrainingRun:
             gradient_accumulation_steps=self.number("accumulation"),
             data_parallel=self.number("gpus") // self.number("tensor_parallel"),
             tensor_parallel=self.number("tensor_parallel"),
-            activation_checkpointing=self.fields["recompute"],  # type: ignore[arg-type]
-            flash_attention=self.fields["flash"] == "1",
+            **self.recomputation,
+            flash_attention=self.fields["flash"] != "0",
+            flash_version=int(self.fields["flash"][2:]) if self.fields["flash"].startswith("fa") else None,
             kernels=self.fields["kernels"],
             fused_loss=self.fields["loss"] == "fused",
             launcher=self.fields["launcher"],

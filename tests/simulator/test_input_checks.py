@@ -25,6 +25,8 @@ def estimated(**arguments):
         ({"fused_loss": "yes"}, "fused_loss must be True or False, but got 'yes'"),
         ({"recompute_share": 0}, r"recompute_share must lie in \(0, 1\], but got 0"),
         ({"flash_attention": "no"}, "flash_attention must be True or False, but got 'no'"),
+        ({"flash_version": True}, "flash_version must be one of 2, 3, 4, but got True"),
+        ({"flash_version": 5}, "flash_version must be one of 2, 3, 4, but got 5"),
         ({"sequence_parallel": 1}, "sequence_parallel must be True or False, but got 1"),
         ({"sequence_parallel": True}, "must be False without tensor parallelism"),
         ({"sequence": True}, "sequence must be a whole number >= 1, but got True"),

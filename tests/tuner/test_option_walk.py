@@ -64,6 +64,7 @@ MODEL = {
     "kernels": changes("--kernels", "eager"),
     "fused_loss": changes("--fused-loss"),
     "no_flash_attention": changes("--no-flash-attention"),
+    "flash_version": changes("--flash-version", "3", beside=("--sequence", "65536")),
     "recompute_share": changes("--recompute-share", "50%"),
 }
 PLAN = ("plan", "--machine", "h200", "--model", "m.json", "-o", "p.json")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator.estimates.architecture import KEYS, is_deepspeed, language_model, quantized
-from ebbtide.simulator.estimates.compute import Kernels
+from ebbtide.simulator.estimates.compute import FlashVersion, Kernels
 from ebbtide.simulator.estimates.families import FAMILIES, family_numbers
 from ebbtide.simulator.estimates.launchers import Launcher
 from ebbtide.simulator.estimates.modules import DESCRIBE
@@ -207,6 +207,7 @@ class Scenario(Request):
         kernels: ``fused`` or ``eager`` kernels for all operations except matrix products. If null, fused.
         fused_loss: True if one kernel computes both logits and loss.
         flash_attention: True if attention scores are not stored in memory.
+        flash_version: Major version of FlashAttention. If null, the machine's own rate of attention counts.
         launcher: Program that starts the ranks. It affects how many threads DeepSpeed's own CPU updates have.
         omp_threads: Value of OMP_NUM_THREADS in the ranks.
         host_memory_bytes: Host memory of a node.
@@ -240,6 +241,7 @@ class Scenario(Request):
     kernels: Kernels | None = None
     fused_loss: bool = False
     flash_attention: bool = True
+    flash_version: FlashVersion | None = None
     clip_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     subgroup_size: Annotated[int, Field(ge=1, le=10**12)] | None = None
     mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)] | None = None

@@ -164,7 +164,7 @@ def computed_by(scenario: Scenario) -> dict[str, Any]:
     """Return a dict of the `Job` fields on how layers are computed (recomputation, kernels, attention),
     from a request to the planning service.
     """
-    given = {"recompute_share": scenario.recompute_share, "kernels": scenario.kernels}
+    given = {name: getattr(scenario, name) for name in ("recompute_share", "kernels", "flash_version")}
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return {**fields, "fused_loss": scenario.fused_loss, "flash_attention": scenario.flash_attention}
 

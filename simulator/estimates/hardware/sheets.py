@@ -19,11 +19,22 @@ class Compute:
         products: Fraction that large matrix products reach.
         attention: Fraction that flash attention reaches, forward and backward, on causal sequences.
         runs: Names of these published runs, or of the similar GPU whose fractions are used.
+        versions: For major versions of FlashAttention, the fraction that they reach by the papers about them.
     """
 
     products: float
     attention: float
     runs: str
+    versions: Mapping[int, float] = field(default_factory=dict)
+
+    def attention_gain(self, version: int | None) -> float | None:
+        """Return how many times faster a version of FlashAttention is than ``attention``.
+
+        The result is None if the version does not run on this GPU. Version 2 runs on every GPU.
+        """
+        if version is not None and version in self.versions:
+            return self.versions[version] / self.attention
+        return 1.0 if version in (None, 2) else None
 
 
 # One constant for all devices was a quarter off: an A100 sustains more of its sheet than an H100, whose clock its power
@@ -32,13 +43,27 @@ class Compute:
 _MOSAIC = "MosaicML's tables of MPT models"
 _LLMQ = "runs of llmq and LLaMA-Factory with Qwen2.5 models"
 _TINY = "runs of whyNLP/tinyllama"
+# Fractions of the sheet that versions of FlashAttention reach on long sequences, by the abstracts of their papers.
+# Version 2 on A100: 50 to 73% (Dao, arXiv 2307.08691). On H100: 35%, and version 3 is 1.5 to 2 times as fast, up to 75%
+# in forward (Shah et al., arXiv 2407.08608). Version 4 on B200: up to 71% in forward (arXiv 2603.05451), and the mean
+# over forward and backward is assumed to be as far below this as version 3's. MosaicML's runs, on which ``attention``
+# was found, took the Triton kernel of version 1 (llm-foundry, commit b2a43a14, ``--attn_impl``).
+_V2_AMPERE, _V2_HOPPER = 0.6, 0.35
+_V3 = 1.75 * _V2_HOPPER
+_AMPERE_VERSIONS = {2: _V2_AMPERE}
+_HOPPER_VERSIONS = {2: _V2_HOPPER, 3: _V3}
+_B200_VERSIONS = {4: 0.71 * _V3 / 0.75}
 COMPUTE: Mapping[str, Compute] = {
-    "NVIDIA A100": Compute(0.72, 0.36, f"{_MOSAIC}, of IBM's fms-fsdp and torchtitan with Llama models"),
-    "NVIDIA A100 80GB PCIe": Compute(0.65, 0.32, "nine tenths of the SXM board's: NVIDIA A100 data sheet, top apps"),
-    "NVIDIA H100": Compute(0.60, 0.22, f"{_MOSAIC}, of IBM's fms-fsdp, torchtitan and llm.c"),
-    "NVIDIA H200": Compute(0.60, 0.22, "as the H100, the same chip"),
-    "NVIDIA GH200": Compute(0.60, 0.22, "as the H100, the same chip"),
-    "NVIDIA B200": Compute(0.60, 0.22, "as the H100: no run of its own"),
+    "NVIDIA A100": Compute(
+        0.72, 0.36, f"{_MOSAIC}, of IBM's fms-fsdp and torchtitan with Llama models", _AMPERE_VERSIONS
+    ),
+    "NVIDIA A100 80GB PCIe": Compute(
+        0.65, 0.32, "nine tenths of the SXM board's: NVIDIA A100 data sheet, top apps", {2: 0.9 * _V2_AMPERE}
+    ),
+    "NVIDIA H100": Compute(0.60, 0.22, f"{_MOSAIC}, of IBM's fms-fsdp, torchtitan and llm.c", _HOPPER_VERSIONS),
+    "NVIDIA H200": Compute(0.60, 0.22, "as the H100, the same chip", _HOPPER_VERSIONS),
+    "NVIDIA GH200": Compute(0.60, 0.22, "as the H100, the same chip", _HOPPER_VERSIONS),
+    "NVIDIA B200": Compute(0.60, 0.22, "as the H100: no run of its own", _B200_VERSIONS),
     "NVIDIA GeForce RTX 3090": Compute(1.0, 0.5, _TINY),
     "NVIDIA GeForce RTX 4080": Compute(0.95, 0.5, "as the RTX 4090, the same generation"),
     "NVIDIA GeForce RTX 4090": Compute(0.98, 0.5, f"{_LLMQ}, {_TINY}"),
@@ -47,6 +72,15 @@ COMPUTE: Mapping[str, Compute] = {
     "NVIDIA RTX PRO 6000": Compute(0.86, 0.4, "runs of llmq with Qwen2.5 models"),
     "NVIDIA L40S": Compute(0.68, 0.4, "runs of llmq with Qwen2.5 models"),
 }
+
+
+def compute_of(device_name: str) -> Compute | None:
+    """Return the fractions of a GPU's data sheet speed that training reaches. None if the GPU is not listed.
+
+    If several listed names are a prefix of ``device_name``, the longest counts.
+    """
+    named = [name for name in COMPUTE if device_name.startswith(name)]
+    return COMPUTE[max(named, key=len)] if named else None
 
 
 @dataclass(frozen=True)
@@ -93,13 +127,11 @@ class Sheet:
 
     @property
     def compute(self) -> Compute:
-        """Return the fractions of a GPU's data sheet speed that training reaches, for the GPU of this machine.
-
-        The fractions are listed by names of GPUs. If several of these names are a prefix of this GPU's name, the
-        longest counts.
-        """
-        named = [name for name in COMPUTE if self.device_name.startswith(name)]
-        return COMPUTE[max(named, key=len)]
+        """Return the fractions of a GPU's data sheet speed that training reaches, for the GPU of this machine."""
+        found = compute_of(self.device_name)
+        if found is None:
+            raise KeyError(self.device_name)
+        return found
 
     @property
     def triad_bytes_per_s(self) -> float:
