@@ -1,0 +1,121 @@
+"""A ``sitecustomize`` module for the processes that tests start: torch does not import its compiler.
+
+Every optimizer and every DeepSpeed engine marks functions for torch's compiler, which imports torch._dynamo. The
+import takes more than a second of a core in each process, even if TORCHDYNAMO_DISABLE=1 switches the compiler off.
+Here a marked function is called as it is while the compiler is off and not imported.
+"""
+
+import os
+import sys
+from functools import partial, wraps
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+from types import FunctionType
+
+OFF = "TORCHDYNAMO_DISABLE"
+
+
+def idle():
+    """Return True if torch's compiler is switched off and nothing has imported it."""
+    return os.environ.get(OFF) == "1" and "torch._dynamo" not in sys.modules
+
+
+def marked_when_used(mark):
+    """Return torch's decorator ``mark``, which then calls the function itself while the compiler is idle."""
+
+    def decorator(fn=None, recursive=True, **options):
+        if fn is None:
+            return partial(decorator, recursive=recursive, **options)
+        if not idle() or not isinstance(fn, FunctionType):
+            return mark(fn, recursive, **options)
+        marked = []
+
+        @wraps(fn)
+        def inner(*args, **kwargs):
+            if idle():
+                return fn(*args, **kwargs)
+            if not marked:
+                marked.append(mark(fn, recursive, **options))
+            return marked[0](*args, **kwargs)
+
+        return inner
+
+    return decorator
+
+
+def left_as_it_is(compile_):
+    """Return torch.compile, which then returns the function itself while the compiler is idle."""
+
+    @wraps(compile_)
+    def decorator(model=None, **options):
+        if not idle():
+            return compile_(model, **options)
+        return model if model is not None else lambda function: function
+
+    return decorator
+
+
+def with_gradients_if_differentiable(mark):
+    """Return the decorator of torch's optimizer steps, which then does not tell the idle compiler of a step."""
+
+    def decorator(step):
+        marked = mark(step)
+
+        @wraps(step)
+        def inner(self, *args, **kwargs):
+            if not idle():
+                return marked(self, *args, **kwargs)
+            import torch
+
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                return step(self, *args, **kwargs)
+
+        return inner
+
+    return decorator
+
+
+CHANGES = {
+    "torch._compile": ("_disable_dynamo", marked_when_used),
+    "torch.compiler": ("disable", marked_when_used),
+    "torch": ("compile", left_as_it_is),
+    "torch.optim.optimizer": ("_use_grad_for_differentiable", with_gradients_if_differentiable),
+}
+
+
+class Finder:
+    """An import hook that changes one function each of four modules of torch right after they are loaded."""
+
+    looking = False  # other hooks ask this one as well
+
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name not in CHANGES or cls.looking:
+            return None
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
+        cls.looking = True
+        spec = next(filter(None, others), None)
+        cls.looking = False
+        if spec is None or spec.loader is None:
+            return spec
+        load = spec.loader.exec_module
+
+        def exec_module(module):
+            load(module)
+            attribute, changed = CHANGES[name]
+            setattr(module, attribute, changed(getattr(module, attribute)))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if os.environ.get(OFF) == "1":
+    sys.meta_path.insert(0, Finder)
+
+# Another module of this name that is later on the path is run as well. Earlier ones have run, and may have run this.
+_folders = [Path(folder or ".").resolve() for folder in sys.path]
+_later = sys.path[_folders.index(Path(__file__).resolve().parent) + 1 :]
+_next = PathFinder.find_spec("sitecustomize", _later)
+if _next is not None and _next.loader is not None:
+    _next.loader.exec_module(module_from_spec(_next))
