@@ -28,6 +28,9 @@ _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
 # (pull request 8207), and since which ZeRO-1 and 2 send updated parameters in fp32 (5301) and from a pinned buffer
 # in 16 bits (7309).
 _ASYNC_GRADIENTS, _WIDE_PARAMETERS, _PINNED_PARAMETERS = (0, 19, 5), (0, 14, 1), (0, 17, 0)
+# Versions since which ZeRO-3 checks offloaded gradients for an overflow on the host (pull request 3622), and since
+# which it does so for fp16 only.
+_HOST_CHECK, _FP16_CHECK = (0, 9, 4), (0, 11, 2)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Offloading:
             return "superoffload", share
         if share:
             flows = {"async_gradients": False} if self.pinned and self._blocks else {}
-            return "twin_flow", {**share, "pinned": self.pinned, **flows}
+            return "twin_flow", {**share, "pinned": self.pinned, **flows, **self._checks}
         return ("zero3_offload" if self.pinned else "zero3_offload_unpinned"), self._copies
 
     @property
@@ -135,7 +138,17 @@ class Offloading:
         optimizer.
         """
         blocks = {"async_gradients": False} if self._blocks else {}
-        return {**blocks, **({"torch_adam": True} if self.torch_adam else {})}
+        return {**blocks, **({"torch_adam": True} if self.torch_adam else {}), **self._checks}
+
+    @property
+    def _checks(self) -> dict[str, Any]:
+        """Return the option of `build_strategy` for the place where this DeepSpeed version checks for an overflow.
+
+        The result is empty for versions that check on the host for fp16 only, as the newest version does.
+        """
+        if not at_least(_HOST_CHECK, self.deepspeed):
+            return {"overflow_check": "device"}
+        return {} if at_least(_FP16_CHECK, self.deepspeed) else {"overflow_check": "host"}
 
     @property
     def _flat_copies(self) -> dict[str, Any]:

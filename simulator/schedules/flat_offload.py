@@ -55,6 +55,7 @@ class FlatOffloadLoop(StockLoop):
             gradients="asynchronous" if self.flat.pinned else "unpinned",
             pageable_parameters=False,
             torch_adam=self.flat.torch_adam,
+            overflow_check="device",
         )
         super().__init__(workload.one_subgroup, options)
 

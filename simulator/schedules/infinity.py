@@ -12,7 +12,15 @@ from typing import Literal, get_args
 
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
-from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES, PAGEABLE_PASSES, Gradients, StockLoop, StockOptions
+from ebbtide.simulator.schedules.peers import (
+    HOST_GRADIENT_BYTES,
+    PAGEABLE_PASSES,
+    Gradients,
+    OverflowCheck,
+    StockLoop,
+    StockOptions,
+    checked_place,
+)
 from ebbtide.simulator.update.footprint import fetched_for, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
@@ -36,6 +44,7 @@ class InfinityOptions:
         async_gradients: True if gradients are converted to fp32 on the GPU, and backward does not wait for them
             (DeepSpeed since 0.19.5). If False, the host waits and converts.
         torch_adam: True if torch's own Adam updates on the CPU.
+        overflow_check: See `StockOptions`.
     """
 
     optimizer: StateLocation = "nvme"
@@ -46,8 +55,10 @@ class InfinityOptions:
     pinned_parameters: bool = True
     async_gradients: bool = True
     torch_adam: bool = False
+    overflow_check: OverflowCheck = "host_fp16"
 
     def __post_init__(self) -> None:
+        checked_place(self.overflow_check)
         for name, kinds in (("optimizer", StateLocation), ("parameters", Location), ("activations", Location)):
             value = getattr(self, name)
             if value not in get_args(kinds):
@@ -79,7 +90,10 @@ class InfinityLoop(StockLoop):
     """
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:
-        super().__init__(workload, StockOptions(gradients=options.gradients, torch_adam=options.torch_adam))
+        stock = StockOptions(
+            gradients=options.gradients, torch_adam=options.torch_adam, overflow_check=options.overflow_check
+        )
+        super().__init__(workload, stock)
         self.where = options
         self.writes: list[int] = []  # of the latest step
         self.stored: dict[int, int] = {}  # layer -> the copy that took its activations away

@@ -1,9 +1,10 @@
 """Builders of schedules for DeepSpeed's own offloading strategies (version 0.19.8) and for published improvements."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from ebbtide.simulator.machine import RateName
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.loop import ALL_CORES, TrainingLoop
@@ -23,6 +24,14 @@ PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and
 # line that is written is fetched before.
 FRESH_PASSES = PAGEABLE_PASSES + 2
 WIDENING_BYTES = 10  # DRAM traffic: 2 read, and 4 written after the line was read
+# Seconds per element on one thread: PyTorch's check for infinities and NaNs (``isinf``, ``isnan``, each with ``any``)
+# and its conversion of bf16 to fp32 compute longer than memory takes. Measured here (AMD EPYC, Zen 5, torch 2.13).
+# Older cores take longer. Conversions of fp16 are bound by memory.
+OVERFLOW_CHECK_S: Mapping[str, float] = {"fp16": 3.6e-9, "bf16": 4.0e-9, "fp32": 4.0e-9}
+WIDENING_S: Mapping[str, float] = {"bf16": 1.6e-9}
+# DRAM traffic of the check per 16-bit element: the buffer is read four times, its absolute values and two masks are
+# written after their lines were read, and read once.
+OVERFLOW_CHECK_BYTES = 16
 # Of device memory, by the kernels behind the reductions: the norm in float64 (2 read, 8 written and
 # read), widening (2 read, 4 written).
 GRADIENT_KERNEL_BYTES = 18 + 6
@@ -38,8 +47,17 @@ TORCH_ADAM_PASSES = 6
 ADAM_BYTES = 2 * ADAM.state_bytes + FP32_BYTES
 Updates = Literal["sequential", "interleaved", "with_backward"]
 Gradients = Literal["stock", "asynchronous", "widened_on_host", "unpinned", "unpinned_widened_on_host"]
+OverflowCheck = Literal["host", "host_fp16", "device"]
 UNPINNED: tuple[Gradients, ...] = ("unpinned", "unpinned_widened_on_host")
 WIDENED_ON_HOST: tuple[Gradients, ...] = ("widened_on_host", "unpinned_widened_on_host")
+
+
+def checked_place(value: str) -> None:
+    """Raise an error unless ``value`` is a place in which DeepSpeed checks gradients for an overflow."""
+    if value not in get_args(OverflowCheck):
+        raise RuleError(
+            f"overflow_check must be one of {get_args(OverflowCheck)}, but got {value!r}", key="options.overflow_check"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +90,10 @@ class StockOptions:
             there, as DeepSpeed does for any value of ``pin_memory``.
         torch_adam: True if torch's own Adam updates on the CPU (``optimizer.params.torch_adam``, or a client's
             optimizer with ``zero_force_ds_cpu_optimizer`` off) instead of DeepSpeedCPUAdam.
+        overflow_check: Place where ZeRO-3 looks for infinities and NaNs in gradients before the norm. ``device``: on
+            the GPU, while backward runs (DeepSpeed before 0.9.4). ``host``: in the host's 16-bit buffer (0.9.4 to
+            0.11.1). ``host_fp16``: like ``host``, but only for fp16 (since 0.11.2). Source: ``has_overflow`` and
+            ``_overflow_check_and_loss_scale_update`` of ``deepspeed/runtime/zero/stage3.py``.
     """
 
     gradients: Gradients = "stock"
@@ -83,8 +105,10 @@ class StockOptions:
     result_copy: bool = False
     pageable_parameters: bool = True
     torch_adam: bool = False
+    overflow_check: OverflowCheck = "host_fp16"
 
     def __post_init__(self) -> None:
+        checked_place(self.overflow_check)
         if not 0 <= self.host_ratio <= 1:
             raise RuleError(f"ratio must lie in [0, 1], but got {self.host_ratio}", key="options.ratio")
         if not (isinstance(self.stride, int) and self.stride >= 0):
@@ -248,7 +272,8 @@ class StockLoop(TrainingLoop):
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
         """Append to the schedule a copy of gradients to the host that the host waits for, and a conversion to fp32.
 
-        One CPU core converts. The host thread launches nothing else meanwhile.
+        One CPU core converts. The host thread launches nothing else meanwhile. If the rank has few threads, the
+        conversion of bf16 takes as long as these threads compute.
         """
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(
@@ -260,14 +285,12 @@ class StockLoop(TrainingLoop):
             dram_bytes=size_bytes * FRESH_PASSES,
             layer=layer,
         )
+        threads, core_s = self.workload.stock_threads, WIDENING_S.get(self.workload.wire_dtype, 0.0)
+        work: tuple[float, RateName] = (elements * FP32_BYTES, "pageable_d2h_bytes_per_s")
+        if threads is not None and core_s:
+            work = (elements * core_s / threads, "wall_s")
         return self.out.add(
-            OpKind.GRADIENT_PASS,
-            Lane.COMPUTE,
-            elements * FP32_BYTES,
-            "pageable_d2h_bytes_per_s",
-            [moved],
-            dram_bytes=elements * WIDENING_BYTES,
-            layer=layer,
+            OpKind.GRADIENT_PASS, Lane.COMPUTE, *work, [moved], dram_bytes=elements * WIDENING_BYTES, layer=layer
         )
 
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
@@ -314,6 +337,8 @@ class StockLoop(TrainingLoop):
         The step returns when all updates have ended.
         """
         waits = [*self.gradients_done, *self.gradients_on_host.values(), *self.updated.values()]
+        if self.checks_on_host:
+            waits = [self._overflow_check(waits)]
         norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=waits)
         ends: list[int] = []
         for subgroup in range(len(self.sizes)):
@@ -322,6 +347,24 @@ class StockLoop(TrainingLoop):
         waits = [norm, *ends, *self.written_back[len(self.written_back) - len(self.staged) :]]
         self.step_ends(waits)
         self.updated, self.gradients_on_host = {}, {}
+
+    @property
+    def checks_on_host(self) -> bool:
+        """Return True if the host looks for infinities and NaNs in its buffer of gradients, before the norm."""
+        place = self.options.overflow_check
+        return place == "host" or (place == "host_fp16" and self.workload.wire_dtype == "fp16")
+
+    def _overflow_check(self, waits: Sequence[int]) -> int:
+        """Append to the schedule the host's check for infinities and NaNs in all gradients of the rank."""
+        w = self.workload
+        traffic = w.params * OVERFLOW_CHECK_BYTES
+        adam_bytes = 2 * ADAM.state_bytes + STOCK_PASS_BYTES
+        work: tuple[float, RateName] = (traffic / adam_bytes, "stock_host_adam_params_per_s")
+        if w.stock_threads is not None:
+            work = (w.params * OVERFLOW_CHECK_S[w.wire_dtype] / w.stock_threads, "wall_s")
+        return self.out.add(
+            OpKind.NORM, Lane.HOST, *work, waits, dram_bytes=traffic, cores=w.stock_threads or ALL_CORES
+        )
 
     def _update(self, subgroup: int, after: int) -> int:
         if subgroup < self.resident:

@@ -11,7 +11,7 @@ from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOptions, SentBack
 from ebbtide.simulator.schedules.infinity import InfinityLoop, InfinityOptions, Location, StateLocation
-from ebbtide.simulator.schedules.peers import DeviceLoop, Gradients, StockLoop, StockOptions
+from ebbtide.simulator.schedules.peers import DeviceLoop, Gradients, OverflowCheck, StockLoop, StockOptions
 from ebbtide.simulator.workload import Workload
 
 LARGEST_STRIDE = 100  # published runs have some that are larger than their number of subgroups
@@ -88,7 +88,11 @@ def _stock(workload: Workload, name: str, options: StockOptions, iterations: int
 
 
 def zero3_offload(
-    workload: Workload, iterations: int = 3, async_gradients: bool = True, torch_adam: bool = False
+    workload: Workload,
+    iterations: int = 3,
+    async_gradients: bool = True,
+    torch_adam: bool = False,
+    overflow_check: OverflowCheck = "host_fp16",
 ) -> Schedule:
     """Return the schedule of ops of ZeRO-3 offload, as DeepSpeed 0.19.8 runs it by default.
 
@@ -98,21 +102,27 @@ def zero3_offload(
         async_gradients: False if the host waits for gradients and converts them to fp32 (DeepSpeed before
             0.19.5).
         torch_adam: True if torch's own Adam updates on the CPU.
+        overflow_check: Place where gradients are checked for an overflow. It depends on DeepSpeed's version
+            (`StockOptions`).
     """
     gradients: Gradients = "stock" if async_gradients else "widened_on_host"
-    options = StockOptions(gradients=gradients, torch_adam=torch_adam)
+    options = StockOptions(gradients=gradients, torch_adam=torch_adam, overflow_check=overflow_check)
     return _stock(workload, "zero3_offload", options, iterations)
 
 
 def zero3_offload_unpinned(
-    workload: Workload, iterations: int = 3, async_gradients: bool = True, torch_adam: bool = False
+    workload: Workload,
+    iterations: int = 3,
+    async_gradients: bool = True,
+    torch_adam: bool = False,
+    overflow_check: OverflowCheck = "host_fp16",
 ) -> Schedule:
     """Return the schedule of ZeRO-3 offload with ``"pin_memory": false`` (the default before DeepSpeed 0.19.5).
 
     Backward waits for each copy from and to unpinned memory.
     """
     gradients: Gradients = "unpinned" if async_gradients else "unpinned_widened_on_host"
-    options = StockOptions(gradients=gradients, torch_adam=torch_adam)
+    options = StockOptions(gradients=gradients, torch_adam=torch_adam, overflow_check=overflow_check)
     return _stock(workload, "zero3_offload_unpinned", options, iterations)
 
 
@@ -131,6 +141,7 @@ def twin_flow(
     async_gradients: bool = True,
     counts_host: bool = False,
     pinned: bool = True,
+    overflow_check: OverflowCheck = "host_fp16",
 ) -> Schedule:
     """Return the schedule of Twin-Flow, which keeps the state of a fraction 1 - ``ratio`` of the subgroups on the GPU.
 
@@ -146,7 +157,12 @@ def twin_flow(
             "options.async_gradients",
         )
     flows: Gradients = "stock" if async_gradients else "widened_on_host"
-    options = StockOptions(host_ratio=ratio, gradients=flows if pinned else "unpinned", counts_host=counts_host)
+    options = StockOptions(
+        host_ratio=ratio,
+        gradients=flows if pinned else "unpinned",
+        counts_host=counts_host,
+        overflow_check=overflow_check,
+    )
     return _stock(workload, "twin_flow", options, iterations)
 
 
@@ -224,10 +240,19 @@ def zero_infinity(
     pinned_parameters: bool = True,
     async_gradients: bool = True,
     torch_adam: bool = False,
+    overflow_check: OverflowCheck = "host_fp16",
 ) -> Schedule:
     """Return the schedule of ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe."""
     options = InfinityOptions(
-        optimizer, parameters, activations, pipelined, pinned, pinned_parameters, async_gradients, torch_adam
+        optimizer,
+        parameters,
+        activations,
+        pipelined,
+        pinned,
+        pinned_parameters,
+        async_gradients,
+        torch_adam,
+        overflow_check,
     )
     loop = InfinityLoop(workload, options)
     loop.run(iterations)

@@ -91,6 +91,17 @@ TORCH_ADAM = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
             "0.19.4",
             ("twin_flow", {"ratio": 0.5, "pinned": True, "async_gradients": False}),
         ),
+        (
+            config({**CPU, "pin_memory": True}),
+            "0.11.1",
+            ("zero3_offload", {"async_gradients": False, "overflow_check": "host"}),
+        ),
+        (
+            config({**CPU, "pin_memory": True}),
+            "0.9.3",
+            ("zero3_offload", {"async_gradients": False, "overflow_check": "device"}),
+        ),
+        (config({**CPU, "pin_memory": True}), "0.11.2", ("zero3_offload", {"async_gradients": False})),
     ],
 )
 def test_an_older_deepspeed_is_simulated_as_its_source_has_it(ds_config, version, strategy):

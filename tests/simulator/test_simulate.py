@@ -5,7 +5,8 @@ import random
 import pytest
 from ebbtide.simulator import Lane, Layer, OpKind, Plan, Quantity, Schedule, ScheduleBuilder, build_schedule, simulate
 from ebbtide.simulator.engines.compiled import simulate_fast
-from ebbtide.simulator.schedules.peers import StockLoop, StockOptions
+from ebbtide.simulator.engines.reference import alone_s
+from ebbtide.simulator.schedules.peers import OVERFLOW_CHECK_S, WIDENING_S, StockLoop, StockOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -323,6 +324,48 @@ def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
     found = stock(gradients="unpinned_widened_on_host")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
     assert rounded(found, OpKind.GRADIENT_D2H) == [(5, 25), (45, 65), (108, 128), (148, 168)]
+
+
+@pytest.mark.parametrize(
+    ("place", "wire_dtype", "checks"),
+    [
+        ("host", "bf16", True),
+        ("host", "fp16", True),
+        ("host_fp16", "bf16", False),
+        ("host_fp16", "fp16", True),
+        ("device", "fp16", False),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 4, None])
+def test_zero_3_may_check_gradients_for_an_overflow_on_the_host(place, wire_dtype, checks, threads):
+    """Check that simulated stock offload checks all gradients on the host before the norm, if its version does so.
+    A rank with few threads takes as long as these threads compute.
+    """
+    work = workload((10**9, 10**9)).model_copy(update={"wire_dtype": wire_dtype, "stock_threads": threads})
+    loop = StockLoop(work, StockOptions(overflow_check=place))
+    loop.run(1)
+    (norm,) = [op for op in loop.out.ops if (op.kind, op.lane) == (OpKind.NORM, Lane.COMPUTE)]
+    found = [op for op in loop.out.ops if (op.kind, op.lane) == (OpKind.NORM, Lane.HOST)]
+    assert bool(found) == checks
+    if checks:
+        assert norm.after == (found[0].id,)
+        assert set(found[0].after) >= set(loop.gradients_done)
+        if threads is not None:
+            assert alone_s(found[0], machine()) == pytest.approx(2e9 * OVERFLOW_CHECK_S[wire_dtype] / threads)
+
+
+def test_one_thread_takes_longer_to_widen_bf16_than_to_copy_it():
+    ends = []
+    for dtype, threads in (("fp16", 1), ("bf16", None), ("bf16", 4), ("bf16", 1)):
+        work = workload((10**9, 10**9)).model_copy(update={"wire_dtype": dtype, "stock_threads": threads})
+        loop = StockLoop(work, StockOptions(gradients="widened_on_host", overflow_check="device"))
+        loop.run(1)
+        on = machine(pageable_d2h_bytes_per_s=Quantity.exact(5e9), dram_bytes_per_s=Quantity.exact(1e12))
+        widened = [op for op in loop.out.ops if (op.kind, op.lane) == (OpKind.GRADIENT_PASS, Lane.COMPUTE)]
+        ends.append(sum(alone_s(op, on) for op in widened))
+    assert ends[0] == ends[1] > ends[2]
+    assert ends[3] == pytest.approx(4 * ends[2])
+    assert ends[3] == pytest.approx(2e9 * WIDENING_S["bf16"])
 
 
 def test_torchs_own_adam_takes_six_times_as_long_as_deepspeeds():
