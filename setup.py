@@ -1,4 +1,4 @@
-"""Maps the top-level folders of the checkout to subpackages of ``ebbtide``."""
+"""The build script that packages this checkout's top-level folders, such as ``runtime``, as parts of ``ebbtide``."""
 
 from setuptools import find_packages, setup
 

@@ -22,7 +22,7 @@ END_S = 10.0  # for an interrupted launcher to end its ranks
 
 
 class LaunchError(RuntimeError):
-    """An error: no workload came from a training script that was started to be profiled.
+    """An error: a training script could not be profiled, so that there is no measured workload.
 
     Attributes:
         output: Last output of the launcher and the script.

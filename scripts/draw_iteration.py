@@ -34,7 +34,8 @@ PARAMS = 90_000_000  # of each layer, which is a subgroup of its own here
 def machine() -> Machine:
     """Return the made-up machine on which the training iterations in docs/iteration.png are simulated.
 
-    Within one forward of the model, the machine's CPU or its GPU could do about half of the optimizer update.
+    Neither its CPU nor its GPU alone could run the optimizer update of all subgroups within one forward of the model,
+    so that a plan uses both.
     """
     rates = {
         "h2d_bytes_per_s": 20e9,

@@ -15,7 +15,11 @@ TENSORS = 64
 
 
 def measure_save(budget_s: float) -> Quantity:
-    """Measure the seconds per tensor for writing a checkpoint's file without the tensors' bytes."""
+    """Measure how long it takes to save a checkpoint's file without the tensors' data, in seconds per tensor.
+
+    ebbtide saves each file in this way, loads it once as a check, and writes the tensors' data separately. The
+    measurement includes the load.
+    """
     state = {f"layer.{i}.weight": torch.zeros(4) for i in range(TENSORS)}
     descriptor = os.memfd_create("ebbtide-save")
     path = f"/proc/self/fd/{descriptor}"

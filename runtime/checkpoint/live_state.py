@@ -55,14 +55,18 @@ class AnnouncedStep(Protocol):
         ...
 
     def prepare(self) -> None:
-        """Wait until this step's optimizer state has been written to the drive, and make the bytes durable.
+        """Wait until this step's optimizer state has been written to the drive, and flush it to the drive (fsync).
 
-        The state of earlier steps is kept.
+        The optimizer state of earlier steps stays on the drive until `settle` is called.
         """
         ...
 
     def settle(self, *, committed: bool) -> None:
-        """Drop earlier steps on a drive if the checkpoint was committed. Otherwise drop this checkpoint's own step."""
+        """Free the drive space of optimizer state that is no longer needed.
+
+        If the checkpoint was committed, this is the state of the oldest steps, beyond the number of steps to keep.
+        Otherwise it is the state of this checkpoint's own step.
+        """
         ...
 
 

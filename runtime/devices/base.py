@@ -78,10 +78,13 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
-        """Copy a tensor on a lane (a queue of copies in one direction). Return when the copy is issued or complete.
+        """Copy a tensor on a lane (a queue of copies in one direction).
+
+        If ``stream`` is given, this method returns as soon as the copy has been issued to the stream. Otherwise it
+        returns when the copy is complete.
 
         Args:
-            stream: The lane's CUDA stream, to which the copy is issued. None if the calling thread makes the copy.
+            stream: The lane's CUDA stream. None if the calling thread makes the copy.
         """
         del lane, stream
         host.copy(to, source)
@@ -133,7 +136,9 @@ class Device:
         return None
 
     def moment(self, stream: Any = None) -> Moment:
-        """Return the moment at which the training stream will have done the work issued to it so far.
+        """Record the end of the work issued to the training stream so far.
+
+        The returned object tells later whether the stream has done this work, and at what time.
 
         Args:
             stream: The training stream. None for the current stream.
@@ -187,11 +192,10 @@ class Device:
         """Keep a GPU tensor's memory from being reused until the work issued to the current stream has read it."""
 
     def before_reuse(self, copied: Completion) -> None:
-        """Wait until a background copy of a gradient to host memory has ended, so that the gradient may be
-        overwritten.
+        """Wait until a background copy of a gradient to host memory has ended, so that the gradient may be overwritten.
 
         Args:
-            copied: The end of the copy.
+            copied: The object that marks the end of the copy.
         """
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,9 @@ class Completion:
             raise BackgroundError(f"{self.label!r} failed in the background: {why}") from self.error
 
     def wait_host(self) -> None:
-        """Block the calling thread until this operation of a lane has ended."""
+        """Block the calling thread until the operation has ended. For an operation on a CUDA stream, this is its end on
+        the GPU.
+        """
         self.wait_issued()
         if self.event is not None:
             self.event.synchronize()
@@ -92,7 +94,7 @@ class Completion:
 
     @property
     def ended(self) -> bool:
-        """Return whether this operation of a lane has ended. This does not wait."""
+        """Return, without waiting, whether the operation has ended."""
         return self.issued.is_set() and (self.event is None or self.event.query())
 
 

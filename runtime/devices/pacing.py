@@ -1,5 +1,6 @@
-"""The timing of emulated GPU operations in real time. Operations that run at a time share rates as in the
-simulator.
+"""A pacer that makes emulated GPU operations last as long as they would on the emulated GPU.
+
+Operations that run at the same time share bandwidth, by the same rules as in the simulator.
 """
 
 import threading

@@ -56,8 +56,8 @@ class Pass:
         return self.computed_between_s(self.start_s, self.end_s)
 
     def computed_between_s(self, start_s: float, end_s: float) -> float:
-        """Return the seconds between two times of this forward or backward in which the GPU does not wait
-        for a copy.
+        """Return for how many seconds the GPU computes between two times of this forward or backward. Waits for copies
+        are left out.
         """
         waited_s = sum(max(0.0, min(end_s, last) - max(start_s, first)) for first, last in self.waits)
         return max(0.0, end_s - start_s - waited_s)
@@ -78,9 +78,7 @@ def disjoint(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, flo
 
 
 class Clock(Protocol):
-    """The part of the interface of `ebbtide.runtime.devices.base.Device` that dates work on the training
-    stream.
-    """
+    """The methods of `ebbtide.runtime.devices.base.Device` that tell when the training stream ends its work."""
 
     def training_streams(self) -> list[Any]: ...
     def moment(self, stream: Any = None) -> Moment: ...
@@ -109,13 +107,17 @@ class _Noted:
 
 
 class WatchedPasses:
-    """A recorder of the first micro-batch's forward and backward in each step, while a plan is being prepared.
+    """A recorder of the forward and backward of each step's first micro-batch, including their waits for copies.
 
-    A wait begins when the training stream has done all work that was issued before it, and ends with the copy that
-    is waited for. If the GPU still computes when the copy ends, it has not waited. In later micro-batches, copies of
-    gradient sums delay DeepSpeed's own stream, which nothing records. These micro-batches are left out.
+    The recorder runs in the first training steps, which are measured to make a plan (``plan="auto"``). Later
+    micro-batches of a step are not recorded. In these, copies of gradient sums delay another stream of DeepSpeed, which
+    is not recorded.
 
-    The training thread and, during backward, autograd's thread call the methods. They never run at the same time.
+    A wait for a copy begins when the training stream has done the work issued before the wait, and ends when the copy
+    ends. If the copy ends before this work, there is no wait.
+
+    The training thread calls the methods, and during backward autograd's thread does. The two threads never call them
+    at the same time.
     """
 
     def __init__(self, device: Clock) -> None:
@@ -162,7 +164,7 @@ class WatchedPasses:
             self._now.made.append((self._device.moment(self._stream), tuple(places)))
 
     def forget(self, iteration: int) -> None:
-        """Drop the recorded forward and backward of a training iteration."""
+        """Discard the recorded times of a training iteration's forward and backward."""
         self._noted = {key: noted for key, noted in self._noted.items() if key[1] != iteration}
 
     def passes(self) -> list[Pass]:

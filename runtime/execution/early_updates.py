@@ -70,8 +70,11 @@ class StagedUpdate:
 
     @classmethod
     def of(cls, state: SubgroupState, slot: StagingSlot, came: Completion) -> Self:
-        """Build the staged update of a subgroup, after the copy of its state to a staging buffer on the GPU has been
-        started.
+        """Build the object that describes a subgroup's update in a staging buffer on the GPU.
+
+        Args:
+            came: The end of the copy of the subgroup's optimizer state to the staging buffer. The copy may still be
+                running.
         """
         wire = None if slot.wire is None else slot.wire[: state.elements]
         return cls(state.state, slot.views(state.elements), wire, came)

@@ -90,17 +90,18 @@ class Executor:
         Args:
             device: The device that runs the plan.
             states: The subgroups' tensors.
-            plan: The plan, reduced to what memory allows. ``states`` are in the memory that it names.
+            plan: The plan, reduced to what memory allows. ``states`` are in the memory that the plan names.
             slots: Staging buffers in GPU memory, each for one subgroup.
             threads: Number of threads of the CPU update.
             rule: The optimizer's update rule.
-            gradients: The operations on gradients that every step repeats.
-            store: Store of the subgroups whose state is on a drive. The state passes through ``host_slots``.
+            gradients: The operations on gradients that the micro-batches of each step run, such as copies to host
+                memory.
+            store: Store of the subgroups that have their state on a drive. The state passes through ``host_slots``.
             host_slots: Host buffers to read and write state on a drive.
-            early_updates: Spare buffers for updates that start before the gradient norm is known. None if no update
-                does.
-            arrival: Order in which subgroups' gradients become complete in backward. None: the last subgroup's
-                first.
+            early_updates: Spare buffers for updates that start before the gradient norm is known. None if the plan has
+                no such updates.
+            arrival: Order in which the subgroups' gradients become complete in backward. None for the order from the
+                last subgroup to the first.
         """
         self.device, self.states, self.slots = device, states, slots
         self.threads = threads
@@ -241,10 +242,12 @@ class Executor:
         return self.gradients.arrived(subgroup) if self.issue.recipes[subgroup].gradient_steps else []
 
     def drop_early_updates(self, subgroups: Iterable[int] | None = None) -> bool:
-        """Drop updates that began before the gradient norm was known. Return whether there were any.
+        """Discard the updates that began before the gradient norm was known. Return whether there were any.
+
+        These updates have not changed the subgroups' optimizer state, because they write to other buffers.
 
         Args:
-            subgroups: The subgroups whose early updates to drop. None drops all of them.
+            subgroups: Subgroups whose early updates are discarded. None selects all subgroups.
         """
         some = list(self.early_updates.wires if subgroups is None else subgroups)
         waiting = [s for s in some if self._ready.pop(s, None)]

@@ -50,11 +50,11 @@ class GradientOps:
         self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, buffer, source)
 
     def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
-        """Save a gradient of the previous optimizer step in host memory, before the next step overwrites
+        """Copy a parameter's gradient of the previous optimizer step to host memory, before the present step overwrites
         it.
 
-        An update reads the saved gradient only if the last micro-batch gives the parameter no gradient. The
-        simulated schedule has no such copy.
+        Stock DeepSpeed applies this old gradient again if the present step's last micro-batch gives the parameter no
+        gradient. The copy lets ebbtide do the same. The simulated schedule has no such copy.
         """
         op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
         self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, buffer, source)
@@ -132,10 +132,9 @@ class GradientOps:
             completion.wait_host()
 
     def take_parts(self) -> list[tuple[Op, Completion]]:
-        """Return the gradient copies recorded since the last call, as a list of pairs: the copy and its
-        end.
+        """Return the gradient copies recorded since the last call, and clear the record.
 
-        The record is then cleared.
+        Each entry is a pair: the copy, and a `Completion`, which marks the end of the copy.
         """
         taken = list(self.parts)
         self.parts.clear()

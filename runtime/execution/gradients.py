@@ -55,13 +55,13 @@ Piece = TypeVar("Piece", bound=ParameterSlice)
 
 @dataclass
 class GradientBuffers(Generic[Piece]):
-    """A collection of the reduced gradients of all parameters in their subgroups' gradient buffers.
+    """The gradient buffers of all subgroups, which collect the reduced gradients of the parameters.
 
-    Only the training thread calls the methods. ``ops`` runs the copies to host memory. A subgroup's update
-    reads the gradient buffer after these copies have ended. The update ends before parameters can be
-    gathered for the next backward, so that no gradient is overwritten before its use. If GPU memory for
-    sums exists, the sum of micro-batches' gradients stays there until the last micro-batch. A framework
-    that keeps more than gradient sums extends this class.
+    Only the training thread calls the methods. ``ops`` runs the copies to host memory. A subgroup's update reads the
+    gradient buffer after these copies have ended. The update ends before parameters can be gathered for the next
+    backward, so that no gradient is overwritten before its use. If the subgroup has GPU memory for a gradient sum, the
+    sum of micro-batches' gradients stays there until the last micro-batch. A subclass may also keep the gradients of
+    earlier steps.
     """
 
     device: Device
@@ -182,8 +182,11 @@ class GradientBuffers(Generic[Piece]):
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a collection of the gradients that this collection holds, for subgroups that have moved to the
-        buffers of a new plan.
+        """Return a copy of this object for a new plan, after the gradients have moved to the new plan's buffers.
+
+        Args:
+            states: The subgroups' tensors under the new plan.
+            ops: The gradient copies of the new plan.
         """
         moved = replace(self, states=states, ops=ops)
         moved._open = self._open

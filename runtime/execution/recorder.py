@@ -90,7 +90,9 @@ class Recorder:
         self.device.watched = None
 
     def forget_step(self) -> None:
-        """Drop the detailed record of the latest step, if steps are watched."""
+        """Discard the detailed record of the latest step's forward and backward, if `watch` has started such
+        records.
+        """
         if self.device.watched is not None:
             self.device.watched.forget(self.iteration - 1)
 
@@ -106,10 +108,11 @@ class Recorder:
             self.device.watched.made(places())
 
     def passes(self) -> list[Pass]:
-        """Return the recorded first forward and backward of each watched step, as far as the GPU has
-        finished them.
+        """Return the detailed records of forward and backward since `watch` was called, as far as the GPU has finished
+        them.
 
-        Below ZeRO-3, the exchange of updated parameters at the end of each step is among them.
+        Of each step, the first micro-batch is recorded. Below ZeRO-3, the list also contains the exchange of updated
+        parameters at the end of each step.
         """
         return [] if self.device.watched is None else self.device.watched.passes()
 
@@ -126,9 +129,10 @@ class Recorder:
             self._noted.append(_Noted(kind, self.iteration, begun, self.device.moment()))
 
     def timeline(self, history: Iterable[StepRecord]) -> Timeline:
-        """Return the measured timeline of the given steps, with forward and backward around them.
+        """Return a measured timeline: the copies and updates of the given steps, and every forward, backward and
+        ``step()`` since the first of these steps.
 
-        A phase that the GPU has not finished yet is left out.
+        A forward, backward or ``step()`` that the GPU has not finished yet is left out.
         """
         records = list(history)
         first = records[0].number if records else 0

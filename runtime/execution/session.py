@@ -39,15 +39,14 @@ DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.fl
 class TrainingEngine(Protocol):
     """The interface that ebbtide needs of a training framework's optimizer to run a plan.
 
-    Every call comes from the training thread. The framework keeps its own references to the optimizer
-    state, for checkpoints and for other code that reads the state. `adopt` gives it the new tensors of a
-    subgroup.
+    Every call comes from the training thread. The framework keeps its own references to the optimizer state, for
+    checkpoints and for other code that reads the state. `adopt` gives the framework the new tensors of a subgroup.
 
     Attributes:
-        shares_state: True if the framework's buffers of optimizer state outlive a plan. In this case only
-            gradients are released.
-        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not
-            wait for its updates.
+        shares_state: True if the framework keeps its own buffers of optimizer state under a plan. In this case, the old
+            state buffers of a subgroup that moves to other memory are not released.
+        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not wait for its
+            updates.
     """
 
     shares_state: bool
@@ -66,10 +65,10 @@ class TrainingEngine(Protocol):
         ...
 
     def gathers(self) -> Gathered | None:
-        """Return how often forward and backward gather each partitioned parameter, by the parameter ids of
-        `slices`.
+        """Return how often forward and backward of one micro-batch gather each partitioned parameter.
 
-        None if the gathers are not known yet, or if the framework does not partition parameters.
+        None if the gathers are not known yet, or if the framework does not partition parameters. Parameters are
+        identified by the keys of the dict that `slices` returns.
         """
         ...
 
@@ -109,9 +108,10 @@ class TrainingEngine(Protocol):
         ...
 
     def prepare(self, device: Device) -> None:
-        """Prepare the framework's buffers for its first plan, by splitting buffers that several subgroups share.
+        """Prepare the training framework's buffers for the first plan: divide each buffer that several subgroups share.
 
-        Otherwise a shared buffer would stay in memory until its last subgroup has moved.
+        Without the division, a shared buffer would stay allocated until the last of its subgroups has moved to the
+        plan's buffers.
         """
         ...
 
@@ -350,7 +350,12 @@ class Session:
 
     @property
     def saves_in_flight(self) -> bool:
-        """Return whether a checkpoint is being saved while updates may still write optimizer state to a drive."""
+        """Return whether the state dicts for a checkpoint are being made, under a plan that keeps optimizer state on a
+        drive.
+
+        Making the state dicts does not wait for updates that still write to the drive, because the checkpoint itself
+        waits for these writes later.
+        """
         return self.stored.apart and self.plan.stores
 
     def wait_for_readers(self) -> None:
@@ -561,11 +566,11 @@ class Session:
 
 
 def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
-    """Return the plan as memory allows it, with the placements and parameter locations that the subgroups
-    really have.
+    """Return a plan as it was realized: with the placements and parameter locations that the subgroups have got, and
+    with ``slots`` staging buffers.
 
     Args:
-        slots: Number of staging buffers that were allocated.
+        slots: Number of staging buffers that were allocated. It is less than planned if GPU memory was short.
     """
     pairs = zip(plan.ways, states, strict=True)
     ways = [way._replace(placement=s.placement, parameters=s.parameter_location).fitted() for way, s in pairs]

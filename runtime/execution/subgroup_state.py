@@ -133,10 +133,9 @@ class StateStore(Protocol):
         ...
 
     def take_adopted(self) -> set[int]:
-        """Return the subgroups whose optimizer state the latest checkpoint load took over directly on the
-        drive.
+        """Return the subgroups whose optimizer state the latest checkpoint load left in its place on the drive.
 
-        Their state was not copied, and need not be written to the drive again.
+        Training continues with this state. It was not copied, and need not be written to the drive again.
         """
         ...
 
@@ -234,7 +233,8 @@ def staging_slots(
     Args:
         staged: Number of elements of each staged subgroup.
         tensors: Number of tensors in a subgroup's state.
-        wire: Dtype of new parameters that wait in the buffer for the gradient norm. None if there are none.
+        wire: Dtype of the model's parameters, if staged updates start before the gradient norm is known. Each buffer
+            then also has room for new parameters, until the norm is known. None if no staged update starts early.
     """
     slots: list[StagingSlot] = []
     wanted = min(count, len(staged))

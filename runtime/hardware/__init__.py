@@ -1,1 +1,3 @@
-"""Facts about this host: its cores, their NUMA nodes, memory, ranks and PCI addresses."""
+"""Facts about this host: its CPU cores and NUMA nodes, its memory, the training ranks on it, and the PCI addresses of
+its GPUs.
+"""

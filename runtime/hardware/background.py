@@ -21,7 +21,10 @@ class InterpreterEndsError(RuntimeError):
 
 
 class _Work:
-    """Count of the threads that are inside `native_work`, and whether further ones may enter."""
+    """The number of threads that are inside a `native_work` block, and whether more threads may enter such a block.
+
+    No thread may enter once the Python interpreter is ending.
+    """
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -36,7 +39,7 @@ _work = _Work()
 def native_work() -> Iterator[None]:
     """Keep the Python interpreter from ending while the code in this ``with`` block runs, for at most 30 s.
 
-    Wait for other threads outside of the block: the end of the process is delayed by what is inside.
+    The end of the process waits for the block. The code in the block should therefore not wait for other threads.
 
     Raises:
         InterpreterEndsError: The interpreter is ending already. The block is not run.

@@ -1,5 +1,5 @@
-"""Facts about a host's training job: number of ranks, free ports, and shared memory that DeepSpeed jobs
-have left.
+"""Facts about this host for a training job: the number of ranks on it, free ports, and shared memory that earlier
+DeepSpeed jobs failed to remove.
 """
 
 import contextlib

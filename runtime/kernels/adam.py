@@ -87,9 +87,10 @@ class BiasCorrection:
         self._step = 0
 
     def advance(self, step: int, beta1: float, beta2: float) -> tuple[float, float]:
-        """Return Adam's bias corrections for the next subgroup of a step, in fp32.
+        """Return Adam's two bias corrections for the update of one subgroup, in fp32.
 
-        The pair is (1 - beta1^step, 1 / sqrt(1 - beta2^step)).
+        They are 1 - beta1^step and 1 / sqrt(1 - beta2^step). Call this method once for each subgroup of a step, in the
+        order of subgroups: as in DeepSpeed, the rounding of the powers depends on the earlier calls.
         """
         betas = (np.float32(beta1), np.float32(beta2))
         if betas != self._betas:
@@ -114,10 +115,11 @@ class BiasCorrection:
         return np.float32(math.pow(float(b1), step)), np.float32(math.pow(float(b2), step))
 
     def resume(self, step: int, betas_in_order: list[tuple[float, float]]) -> None:
-        """Set the powers of Adam's betas to their values after ``step`` uninterrupted steps.
+        """Set the powers of Adam's betas to the values that they have after ``step`` steps of a run without a restart.
 
         Args:
-            betas_in_order: Betas of each subgroup, in subgroup order.
+            betas_in_order: Each subgroup's betas, in the order of updates. The rounding of the powers depends on this
+                order.
         """
         first = betas_in_order[0]
         self._begin(*first)

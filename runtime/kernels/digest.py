@@ -91,9 +91,11 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
     """Return the digest of a flat part of a tensor, which begins at element ``start`` of the tensor.
 
     Args:
-        piece: Contiguous fp32, bf16 or fp16 part. If it is on a GPU, it is copied to the host in two chunks of
-            `PIECE_BYTES` at a time.
-        narrow: Dtype (bf16, fp16, fp32) to which the elements of an fp32 part are rounded for another hash.
+        piece: Contiguous fp32, bf16 or fp16 part. A part in GPU memory is copied to the host in chunks of
+            `PIECE_BYTES`.
+        narrow: If given, the digest of an fp32 part has a second hash: that of the elements after rounding to this
+            dtype (bf16, fp16 or fp32). The digest of an fp32 master can thus be compared with that of the 16-bit
+            parameter.
         threads: Number of threads of the CPU kernel.
 
     Raises:

@@ -62,11 +62,11 @@ class OwnStepRule(UpdateRule):
     own_step = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, group_by_group: bool = False) -> None:
-        """Create the update rule of an optimizer that runs the step by its own code.
+        """Create the update rule for an optimizer that ebbtide has no kernel for. Its own ``step()`` runs the updates.
 
         Args:
-            group_by_group: If True, a step sees only the parameter group of its master, as in stock DeepSpeed below
-                ZeRO-3.
+            group_by_group: If True, each call of ``step()`` gets only one parameter group, the one with the master that
+                is updated. Stock DeepSpeed does so below ZeRO-3.
         """
         self._optimizer, self._group_by_group = optimizer, group_by_group
         self._mine = _copy_of(optimizer)

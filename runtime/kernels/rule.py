@@ -74,10 +74,12 @@ class UpdateRule(ABC):
         return rule
 
     def ask(self, op: Any) -> None:
-        """Adapt the update rule to the installed DeepSpeed, by running its loaded CPU op and comparing the results.
+        """Choose the variant of this update rule that gives results bit-identical to those of DeepSpeed's CPU op.
+
+        The installed DeepSpeed's op is run, and its results are compared with those of each variant.
 
         Raises:
-            UnknownRoundingError: No known variant of the rule gives the op's bits.
+            UnknownRoundingError: No known variant gives bit-identical results.
         """
 
     @classmethod
@@ -139,10 +141,10 @@ class UpdateRule(ABC):
         return 0
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return the values with which DeepSpeed's scalar loop overwrites an fp32 gradient when it updates ``state``.
+        """Return the values that remain in an fp32 gradient after DeepSpeed's CPU op has updated ``state`` with it.
 
-        The scalar loop updates the elements after the last full vector. Only the rules of optimizers with `spends`
-        implement this method.
+        The op's scalar loop, which updates the elements after the last full vector, overwrites the gradient. Only
+        update rules with the attribute ``spends`` set implement this method.
         """
         raise NotImplementedError
 

@@ -58,13 +58,14 @@ class AdamRule(UpdateRule):
 
 @functools.cache
 def recounts(op: Any) -> bool:
-    """Return whether DeepSpeed's loaded Adam op uses ``pow`` for powers of beta after a step's first
-    subgroup.
+    """Return whether DeepSpeed's loaded Adam op computes powers of beta with ``pow`` from the second subgroup of a step
+    on.
 
-    Other builds multiply running products (see `BiasCorrection`). The test takes milliseconds, once per op.
+    Other builds of the op multiply the previous step's power by beta, which rounds differently (see `BiasCorrection`).
+    The test takes milliseconds, once per op.
 
     Raises:
-        UnknownRoundingError: Neither variant gives the op's bits.
+        UnknownRoundingError: The op's results differ from both ways of computing the powers, or fit both.
     """
     width, (settings, group) = vector_width(AdamRule, op), AdamRule.trials[0]
     # A large step, so that the last bit of a bias correction shows in the parameter.

@@ -77,11 +77,11 @@ def _after_the_first(passes: Sequence[Pass], kind: OpKind) -> list[Pass]:
 
 
 def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
-    """Return the seconds that the GPU computes for each part of a gradient, as medians over backward
-    passes.
+    """Return the seconds for which the GPU computes each parameter's gradient, as medians over backward passes.
 
-    They are the seconds between the end of the previous gradient and the end of this one. The result is a
-    dict. A key is the part's subgroup and its first element in the subgroup.
+    They are the seconds from the end of the previous gradient to the end of this gradient, without waits for copies. A
+    key of the returned dict is a place that a gradient fills: the subgroup, and the first element there. If a gradient
+    fills several places, its seconds are divided in proportion to their elements.
     """
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for one in backward:
@@ -101,15 +101,14 @@ def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
 
 @dataclass
 class _Group:
-    """The parameters of one part of the model, such as a block, that lie next to each other in the
-    subgroups.
+    """Parameters of one part of the model, such as a block, that lie next to each other in the subgroups.
 
     Attributes:
         unit: Name of the part of the model.
-        begin: First element, counted over all subgroups.
-        elements: Number of elements, with padding that follows the parameters.
-        places: Subgroup and first element of each parameter's part.
-        held: Key and elements of each parameter's part.
+        begin: Position of the group's first element, counted over all subgroups.
+        elements: Number of elements of the parameters and of the padding after them.
+        places: For each parameter, the subgroup that it lies in and the position of its first element there.
+        held: For each parameter, its key in `TrainingEngine.slices` and its number of elements.
     """
 
     unit: str
@@ -149,12 +148,11 @@ def _shares(groups: Sequence[_Group], seconds: Mapping[tuple[int, int], float]) 
 
 
 def as_observed(machine: Machine, rates: Mapping[str, float], workload: Workload, plan: Plan) -> Machine:
-    """Return a machine on which a simulation of the watched steps shows the rates that were measured in
-    these steps.
+    """Return a machine with rates adjusted so that a simulation of the first training steps shows the rates measured in
+    them.
 
-    Other ranks and other ops share host memory with the ops that were measured. The machine's rate of a
-    kind of op is the rate of one such op alone, so it is scaled to make the simulation agree with the
-    measurement.
+    A rate of a machine is that of an op that runs alone. A measured op shared host memory with other ops and other
+    ranks, and was slower. The measured rate can therefore not be used directly.
     """
     schedule = compile_schedule(build_schedule(workload, plan))
     for name, rate in rates.items():

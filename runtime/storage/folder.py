@@ -106,10 +106,10 @@ class Folders:
         return self._page, steps.steps
 
     def grow(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """Record on the drives that the files of optimizer state now have room for further subgroups.
+        """Record on the drives that the files of optimizer state now have room for additional subgroups.
 
         Args:
-            sizes: Bytes of each state tensor, by further subgroup.
+            sizes: Dict from each additional subgroup to the bytes of each of its state tensors.
         """
         assert self._page is not None
         more = [(subgroup, list(tensors)) for subgroup, tensors in sizes.items()]

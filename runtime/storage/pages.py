@@ -61,10 +61,11 @@ class StepsPage(Page):
 
 
 class TensorRecord(Page):
-    """The record of a checkpoint's tensor that is on a drive and not in the checkpoint's file.
+    """An entry for a checkpoint's tensor that has its data on a drive. The checkpoint's own file has only the tensor's
+    shape.
 
     Attributes:
-        file, path: The file in the checkpoint, and the tensor's path in the file's nested dicts.
+        file, path: The checkpoint's file, and the keys that lead to the tensor in the nested dicts of this file.
         index: Index of the tensor among the subgroup's tensors.
     """
 

@@ -1,4 +1,6 @@
-"""A reader of one committed step of optimizer state on drives. Another process may train there meanwhile."""
+"""A reader of optimizer state that a checkpoint keeps on drives. The training run that wrote it may still run, and
+write newer state to these drives.
+"""
 
 from __future__ import annotations
 
@@ -73,10 +75,11 @@ class StepReader:
         self._views: dict[int, View] = {}
 
     def check_there(self) -> StepRecord:
-        """Check that a checkpoint's step is still on the drives, and return its record.
+        """Check that the optimizer state of the checkpoint is still on the drives. Return the description of this
+        state: its places on the drives, and its hashes.
 
         Raises:
-            StorageError: The step is not on the drives any more.
+            StorageError: The drives no longer hold the checkpoint's optimizer state.
         """
         path = file_of(self._directories[0], self._page.rank, STEPS)
         steps = read_page(path, StepsPage, self._files)
@@ -137,8 +140,9 @@ class StepReader:
         )
 
     def tensor(self, subgroup: int, index: int) -> torch.Tensor:
-        """Return an fp32 tensor of a checkpoint on a drive, memory-mapped while the reader is open. Do not
-        write to the tensor.
+        """Return one fp32 tensor of the optimizer state that a checkpoint keeps on drives.
+
+        The tensor is memory-mapped, and valid until this `StepReader` is closed. Do not write to the tensor.
         """
         if subgroup not in self._views:
             view = self._views[subgroup] = View(self._layout, subgroup, torch.float32)

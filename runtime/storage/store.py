@@ -32,13 +32,15 @@ DEADLINE_S = 300.0
 
 @dataclass
 class _Subgroup:
-    """The places (extents) on the drives for one subgroup's state. The store's condition variable guards it.
+    """The extents of one subgroup: the regions of the drives that hold its state. The store's condition variable guards
+    the fields.
 
     Attributes:
         versions: Version of the state in each extent. None if the extent is empty or partly written.
         hashes: Hashes of each extent's tensors.
         live: The extent written last. -1 if none.
-        unchecked: True if the hash must be compared at the next read, or before a view is read.
+        unchecked: True if the hashes of the live extent must still be compared: at the next read, or before other code
+            uses the memory-mapped tensors in ``view``.
         reads: Number of reads in progress.
     """
 
@@ -63,10 +65,11 @@ def _new(extents: int) -> _Subgroup:
 class _Announced:
     """A version of optimizer state on drives that is to be committed.
 
-    It consists of each subgroup's newest state up to this version. That state must not be older than
-    ``due``.
-
     Attributes:
+        version: Number of the version. The version consists of the newest state of each subgroup with at most this
+            number.
+        due: Least number that the state of a subgroup must have. If the state of a subgroup has a lower number, its
+            write has not ended yet.
         subgroups: Subgroups that belong to the version.
     """
 
@@ -78,16 +81,17 @@ class _Announced:
 class ExtentStore:
     """A store of one rank's optimizer state on drives: masters and moments of some subgroups.
 
-    `open` creates it. It is thread-safe, but only one thread at a time may read and write a given subgroup.
+    `open` creates a store. The store is thread-safe, but only one thread at a time may read and write a given subgroup.
 
-    A version is the result of one optimizer update, which writes every subgroup once (`tick`). Each subgroup
-    has several places (extents) on the drives. A write goes to an extent that holds no committed step and no
-    version that is being committed, so a committed step stays until a newer one is committed. The first failed
-    write or sync disables the store: every later write and commit raises its error.
+    A version is the optimizer state after one update. `tick` begins a version, and the update then writes each subgroup
+    once. Each subgroup has several extents (regions of the drives), and each extent holds one version of its state. A
+    write goes to an extent whose content is neither committed nor being committed, so that committed state stays until
+    newer state is committed. The first failed write or sync disables the store: every later write and commit raises its
+    error.
 
-    A step is committed alone (`commit`), or as part of a checkpoint. For a checkpoint, `prepare` makes it
-    durable in addition to earlier steps. Only `settle` drops earlier steps, after the checkpoint has been
-    committed.
+    A committed version is called a step. `commit` commits a version alone. A checkpoint calls `prepare` instead, which
+    keeps all earlier steps. After the checkpoint has been committed, `settle` drops the oldest steps, beyond the number
+    of steps to keep.
     """
 
     def __init__(
@@ -148,21 +152,24 @@ class ExtentStore:
         """Open a rank's store of optimizer state: reserve space on the drives, or find an earlier run's store and
         enlarge it.
 
+        A step is the optimizer state that was committed after one training step.
+
         Args:
             sizes: Bytes of each subgroup's master and moments.
-            keep: Number of finished steps to keep. Each subgroup has one more place (extent) on the drives.
+            keep: Number of steps to keep on the drives. Each subgroup also has space for one unfinished step.
             depth: Number of threads per drive and direction.
             block_bytes: Bytes that are moved and hashed at a time, a multiple of 4096.
             verify_reads: If True, every read is compared with the hash taken while writing.
             deadline_s: Seconds without progress after which a drive counts as hanging.
-            stands: Function that returns whether the checkpoint of a prepared step exists. The run may have been
-                killed between `prepare` and `settle`, or the checkpoint deleted. A step without its checkpoint is
-                dropped first.
-            protects: Function that returns whether a step is kept longer than newer ones.
+            stands: Function that returns whether the checkpoint of a step exists. It does not exist if the run was
+                killed before the checkpoint's commit, or if the checkpoint was deleted. If there are more steps than
+                ``keep``, steps without a checkpoint are dropped first.
+            protects: Function that returns True for a step that is to outlast newer steps, such as that of the best
+                checkpoint.
 
         Raises:
-            StorageError: Space is missing, another run uses the directories, or they hold steps of another layout
-                or world size.
+            StorageError: Space is missing, another run uses the directories, or they hold steps of another layout or
+                world size.
         """
         files = files or Files()
         wanted = StorePage(
@@ -220,7 +227,9 @@ class ExtentStore:
     # -- reading and writing, on the lanes' threads
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's initial state to the drives. Return tensors that always show its latest state there."""
+        """Write a subgroup's initial state to the drives. Return memory-mapped tensors, which always show the
+        subgroup's latest state on the drives.
+        """
         self.write(subgroup, tensors, self._due)
         return self.view(subgroup)
 
@@ -289,14 +298,14 @@ class ExtentStore:
             self.read_bytes += sum(map(padded, self._layout.sizes[subgroup]))
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Compare optimizer state that was restored on the drives with its hashes, unless a read has done
-        so already.
+        """Compare optimizer state that was restored from the drives with its hashes, if the state has not been read
+        since. Return when all of it is compared.
 
-        Views show such state without reading it through the store. With ``verify_reads``, state that was
-        written but not read is checked too. This returns when all of it is read.
+        `read` makes this comparison too, but code that uses the memory-mapped tensors of `view` does not call `read`.
+        If ``verify_reads`` is set, state that was written and has not been read since is also compared.
 
         Args:
-            subgroups: Subgroups to verify. None verifies all.
+            subgroups: Subgroups to check. None checks all subgroups.
 
         Raises:
             StorageError: The state is damaged or cannot be read (see `read`).
@@ -466,10 +475,11 @@ class ExtentStore:
             self._notify()
 
     def commit(self, version: int, step: int, data: str = "") -> StepRecord:
-        """Commit a version of the state on the drives durably, and free the places of the oldest kept step.
+        """Commit a version of the optimizer state on the drives as a step, so that it survives a power loss. Drop the
+        oldest steps, beyond the number of steps to keep.
 
-        The version must have been announced. When this returns, the step survives a power loss. This waits for the
-        version's writes and for the previous commit, so call it on a thread that may block.
+        Call `announce` for the version first. This method waits for the version's writes and for the previous commit,
+        so call it on a thread that may block.
 
         Args:
             step: Number under which the step can be restored, higher than all earlier numbers.
@@ -503,14 +513,14 @@ class ExtentStore:
             return record
 
     def settle(self, name: str, *, committed: bool) -> None:
-        """Commit the step that `prepare` made durable on the drives and drop the oldest steps, or drop that step
-        itself.
+        """Keep or drop the optimizer state that `prepare` has made durable on the drives for a checkpoint.
 
-        Dropped steps cannot return after a power loss. Their places on the drives are overwritten only after this
-        returns.
+        If the state is kept, the oldest steps are dropped, beyond the number of steps to keep. Dropped state cannot
+        return after a power loss. Its regions of the drives are overwritten only after this method returns.
 
         Args:
-            committed: If False, the prepared step is dropped.
+            name: Name that was given to `prepare`.
+            committed: True if the checkpoint was committed, so that the state is kept. False drops the state.
 
         Raises:
             StorageError: The list of steps could not be written.
@@ -567,9 +577,10 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return the numbers of an earlier run's steps on the drives that this run has not taken over.
+        """Return the numbers of an earlier run's steps that are on the drives, as long as this run has not resumed from
+        one of them.
 
-        Empty once one of these steps has been restored.
+        The result is empty after `restore`. Only steps with a checkpoint are listed.
         """
         return tuple(self._unclaimed)
 
@@ -582,14 +593,13 @@ class ExtentStore:
     def restore(self, step: int | None = None, name: str = "") -> StepRecord:
         """Let training continue from a committed step on the drives. The state of the step is not read now.
 
-        The first read of each subgroup compares the subgroup's state with the hash that was stored for the
-        step.
+        The first read of each subgroup compares the subgroup's state with the hash that was stored for the step.
 
         Args:
             step, name: Number or name of the step. None and an empty name select the newest step.
 
         Returns:
-            The record of the step.
+            The restored step: its number, its name, the text kept with it, and the places and hashes of its state.
 
         Raises:
             StorageError: There is no such step.
@@ -659,10 +669,16 @@ class ExtentStore:
 def retained(
     steps: Sequence[StepRecord], keep: int, stands: Callable[[StepRecord], bool], protects: Callable[[StepRecord], bool]
 ) -> list[StepRecord]:
-    """Return the steps of optimizer state to keep on the drives, at most ``keep``, newest first.
+    """Return the steps with optimizer state that stays on the drives: at most ``keep`` of the given steps, newest
+    first.
 
-    Steps of deleted checkpoints are dropped first, then the oldest ones that are not protected, then the oldest
-    ones. The newest step is always kept.
+    The newest step always stays. Steps without a checkpoint are dropped first, then the oldest steps that are not
+    protected, then the oldest protected steps.
+
+    Args:
+        stands: Function that returns whether a step's checkpoint exists.
+        protects: Function that returns True for a step that is to outlast newer steps, such as that of the best
+            checkpoint.
     """
     kept, excess = list(steps), len(steps) - keep
     if excess <= 0:

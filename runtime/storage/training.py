@@ -123,7 +123,8 @@ class StoredSteps:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """The part of a checkpoint in progress that stays on drives: a version of optimizer state.
+    """The part of an unfinished checkpoint's optimizer state that stays on drives and is not copied to the checkpoint's
+    files.
 
     It implements the interface `AnnouncedStep`.
     """
@@ -159,7 +160,9 @@ class StoredStep:
 
 
 def checkpoint_of(record: StepRecord) -> Path:
-    """Return the folder of the checkpoint to which a step on the drives belongs. The folder may be gone."""
+    """Return the folder of a checkpoint, from the record of its optimizer state on drives. The folder may have been
+    deleted.
+    """
     return Path(json.loads(record.data)["checkpoint"])
 
 

@@ -1,3 +1,5 @@
-"""DeepSpeed's ZeRO optimizers under a plan, which takes over the buffers and steps of the engine's
-optimizer.
+"""DeepSpeed's ZeRO optimizers, changed to run under a plan.
+
+A changed optimizer takes over the buffers of the engine's original optimizer, and runs the optimizer steps instead of
+it.
 """

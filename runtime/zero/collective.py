@@ -16,22 +16,21 @@ Gather = Callable[[list[Any]], private.Handle]
 class CollectiveGathers:
     """A launcher of ZeRO-3's parameter gathers in an order that is the same on all ranks.
 
-    If each rank launched gathers as its own updates end, two ranks could launch two gathers in different
-    orders and hang.
+    If each rank launched gathers as its own updates end, two ranks could launch two gathers in different orders and
+    hang.
 
-    DeepSpeed requests parameters of later modules in advance. Such a gather is launched immediately if all
-    ranks know that no update delays it. They know this because each rank waits for a subgroup's update
-    before it takes part in the first gather from that subgroup. Every other gather is launched when its
-    module begins. On a GPU the host thread runs a module ahead, so the gather runs during the previous
-    module, and the host does not wait.
+    DeepSpeed requests parameters of later modules in advance. Such a gather is launched immediately if all ranks know
+    that no update delays it. They know this because each rank waits for a subgroup's update before it takes part in the
+    first gather from that subgroup. Every other gather is launched when its module begins. On a GPU the host thread
+    runs a module ahead, so the gather runs during the previous module, and the host does not wait.
 
     The training thread calls the methods, and autograd's thread during backward.
 
     Attributes:
-        awaited: Subgroups without any gather since their latest update was launched. All ranks have the
-            same set.
-        own_precision: True if stock DeepSpeed would have gathered the small parameters after a step or a
-            checkpoint, in their own precision. False if it would gather them in their module's forward.
+        awaited: Subgroups without any gather since their latest update was launched. All ranks have the same set.
+        own_precision: True if stock DeepSpeed would already have gathered the small parameters, at the end of a step or
+            after a checkpoint was saved or loaded. Such a gather uses the parameters' own dtype. False if stock
+            DeepSpeed would gather them in forward, in the dtype in which forward computes.
     """
 
     def __init__(self, partitions: Partitions) -> None:
@@ -78,13 +77,13 @@ class CollectiveGathers:
         self._launch(lambda param: param.ds_id in self._due)
 
     def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
-        """Launch the gathers of parameters that DeepSpeed requests, or delay them. Return handles through
-        which DeepSpeed waits for the parameters.
+        """Launch the gathers of parameters that DeepSpeed requests, or delay them. Return handles through which
+        DeepSpeed waits for the parameters.
 
-        A parameter's gather is delayed until the parameter's module begins, if the ranks have not yet
-        waited for the parameter's latest update. Otherwise the ranks could launch gathers in different
-        orders and hang. A device without streams delays all gathers until then, because the calling thread
-        would wait for the copies.
+        A delayed gather is launched when the forward or backward of the parameter's module begins. A gather is delayed
+        if some ranks may not have waited for the parameter's latest update yet. If each rank launched it after its own
+        wait, the ranks could launch gathers in different orders and hang. On a device without streams all gathers are
+        delayed, because the calling thread would wait for the copies.
 
         Args:
             gather: DeepSpeed's own gather for any of these parameters.

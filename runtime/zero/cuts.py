@@ -29,10 +29,10 @@ def _in_a_row(groups: Iterable[list[int]]) -> list[Cut]:
 
 
 def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> list[Cut]:
-    """Divide each group of parameters into subgroups of at least ``subgroup_size`` elements, between
-    parameters.
+    """Divide each group of parameters into subgroups of at least ``subgroup_size`` elements. No parameter is divided.
 
-    Return a list of (group, offset in the group, number of elements), with one entry per subgroup.
+    Return a list of (group, offset in the group, number of elements), with one entry per subgroup. The last subgroup of
+    a group may be smaller than ``subgroup_size``.
 
     Args:
         groups: Number of elements of each group's parameters, in order.
@@ -41,11 +41,11 @@ def cuts_at_parameters(groups: Iterable[Iterable[int]], subgroup_size: int) -> l
 
 
 def cuts_of(optimizer: Any, subgroup_size: int) -> list[Cut]:
-    """Return how a DeepSpeed ZeRO optimizer's partitions are divided into subgroups, as one cut per
-    subgroup.
+    """Return how the flat partitions of a DeepSpeed ZeRO optimizer are divided into subgroups.
 
-    ZeRO-3 has already divided them by its ``sub_group_size``. They are divided further if ``subgroup_size``
-    is less.
+    The result is a list of (index of the flat partition, offset in it, number of elements), with one entry per
+    subgroup. Under ZeRO-3, the flat partitions are DeepSpeed's own subgroups. They are divided further if
+    ``subgroup_size`` is less than DeepSpeed's ``sub_group_size``.
     """
     numels = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
     if numels is None:

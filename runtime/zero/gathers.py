@@ -44,15 +44,15 @@ class Gathers:
         return first
 
     def gate(self, wait: Callable[[Iterable[Any]], None], fetch: private.Fetch) -> Callable[[], None]:
-        """Arrange that ``wait`` is called with the parameters before every ZeRO-3 gather.
+        """Make every ZeRO-3 gather first call ``wait`` with the parameters to be gathered. Return a function that
+        undoes this.
 
-        Return a function that undoes this. A ``state_dict()`` or a copy of the model gathers nothing and
-        shows the present values. With stock DeepSpeed the small parameters have values there, because they
-        stay gathered after a step. The hooks therefore gather the small parameters first.
+        Stock DeepSpeed keeps small parameters gathered after a step, so that a ``state_dict()`` or a copy of the model
+        has their values. Under a plan they are not gathered then. On a single rank they are therefore gathered before a
+        ``state_dict()`` or a copy is made.
 
         Args:
-            fetch: Function that may copy parameters to the GPU in place of a gather (see
-                `private.gate_gathers`).
+            fetch: Function that may copy parameters to the GPU instead of gathering them (see `private.gate_gathers`).
         """
         self._undo.append(private.gate_gathers(self._module.parameters(), wait, fetch))
         self._undo.append(private.wait_one_by_one(self._module))
@@ -117,12 +117,12 @@ class Gathers:
             self.show_at_rest()
 
     def show_at_rest(self) -> None:
-        """Gather the small ZeRO-3 parameters, so that their ``.data`` has the present values while no update runs. All
-        ranks must call this method.
+        """Gather the small ZeRO-3 parameters, so that their ``.data`` has the present values. All ranks must call this
+        method, at a time when no update runs.
 
-        Before this call, ``.data`` is NaN after a step, because updates may still run, and empty during a checkpoint.
-        The parameters remain marked as partitioned, so that DeepSpeed records the next forward like every later
-        forward.
+        Until this call, ``.data`` of these parameters is NaN if a step has run, because updates may still be running.
+        If a checkpoint is being saved or loaded, ``.data`` has no elements. The parameters remain marked as
+        partitioned, so that DeepSpeed records the next forward like every later forward.
         """
         self.show_persistent()
         for parameter, _ in self._stand_ins:
@@ -171,9 +171,11 @@ class Gathers:
     def fetch(
         self, params: list[Any], gather: Callable[[list[Any]], private.Handle], executor: Executor
     ) -> Fetches | None:
-        """Copy or gather the ZeRO-3 parameters of a module, without waiting for updates of later modules' parameters.
+        """Start to make the given ZeRO-3 parameters available in GPU memory: by a copy on a single rank, by a gather on
+        several ranks.
 
-        Return handles to wait for, or None if DeepSpeed has to gather the parameters now.
+        DeepSpeed also requests parameters of later modules. This method does not wait for the updates of these
+        parameters. Return handles to wait for, or None if DeepSpeed has to gather the parameters now.
 
         Args:
             gather: DeepSpeed's own gather.

@@ -288,11 +288,11 @@ def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
 
 
 def published(name: str, then: str = "") -> Callable[..., Any]:
-    """Build a method for DeepSpeed's optimizer that waits for running updates, then calls DeepSpeed's method
-    ``name``.
+    """Build a method for DeepSpeed's optimizer that waits for running updates, then calls DeepSpeed's method ``name``.
 
     Args:
-        then: Name of a method to call afterwards, which takes over the loaded state.
+        then: Name of a method to call afterwards. If ``name`` loads state into DeepSpeed's tensors, the method ``then``
+            makes the plan use the loaded state.
     """
 
     def method(self: PlannedZero, *args: Any, **kwargs: Any) -> Any:

@@ -48,12 +48,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     @torch.no_grad()
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Add a parameter's reduced gradient to its sum, in the memory where the parameter's update will
-        run.
+        """Add a parameter's reduced gradient to its sum, in the memory where the parameter's update will run.
 
-        The method distinguishes the same cases as stock DeepSpeed's method of this name, in the same order:
-        a compact buffer for the gradients or none, the first, a later or the last micro-batch, and a
-        parameter that this rank shares with another.
+        The method distinguishes the same cases as stock DeepSpeed's method of this name. They depend on three facts:
+        whether the parameter group has a compact gradient buffer, whether the micro-batch is the first, a later or the
+        last one of the step, and whether other ranks own a part of the parameter.
         """
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
         boundary = self.is_gradient_accumulation_boundary()
@@ -155,11 +154,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     # -- step --------------------------------------------------------------------------------
 
     def update_offload_overflow_tracker(self, grad: torch.Tensor | None) -> None:
-        """Check a whole gradient for an overflow and record the result. The gradient may be shared with
-        another rank.
+        """Check all elements of a gradient for infinity and NaN, and record the result on the GPU. Elements that other
+        ranks own are checked too, as in stock DeepSpeed.
 
-        Stock DeepSpeed reads each result from the GPU immediately. Here `has_overflow` reads all results
-        together.
+        Stock DeepSpeed copies the result of each check to the host immediately. Here `has_overflow` reads the results
+        of all checks together.
         """
         if grad is not None:
             self._overflows.append(self._has_inf_or_nan(grad.data))

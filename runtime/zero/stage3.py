@@ -24,7 +24,9 @@ from ebbtide.simulator.workload import ZeroStage
 
 
 class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
-    """DeepSpeed's ZeRO-3 optimizer under a plan, with changed gradient copies, updates and access to state."""
+    """DeepSpeed's ZeRO-3 optimizer under a plan. It overrides how DeepSpeed copies gradients, runs updates, and gives
+    other code access to optimizer state.
+    """
 
     _gathers: Gathers
     _pieces: stage3_buffers.Pieces
@@ -258,11 +260,12 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Give the small ZeRO-3 parameters their values again after a checkpoint, but leave them marked as partitioned
-        for DeepSpeed.
+        """Give the small ZeRO-3 parameters their values again after a checkpoint was saved or loaded. They stay marked
+        as partitioned.
 
-        If they were gathered after a load and not after a step, DeepSpeed's recorded order of modules would change in
-        the second forward for a model that reads a parameter outside of its module (``self.embedding.weight``).
+        Under a plan, the small parameters are marked as partitioned after each step. If they were not after a load,
+        DeepSpeed's recorded order of modules would change in the second forward. This happens with a model that reads a
+        parameter outside of its module (``self.embedding.weight``).
         """
         self._gathers.shows = True
         self._gathers.stay_gathered(True)

@@ -18,14 +18,15 @@ from ebbtide.runtime.zero.windows import ZeroSlice
 
 
 class Pieces:
-    """The position of each ZeRO-3 parameter in the plan's subgroups, which may be parts of DeepSpeed's.
+    """The position of each ZeRO-3 parameter in the plan's subgroups, which may be parts of DeepSpeed's subgroups.
 
     Attributes:
-        cuts: By subgroup: (DeepSpeed's subgroup, offset in it, number of elements).
-        places: By parameter id: (subgroup, offset in it, number of elements).
+        cuts: For each subgroup: (DeepSpeed's subgroup, offset in it, number of elements).
+        places: For each parameter id: (subgroup, offset in it, number of elements).
         whole: True if the plan's subgroups are DeepSpeed's own.
-        apart: A tensor with each subgroup's parameters, once a part of a DeepSpeed subgroup has moved.
-            DeepSpeed's flat parameters are then empty, and are rebuilt on request (`joined`).
+        apart: One tensor of parameters for each of the plan's subgroups. The list is empty until a subgroup that is a
+            part of a DeepSpeed subgroup moves to other memory. From then on, DeepSpeed's flat parameter tensors are
+            empty, and `joined` rebuilds them on request.
     """
 
     def __init__(self, optimizer: Any, pieces: list[Cut]) -> None:
@@ -107,7 +108,12 @@ class Pieces:
         self.part()
 
     def hand_back(self, where: torch.device) -> None:
-        """Rebuild DeepSpeed's flat parameters in the given memory from the tensors of the plan's subgroups."""
+        """Rebuild DeepSpeed's flat parameter tensors from the tensors of the plan's subgroups, and make the parameters
+        use them.
+
+        Args:
+            where: Torch device of the rebuilt tensors.
+        """
         flat = self.joined()
         self.apart = []
         for number, wire in enumerate(flat):

@@ -28,14 +28,14 @@ logger = logging.getLogger("ebbtide")
 
 
 def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: Path) -> Plan:
-    """Return the plan under which the first steps of training are measured: as much optimizer state in host
-    memory as fits.
+    """Return the plan under which the first steps of training are measured. It keeps as much optimizer state in host
+    memory as fits, and the rest on a drive.
 
-    The rest of the state is on a drive. If the folder has steps of an earlier run, the plan puts the same
-    subgroups on the drive as that run.
+    If the folder contains optimizer state that an earlier run stored, the plan keeps the same subgroups on the drive as
+    that run.
 
     Raises:
-        StorageError: The JSON pages in the folder cannot be read.
+        StorageError: The JSON file that lists the stored optimizer state in the folder cannot be read.
     """
     optimizer, before = engine.optimizer, stored_before(folder)
     room, count = host_room_bytes(optimizer), len(sizes)

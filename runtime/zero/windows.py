@@ -50,10 +50,11 @@ class ZeroSlice(ParameterSlice):
 class Windows(GradientBuffers[ZeroSlice]):
     """The gradients of a ZeRO optimizer, including those that stock DeepSpeed applies again in a later step.
 
-    With gradient accumulation, the first micro-batches of a step overwrite the previous step's gradient.
-    DeepSpeed applies that gradient again to a parameter that the last micro-batch does not use. To get the same
-    bits, the gradient is kept in a spare buffer. A gradient buffer in host memory is exchanged with the spare
-    buffer, one in GPU memory is copied to it.
+    If the last micro-batch of a step does not use a parameter, DeepSpeed applies the previous step's gradient of this
+    parameter again. With gradient accumulation, earlier micro-batches of the step overwrite the previous step's
+    gradient in the gradient buffer. To get the same results as DeepSpeed bit by bit, the previous step's gradient is
+    therefore kept in a spare buffer. A gradient buffer in host memory is exchanged with the spare buffer. A gradient in
+    GPU memory is copied to the spare buffer.
     """
 
     last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
@@ -158,10 +159,14 @@ class Windows(GradientBuffers[ZeroSlice]):
         return sum(spare.nbytes for spare in self._spares.values())
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a collection of the gradients that this collection holds, for subgroups that have moved to the
-        buffers of a new plan.
+        """Return a copy of this object for a new plan, after the gradients have moved to the new plan's buffers.
 
-        Gradients of earlier steps that stock DeepSpeed would apply again are included.
+        The copy includes gradients of earlier steps. Stock DeepSpeed applies such a gradient again if a step's last
+        micro-batch does not use the parameter.
+
+        Args:
+            states: The subgroups' tensors under the new plan.
+            ops: The gradient copies of the new plan.
         """
         for piece in self.slices.values():
             device = states[piece.subgroup].gradient.device
@@ -172,10 +177,10 @@ class Windows(GradientBuffers[ZeroSlice]):
         return super().moved(states, ops)
 
     def close(self) -> None:
-        """Release the spare gradient buffers and the GPU memory for sums of micro-batches' gradients.
+        """Move the previous step's gradients from the spare buffers back to the gradient buffers. Release the spare
+        buffers and the GPU memory for sums of micro-batches' gradients.
 
-        The gradient buffer then holds the previous step's gradient. If micro-batches of the present step have run,
-        their gradient sum is kept in `ZeroSlice.apart`.
+        If micro-batches of the present step have run, their gradient sum is kept in `ZeroSlice.apart`.
         """
         self.ops.wait()
         for piece in self.slices.values():
@@ -299,10 +304,11 @@ class Windows(GradientBuffers[ZeroSlice]):
                 piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its
-        update.
+        """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its update.
 
-        There is one range unless gradients of earlier steps are kept.
+        There is one range, unless the gradients of some parameters are not in the gradient buffer (`ZeroSlice.kept`).
+        Each of these parameters has a range of its own. This is so if stock DeepSpeed applies an earlier step's
+        gradient to the parameter again, or if other code has accessed the parameter's gradient.
         """
         state = self.states[subgroup]
         kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)
@@ -322,11 +328,12 @@ class Windows(GradientBuffers[ZeroSlice]):
 
 @dataclass
 class OneBuffer(Windows):
-    """The gradients of parameters with 16-bit masters under ZeRO-1 and 2. One buffer holds both the sum of
-    micro-batches and the gradient that updates apply.
+    """The gradients of parameters with 16-bit masters under ZeRO-1 and 2. As in stock DeepSpeed, one buffer holds both
+    the sum of micro-batches and the gradient that updates apply.
 
-    After a step, the buffer holds the unscaled and clipped gradient. If a parameter receives no gradient in the first
-    micro-batch of the next step, a later micro-batch's gradient is added to this old gradient.
+    After a step, the buffer holds the unscaled and clipped gradient. If the first micro-batch of the next step gives a
+    parameter no gradient, DeepSpeed adds a later micro-batch's gradient to this old gradient. This class does the same,
+    so that results are bit-identical.
     """
 
     def accept(

@@ -110,8 +110,8 @@ class Loading:
                 zero_to_fp32.torch = torch
 
     def stored_page(self, folder: Path) -> bytes | None:
-        """Return the JSON page of a checkpoint that locates this rank's optimizer state on a drive. None if
-        the checkpoint has no such page.
+        """Return the bytes of a checkpoint's JSON file that says where this rank's optimizer state is on drives. Return
+        None if the checkpoint has no such file.
         """
         path = folder / stored_name(self._rank)
         return path.read_bytes() if path.exists() else None
@@ -155,12 +155,13 @@ class Loading:
 
 
 def weights_in_place(engine: Any) -> dict[tuple[Any, ...], torch.Tensor]:
-    """Return the model's weights that a checkpoint load can read into, as a dict by path in the model's
-    file.
+    """Return the model's weights, so that a checkpoint load can read each stored tensor directly into its weight.
 
-    Reading directly into the weights saves 2 bytes of host memory per parameter. The dict is empty unless
-    ``load_state_dict`` would only copy each weight to its place. It is therefore empty if weights are
-    partitioned or merged, or if a module has state dict hooks.
+    This saves 2 bytes of host memory per parameter. A key of the returned dict is the place of the tensor in the nested
+    dicts of the checkpoint's model file: ``("module", name of the weight)``.
+
+    The dict is empty if loading does more than copy each tensor to one weight. This is so if ZeRO-3 or model
+    parallelism divides the weights among ranks, or if a module has state-dict hooks or a loading method of its own.
     """
     if engine.zero_optimization_partition_weights() or getattr(engine, "mp_world_size", 1) != 1:
         return {}

@@ -184,10 +184,13 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A folder that may hold a checkpoint, with the step, number and nonce that the checkpoint's manifest
-    gives.
+    """A folder that may hold a checkpoint, with values from the checkpoint's manifest.
 
-    ``nonce`` is empty if the folder has no readable manifest.
+    Attributes:
+        nonce: Identifier of the attempt to save that wrote the checkpoint. Empty if the folder has no readable
+            manifest.
+        step: Number of optimizer steps done. None if the folder has no readable manifest.
+        sequence: Number of the checkpoint in ``directory``. The newest checkpoint has the highest number.
     """
 
     directory: Path

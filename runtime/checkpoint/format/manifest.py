@@ -1,7 +1,8 @@
 """The manifests of a checkpoint, which list its files and the hash of every block.
 
-One manifest per rank lists the files that the rank wrote. The global manifest lists the ranks' manifests
-and their hashes. Both are JSON in exactly one spelling, so that every altered byte is found.
+One manifest per rank lists the files that the rank wrote. The global manifest lists the ranks' manifests and their
+hashes. Each manifest is a JSON file with a hash of its content. `parse` accepts only the exact bytes that `dump`
+writes, so that it detects every altered byte.
 """
 
 import json
@@ -29,7 +30,7 @@ def rank_manifest_name(rank: int) -> str:
 
 
 def stored_name(rank: int) -> str:
-    """Return the path, in a checkpoint, of the JSON page that locates a rank's optimizer state on a drive."""
+    """Return the path, inside a checkpoint, of the JSON file that says where a rank's optimizer state is on drives."""
     return f"{RANKS_FOLDER}/stored_{rank:05d}.json"
 
 
@@ -127,19 +128,19 @@ PageT = TypeVar("PageT", bound=Page)
 
 
 def dump(page: Page) -> bytes:
-    """Return a manifest or another JSON page as bytes: the body, then the hash of the body.
+    """Return the bytes of the file for a manifest or another `Page`: the JSON text, then its hash.
 
-    Equal pages always give equal bytes.
+    Pages with equal fields always give equal bytes.
     """
     body = page.model_dump_json()
     return f'{{"body":{body},"xxh3_128":"{block_hash(body.encode())}"}}\n'.encode()
 
 
 def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
-    """Parse a manifest or another JSON page from the bytes that `dump` wrote.
+    """Parse a manifest or another `Page` (a JSON document) from the bytes that `dump` wrote.
 
     Raises:
-        ManifestError: The bytes are incomplete, altered, of a newer format, or not a manifest.
+        ManifestError: The bytes are incomplete, altered, of a newer format, or not a `Page` of this kind.
     """
     if len(data) > MAX_BYTES:
         raise ManifestError(f"{name} must be at most {MAX_BYTES} bytes, but has {len(data)}")

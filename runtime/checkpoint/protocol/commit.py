@@ -163,11 +163,11 @@ class Commit:
     def make_durable(self, files: list[FileRecord], real: Files) -> None:
         """Wait until a checkpoint that already has its final name is on disk on all ranks.
 
-        If a process is killed before this returns, nothing is lost, because the kernel has the bytes. If the
+        If a process is killed before this method returns, nothing is lost, because the kernel has the bytes. If the
         machine stops, the bytes may be lost.
 
         Args:
-            real: File functions with a real fsync.
+            real: File functions that call fsync. The functions that wrote the checkpoint left out every fsync.
         """
         a = self._attempt
         for record in files:
@@ -312,7 +312,9 @@ class Commit:
             time.sleep(0.005)
 
     def is_committed(self) -> bool:
-        """Return whether the checkpoint of this attempt to save has its final name."""
+        """Return whether the checkpoint under the final name is the one that this save has written. The final name may
+        also belong to an earlier checkpoint.
+        """
         try:
             data = self._files.read(self._attempt.target / GLOBAL_NAME)
             return parse(data, GlobalManifest, GLOBAL_NAME).nonce == self._attempt.nonce
@@ -374,10 +376,13 @@ def _fsync(path: Path, files: Files) -> None:
 
 
 def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:
-    """Remove the hidden folders that crashed attempts to save have left, because their processes have ended.
+    """Remove the hidden folders of earlier saves that did not end, for example because the process crashed.
+
+    A folder stays if it was made by another process that still runs. A process on another host counts as ended 24 hours
+    after the folder's last change.
 
     Args:
-        keep: The hidden folder of the attempt that begins now. Other ranks may already write to it.
+        keep: The hidden folder of the save that begins now, which is not removed. Other ranks may already write to it.
     """
     recover_replaced(save_dir, files)
     for pattern in (f".*{PARTIAL}", f".*{REPLACED}", ".*.trash"):

@@ -31,9 +31,10 @@ def committed(save_dir: Path) -> list[Committed]:
 
 
 def renamed(save_dir: Path) -> list[Committed]:
-    """Return the checkpoints of a folder whose own folders were renamed after the commit.
+    """Return the checkpoints in ``save_dir`` that were renamed after their commit: the folder's name is no longer the
+    tag.
 
-    They can be loaded by name and are never deleted as old.
+    Such a checkpoint can be loaded by its new name. It is never deleted as an old checkpoint.
     """
     return [c for c in _whole(save_dir) if c.manifest.tag != c.folder.name]
 

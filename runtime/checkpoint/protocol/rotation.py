@@ -51,8 +51,8 @@ class Note:
         self.failed = False  # then it stays in a folder that never became whole: see `settle`
 
     def write(self) -> None:
-        """Write the note that a checkpoint is being saved to the checkpoint's folder, without waiting for
-        the disk.
+        """Write a file to the checkpoint's folder to note that a checkpoint is being saved there. Do not wait for the
+        disk.
         """
         if not self.make_folder():
             self._write_to(self._path)
@@ -407,7 +407,7 @@ def siblings(directory: Path) -> list[Path]:
 
 
 def holds_checkpoint(folder: Path) -> bool:
-    """Return whether a folder holds a checkpoint, written by ebbtide or DeepSpeed, so that deleting it deletes one."""
+    """Return whether a folder or one of its direct subfolders holds a checkpoint of ebbtide or DeepSpeed."""
     for depth in ("", "[!.]*/"):  # notes come and go
         for name in (GLOBAL_NAME, "*_states.pt"):
             if next(folder.glob(depth + name), None) is not None:

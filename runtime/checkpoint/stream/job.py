@@ -96,8 +96,8 @@ class Job:
         return self._over.wait(timeout_s)
 
     def wait_while_moving(self, limit_s: float) -> None:
-        """Wait until the checkpoint is committed or has failed. Stop ``limit_s`` seconds after the last block was
-        written.
+        """Wait until the checkpoint is committed or has failed. Give up waiting if no block of the checkpoint has been
+        written for ``limit_s`` seconds.
         """
         begin = time.monotonic()
         while not self.wait(min(1.0, limit_s)):

@@ -22,9 +22,11 @@ class BlockWriter:
     """The writer of one checkpoint's blocks.
 
     Writer threads take blocks in the order of the next optimizer updates. An update calls `release` before it
-    overwrites a subgroup, which copies unwritten blocks to reserved buffers. The update waits only if no buffer
-    is free. One condition variable guards the state of all blocks. No thread holds it while it copies, hashes
-    or writes, so every wait ends with a write.
+    overwrites a subgroup's state. `release` copies the subgroup's unwritten blocks to reserved buffers. `release` waits
+    only if no buffer is free, or if a writer thread is reading a block.
+
+    One condition variable guards the state of all blocks. No thread holds its lock while it copies, hashes or writes a
+    block, so that no other thread waits for the lock meanwhile.
     """
 
     def __init__(
@@ -85,9 +87,9 @@ class BlockWriter:
 
     @property
     def progress_s(self) -> float:
-        """Return the monotonic time in seconds at which writing last made progress.
+        """Return the monotonic time, in seconds, from which the deadline for the next written block counts.
 
-        Progress is a block that was written, or an update that began to wait for one.
+        It is the latest time at which a block was written, or at which an update began to wait for a block.
         """
         return self._progress_s
 
@@ -102,7 +104,12 @@ class BlockWriter:
     # -- the update's side
 
     def release(self, subgroup: int) -> None:
-        """Wait until a subgroup's optimizer state is written or copied (see `LiveState.before_update`)."""
+        """Wait until the checkpoint no longer needs a subgroup's old optimizer state, so that an update may overwrite
+        the state.
+
+        The old state is no longer needed once it is written to the checkpoint's files or copied to reserved host
+        memory.
+        """
         blocks = [b for b in self._queues_of(subgroup) if not self._free_of(b)]
         if not blocks:
             return

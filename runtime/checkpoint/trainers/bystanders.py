@@ -102,8 +102,8 @@ def watch() -> None:
 def wait_for_jobs(folder: Path | None = None) -> None:
     """Wait until no engine of this process is writing a checkpoint.
 
-    Audit hooks do not make ebbtide's own code wait (`ours`), so ebbtide's code calls this function
-    explicitly.
+    Other code waits automatically: when it opens a checkpoint's files, Python calls ebbtide's audit hook, which waits.
+    The hook skips ebbtide's own code (see `ours`), which therefore calls this function.
 
     Args:
         folder: If given, wait only for checkpoints in this folder.

@@ -1,4 +1,4 @@
-"""The commit of a checkpoint in progress before the process ends on a signal."""
+"""A SIGTERM handler that commits the checkpoint in progress before the process ends."""
 
 import ctypes
 import functools

@@ -53,13 +53,13 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Remove the note that says that a checkpoint folder is incomplete from each complete checkpoint folder
-    of a transformers Trainer.
+    """Remove the note "this folder is incomplete" from the checkpoint folders of a transformers Trainer that are
+    complete.
 
     Args:
-        path: A checkpoint folder from which the note is removed although the folder is incomplete. The save
-            of DeepSpeed's files has written its own note there.
-        over: If True, training is over, and all notes of this module are removed.
+        path: A further checkpoint folder from which this module's note is removed, although the folder is incomplete.
+            The note is no longer needed, because the save of DeepSpeed's files has written another note to the folder.
+        over: If True, training is over, and this module's notes are removed from all folders.
     """
     if not _notes:
         return

@@ -1,8 +1,7 @@
 """The private members of DeepSpeed that ebbtide uses, each with the DeepSpeed versions that have it.
 
-`check_version` and `check_members` are called before an engine is taken over. They refuse a DeepSpeed
-outside the tested range, and a DeepSpeed that lacks a member that its version should have. DeepSpeed's own
-subclasses (SuperOffload, ZenFlow) use the name-mangled members too.
+`check_version` and `check_members` are called before an engine is taken over. They refuse a DeepSpeed outside the
+tested range, and a DeepSpeed that lacks a member that its version should have.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -317,8 +316,9 @@ class Handle(Protocol):
 def wait_one_by_one(module: Any) -> Callable[[], None]:
     """Make DeepSpeed wait separately for each parameter of a common gather. Return a function that undoes this.
 
-    DeepSpeed stores one handle for all parameters of a gather, so that code that uses one of them waits for
-    all. A handle of ebbtide contains one handle per parameter, and these are stored here instead.
+    DeepSpeed stores one handle for all parameters of a gather, so that code that uses one parameter waits for all of
+    them. A handle of ebbtide contains one handle per parameter. DeepSpeed is made to store, for each parameter, the
+    handle of this parameter.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import InflightParamRegistry
 

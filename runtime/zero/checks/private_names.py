@@ -11,8 +11,8 @@ from ebbtide.runtime.zero.checks import private
 def missing_names() -> list[str]:
     """Return the private DeepSpeed names used by ebbtide that the installed DeepSpeed's sources do not contain.
 
-    The sources are searched because optimizers set some attributes only while they run. Names that came
-    with a later version are left out.
+    The sources are searched because optimizers set some attributes only while they run. A name that exists only in
+    versions later than the installed one is not searched for.
     """
     import deepspeed
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
