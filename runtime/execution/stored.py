@@ -63,7 +63,7 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     limit = trainers_limit()
     sizes = {subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()}
     drives = [Drive(Path(folder), weight) for folder, weight in plan.drives.items()]
-    return ExtentStore.open(
+    return ExtentStore(
         drives,
         sizes,
         rank=int(os.environ.get("RANK") or 0),

@@ -14,12 +14,12 @@ from ebbtide.runtime.checkpoint.errors import ManifestError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import block_hash, parse, stored_name
 from ebbtide.runtime.checkpoint.format.memory import memory_at
+from ebbtide.runtime.storage.blocks import hashes_of_tensors
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.folder import EXTENTS, STEPS, STORE, file_of, read_page
 from ebbtide.runtime.storage.layout import Layout, padded
 from ebbtide.runtime.storage.pages import CheckpointPage, ExtentRecord, StepRecord, StepsPage, StorePage
-from ebbtide.runtime.storage.store import hashes_of_tensors
 from ebbtide.runtime.storage.view import View, page_aligned
 
 

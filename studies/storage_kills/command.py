@@ -20,6 +20,7 @@ import signal
 import struct
 import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -137,7 +138,7 @@ def truth() -> dict[int, list[str]]:
 def opened(folder: Path, files: Files | None = None) -> ExtentStore:
     drives = [Drive(folder / "one", 2.0), Drive(folder / "other", 1.0)]
     sizes = {subgroup: (4 * elements,) * 3 for subgroup, elements in enumerate(ELEMENTS)}
-    return ExtentStore.open(drives, sizes, depth=2, block_bytes=BLOCK_BYTES, files=files)
+    return ExtentStore(drives, sizes, depth=2, block_bytes=BLOCK_BYTES, files=files)
 
 
 def train(folder: Path, files: Files, progress: Progress) -> None:
@@ -170,7 +171,9 @@ def train(folder: Path, files: Files, progress: Progress) -> None:
 
 
 def _commit(store: ExtentStore, version: int, step: int, progress: Progress) -> None:
-    store.commit(version, step)
+    name = uuid.uuid4().hex
+    store.prepare(version, step, name, "")
+    store.settle(name, committed=True)
     progress.note(1, step)
 
 

@@ -10,6 +10,7 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.storage.blocks import BlockMover
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.export import export
 from ebbtide.runtime.storage.store import ExtentStore
@@ -285,7 +286,7 @@ def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
     def refuses(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ExtentStore, "_write_block", refuses)
+    monkeypatch.setattr(BlockMover, "_write_block", refuses)
     with pytest.raises(BackgroundError) as caught:
         train(engine, 3, first=1)
     assert "No space left" in str(caught.value.__cause__)

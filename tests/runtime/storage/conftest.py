@@ -1,5 +1,7 @@
 """Fixtures and helpers for small stores of optimizer state with three subgroups of uneven sizes."""
 
+import uuid
+
 import pytest
 import torch
 from ebbtide.runtime.storage.folder import Drive
@@ -53,7 +55,16 @@ def step(store, number):
     """
     store.announce(number)
     write_all(store, number)
-    store.commit(number, number, f"data of {number}")
+    commit(store, number, number, f"data of {number}")
+
+
+def commit(store, version, number, data=""):
+    """Commit an announced version of a store of optimizer state under the given number, and drop the steps that
+    the store need not keep.
+    """
+    name = uuid.uuid4().hex
+    store.prepare(version, number, name, data)
+    store.settle(name, committed=True)
 
 
 class Stores:
@@ -69,7 +80,7 @@ class Stores:
 
     def open(self, weights=(1.0,), sizes=SIZES, **options):
         options = {"depth": 2, "block_bytes": BLOCK, "deadline_s": 20.0} | options
-        store = ExtentStore.open(self.drives(weights), sizes, **options)
+        store = ExtentStore(self.drives(weights), sizes, **options)
         self.opened.append(store)
         return store
 

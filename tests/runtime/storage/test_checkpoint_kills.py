@@ -42,7 +42,7 @@ class Killing(Files):
 
 @contextmanager
 def opened(place, files, keep):
-    store = ExtentStore.open(
+    store = ExtentStore(
         [Drive(place / "state")],
         SIZES,
         keep=keep,

@@ -16,7 +16,7 @@ from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.storage.errors import StorageError
 
 from tests.runtime.checkpoint.conftest import FaultyFiles
-from tests.runtime.storage.conftest import ELEMENTS, equal, read, state, step, write_all
+from tests.runtime.storage.conftest import ELEMENTS, commit, equal, read, state, step, write_all
 
 TWO = (2.0, 1.0)
 NAMED = ("pwrite", "preadv", "fdatasync", "fsync", "allocate", "rename", "open", "truncate")
@@ -98,7 +98,7 @@ def test_after_a_failed_write_nothing_is_committed_any_more(stores):
         store.write(0, state(0, 2), 2)
     assert files.fired == 1
     with pytest.raises(StorageError, match=r"cannot be used .*EIO"):
-        store.commit(2, 2)
+        commit(store, 2, 2)
     with pytest.raises(StorageError, match="cannot be used"):
         store.write(0, state(0, 2), 2)
     store = stores.reopen()
@@ -198,7 +198,7 @@ def test_a_drive_that_hangs_is_an_error_in_time(stores):
     with pytest.raises(StorageError, match=r"must make progress within 0.3 s, .* the drive hangs"):
         store.write(0, state(0, 2))
     with pytest.raises(StorageError, match="cannot be used"):
-        store.commit(store.announce(2), 2)
+        commit(store, store.announce(2), 2)
     files.go.set()
     store = stores.reopen()
     store.restore()
@@ -215,7 +215,7 @@ def test_versions_beside_a_failing_commit_stay(stores):
     write_all(store, 2)
     files.at, files.lasting = len(files.calls) + 1, True  # the first one is fdatasync
     with pytest.raises(StorageError):
-        store.commit(2, 2)
+        commit(store, 2, 2)
     with contextlib.suppress(StorageError):
         write_all(store, 3)
     files.armed = False

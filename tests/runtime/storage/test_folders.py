@@ -7,7 +7,7 @@ import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.storage.errors import StorageError
 
-from tests.runtime.storage.conftest import ELEMENTS, SIZES, equal, read, state, step
+from tests.runtime.storage.conftest import ELEMENTS, SIZES, commit, equal, read, state, step
 
 TWO = (1.0, 1.0)
 
@@ -68,7 +68,7 @@ def test_a_store_grows_behind_what_it_holds(stores):
     store.write(7, (torch.ones(1_000), torch.zeros(2)))
     store.grow(more)
     store.write(8, (torch.full((3,), 5.0),))
-    store.commit(store.announce(), 2)
+    commit(store, store.announce(), 2)
     store = stores.reopen(TWO)
     store.restore()
     for subgroup in ELEMENTS:

@@ -11,7 +11,7 @@ from ebbtide.runtime.storage.folder import Drive
 from ebbtide.runtime.storage.store import ExtentStore
 
 from tests.runtime.crash_states import RecordingFiles, crash_states, in_memory
-from tests.runtime.storage.conftest import BLOCK
+from tests.runtime.storage.conftest import BLOCK, commit
 
 ELEMENTS = {0: 1_500, 1: 700}  # two blocks, so that one of them may be missing
 SIZES = {subgroup: (4 * elements,) for subgroup, elements in ELEMENTS.items()}
@@ -25,7 +25,7 @@ def state(subgroup, version):
 
 def opened(root, files=None, keep=1):
     drives = [Drive(root / "one", 1.0), Drive(root / "other", 1.0)]
-    return ExtentStore.open(drives, SIZES, keep=keep, depth=1, block_bytes=BLOCK, deadline_s=20, files=files)
+    return ExtentStore(drives, SIZES, keep=keep, depth=1, block_bytes=BLOCK, deadline_s=20, files=files)
 
 
 def run(files, keep):
@@ -40,7 +40,7 @@ def run(files, keep):
         store.announce(version, there)
         for subgroup in there:
             store.write(subgroup, state(subgroup, version), version)
-        store.commit(version, version)
+        commit(store, version, version)
     store.write(0, state(0, 4), 4)
     store.close()
 

@@ -1,0 +1,88 @@
+"""Tests of the ledger of a store for optimizer state: no write takes a place that a committed step or an announced
+version needs. They use neither threads nor files.
+"""
+
+import random
+
+import pytest
+from ebbtide.runtime.storage.errors import StorageError
+from ebbtide.runtime.storage.pages import StepRecord
+from ebbtide.runtime.storage.versions import Versions
+
+SUBGROUPS = range(3)
+
+
+def hashes(subgroup, version):
+    return [f"{subgroup:016x}{version:016x}"]
+
+
+def write(ledger, subgroup, version=None):
+    """Write a subgroup's state in a ledger to a free extent. Return the version, or None if no extent is free."""
+    number, extent = ledger.begin(version), ledger.take_extent(subgroup)
+    if extent is None:
+        return None
+    ledger.end_write(subgroup, extent, number, hashes(subgroup, number), unchecked=False)
+    return number
+
+
+def committed(ledger, version, keep):
+    """Commit an announced version in a ledger, and keep the given number of steps."""
+    record = StepRecord(step=version, name=str(version), extents=ledger.extents_of(version))
+    ledger.steps = [record, *ledger.steps][:keep]
+    ledger.announced.pop(version)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_no_write_takes_a_place_that_is_still_needed(keep):
+    """Check that after every event in random order, each committed step still has its own hashes, and that each
+    announced version has the state of its own update.
+    """
+    chance, full = random.Random(keep), 0
+    ledger = Versions(SUBGROUPS, keep + 1, [], [])
+    for subgroup in SUBGROUPS:
+        write(ledger, subgroup, 0)
+    for _ in range(300):
+        if not ledger.announced and chance.random() < 0.6:
+            ledger.announce(ledger.tick(), ())
+        now = next(iter(ledger.announced), None)
+        for subgroup in chance.sample(SUBGROUPS, 2):
+            begun = now is not None and subgroup in ledger.missing(now)
+            full += write(ledger, subgroup, now if begun else None) is None
+        if now is not None and not ledger.missing(now):
+            found = {one.subgroup: one.hashes for one in ledger.extents_of(now)}
+            assert found == {s: hashes(s, now) for s in SUBGROUPS}
+            committed(ledger, now, keep)
+        for record in ledger.steps:
+            assert all(
+                ledger.subgroups[one.subgroup].hashes[one.extent] == one.hashes == hashes(one.subgroup, record.step)
+                for one in record.extents
+            )
+    assert len(ledger.steps) == keep
+    assert full
+
+
+def test_the_state_of_an_announced_version_is_the_newest_up_to_it():
+    ledger = Versions(SUBGROUPS, 2, [], [])
+    for subgroup in SUBGROUPS:
+        write(ledger, subgroup, 0)
+    version = ledger.announce(None, [0, 2])
+    assert ledger.missing(version) == []
+    assert write(ledger, 0) == 1  # of that subgroup alone, behind the announced version
+    assert write(ledger, 0) is None or ledger.subgroups[0].versions.count(0) == 1
+    assert [one.hashes for one in ledger.extents_of(version)] == [hashes(0, 0), hashes(2, 0)]
+    with pytest.raises(StorageError, match="must be announced"):
+        ledger.missing(7)
+
+
+def test_a_restored_step_passes_over_newer_ones():
+    ledger = Versions(SUBGROUPS, 3, [], [5])
+    for _ in range(2):
+        version = ledger.announce(ledger.tick(), ())
+        for subgroup in SUBGROUPS:
+            write(ledger, subgroup, version)
+        committed(ledger, version, 2)
+    ledger.restore(ledger.steps[1])
+    assert [step.name for step in ledger.not_passed_over()] == ["1"]
+    assert ledger.adopted == set(SUBGROUPS)
+    assert ledger.unclaimed == []
+    assert all(held.unchecked and held.hashes[held.live] == hashes(s, 1) for s, held in ledger.subgroups.items())
