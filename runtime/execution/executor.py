@@ -2,68 +2,32 @@
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.devices.clock import Mark
 from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.execution.bodies import OpBodies
 from ebbtide.runtime.execution.early_updates import EarlyUpdate, EarlyUpdates, StagedUpdate, SubgroupJob
 from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.issued_ops import IssuedOps, StepRecord
 from ebbtide.runtime.execution.step_template import GradientOp, amounts
 from ebbtide.runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
-from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Lane as LaneName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.recipes import RECIPES, Queue, Recipe, Slot, Step, Wait, slot_limits
 
-HISTORY_STEPS = 8
-KEPT_FETCHES = 4096
 # Crossings that need no copy where device and host memory are one, and who does their work there.
 WRITTEN_BY = {OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H}
-# Behind the last of these, state is back where it lives.
-STATE_ENDS = {OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST, OpKind.UPDATE_HOST_EARLY}
 
-
-# The last elements of master and moments in host memory, before the update; its step.
-Spent = tuple[list[torch.Tensor], UpdateStep]
 Body = Callable[[int], None]  # of a subgroup
 
 
-class UpdateGate(Protocol):
-    """An object that an update must ask before it overwrites a subgroup's state, such as the checkpoint
-    engine.
-    """
-
-    def before_update(self, subgroup: int) -> None:
-        """Wait until an update may overwrite a subgroup's state.
-
-        Raise an error if the checkpoint that reads the state has failed.
-        """
-
-
-@dataclass(slots=True)
-class StepRecord:
-    """The operations of one training step with their ends, from which the measured timeline is made.
-
-    ``origin`` is the GPU event of the previous step from which the times of this step's events are
-    measured.
-    """
-
-    number: int
-    origin: Mark | None = None
-    ops: list[tuple[Op, Completion]] = field(default_factory=list)
-
-
-class Executor:
+class Executor(IssuedOps):
     """The executor of a plan. It owns the lanes (threads and streams that run copies and updates in order).
 
     Only the training thread calls `prefetch` and `launch`. A step's operations run in the background after
@@ -103,21 +67,15 @@ class Executor:
             arrival: Order in which the subgroups' gradients become complete in backward. None for the order from the
                 last subgroup to the first.
         """
-        self.device, self.states, self.slots = device, states, slots
-        self.threads = threads
+        super().__init__(device, states, store)
+        self.slots, self.host_slots = slots, list(host_slots)
         self.rule = rule
-        self.store = store
-        self.host_slots = list(host_slots)
         self.early_updates = early_updates or EarlyUpdates(device, [])
-        self._prepare()
-        self.gate: UpdateGate | None = None
+        if any(RECIPES[s.placement].queue is Queue.DEVICE for s in states):
+            self.prepare_device()
         self.lanes: dict[LaneName, Lane] = device.lanes()
         self.gradients = GradientOps(device, self.lanes, gradients)
-        self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
-        self.spent = dict[int, Spent]()  # by subgroup, of its latest update: `_keep_spent`
-        # Subgroups whose state was written behind the prefetch.
-        self._stale, self._stale_lock = set[int](), threading.Lock()
-        self._stored = frozenset(s.index for s in states if RECIPES[s.placement].state == "storage")
+        self.bodies = OpBodies(device, self.lanes, states, rule, threads, store)
         self._version = 0  # of what the latest step writes to storage
         recipes = [way.recipe for way in plan.ways]
         buffers = slot_limits(len(slots), recipes, len(self.host_slots))
@@ -131,40 +89,8 @@ class Executor:
         self._ready = dict[int, SubgroupJob]()  # of early updates that may begin
         self._complete = dict[int, Completion]()  # behind it a gradient on the device is complete
         self._staged = dict[int, StagedUpdate]()  # by subgroup, the latest one
-        # Since the latest launch: all ops of updates, and what has completed the latest of each subgroup.
-        self._issued: list[tuple[Op, Completion]] = []
-        self._latest = dict[int, Completion]()
         self._reads = dict[int, Completion]()  # by stored subgroup, the latest
-        self._published = dict[int, Completion]()  # of the latest step, by subgroup
-        self._own: list[tuple[Op, Completion]] = []  # of the latest step
-        self._ahead: list[tuple[Op, Completion]] = []  # what it has begun for the next one
-        self._ended = 0  # of ``_own``, in order: seen to have ended
-        # Since the latest launch, for the timeline: copies for passes.
-        self._beside: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_FETCHES)
-        self._latest_fetch = Completion.done()
         self._begun = False
-
-    def _keep_spent(
-        self, subgroup: int, source: Sequence[torch.Tensor], job: SubgroupJob, stream: object = None
-    ) -> None:
-        elements = self.states[subgroup].elements
-        begin = self.rule.tail_begin(elements) if self.rule.spends else elements
-        if begin < elements:
-            last = [tensor[begin:elements] for tensor in source]
-            kept, _ = self.spent.get(subgroup) or (
-                [self.device.host_empty(len(tensor), tensor.dtype) for tensor in last],
-                None,
-            )
-            self.spent[subgroup] = kept, job.step
-            for to, tensor in zip(kept, last, strict=True):
-                if stream is None:
-                    to.copy_(tensor)
-                else:
-                    self.device.copy(to, tensor, LaneName.D2H, stream)
-
-    def _prepare(self) -> None:
-        if any(RECIPES[s.placement].queue is Queue.DEVICE for s in self.states):
-            self.prepare_device()
 
     def prepare_device(self) -> None:
         """Compile the GPU kernels that optimizer updates may run, so that no training step waits for the
@@ -327,31 +253,33 @@ class Executor:
         match step.kind:
             case OpKind.STATE_READ:
                 self._reads[subgroup] = end
-                return partial(self._state_read, self._host_slot(subgroup))
+                return partial(self.bodies.state_read, self._host_slot(subgroup))
             case OpKind.STATE_WRITE:
-                return partial(self._state_write, self._host_slot(subgroup), self._version)
+                return partial(self.bodies.state_write, self._host_slot(subgroup), self._version)
             case OpKind.UPDATE_HOST:
                 slot = self._host_slot(subgroup) if subgroup in self._stored else None
-                return partial(self._update_host, slot, self._parameter_out(subgroup), self._jobs[subgroup])
+                return partial(self.bodies.update_host, slot, self._parameter_out(subgroup), self._jobs[subgroup])
             case OpKind.UPDATE_HOST_EARLY:
-                return partial(self._update_host_early, self._begin_early(subgroup))
+                out = self.early_updates.wires[subgroup]
+                return partial(self.bodies.update_host_early, self._begin_early(subgroup), out)
             case OpKind.PARAMETER_H2D | OpKind.PARAMETER_D2H:
-                return partial(self._copy_parameters, step.lane, self._parameter_out(subgroup))
+                return partial(self.bodies.copy_parameters, step.lane, self._parameter_out(subgroup))
             case OpKind.STATE_H2D:
                 slot_ = self.slots[self.issue.holds[Slot.STAGING, subgroup]]
                 self._staged[subgroup] = StagedUpdate.of(self.states[subgroup], slot_, end)
-                return partial(self._state_h2d, self._staged[subgroup])
+                return partial(self.bodies.state_h2d, self._staged[subgroup])
             case OpKind.UPDATE_DEVICE_EARLY:
                 staged = self._staged[subgroup]
                 staged.early = self._begin_early(subgroup)
-                return partial(self._update_staged, staged, staged.early.job, staged.wire)
+                return partial(self.bodies.update_staged, staged, staged.early.job, staged.wire)
             case OpKind.STATE_D2H:
-                return partial(self._state_d2h, self._staged.pop(subgroup))
-        # After a wrong early staged update, parameters are new where they are read.
+                early_out = self.early_updates.wires.get(subgroup)
+                return partial(self.bodies.state_d2h, self._staged.pop(subgroup), early_out)
+        # Behind a wrong early visit, parameters are new where they are read.
         out = self.states[subgroup].wire if subgroup in self.early_updates.wires else self._parameter_out(subgroup)
         if subgroup in self._staged:
-            return partial(self._update_staged, self._staged[subgroup], self._jobs[subgroup], out)
-        return partial(self._update_resident, out, self._jobs[subgroup])
+            return partial(self.bodies.update_staged, self._staged[subgroup], self._jobs[subgroup], out)
+        return partial(self.bodies.update_resident, out, self._jobs[subgroup])
 
     def _begin_early(self, subgroup: int) -> EarlyUpdate:
         return self.early_updates.begin(self.states[subgroup], self._ready.pop(subgroup))
@@ -375,131 +303,6 @@ class Executor:
             self.before_op(op)
         body(op.subgroup)
 
-    # -- bodies, on the lanes' threads -------------------------------------------------------
-
-    def _stream(self, lane: LaneName) -> object | None:
-        return self.lanes[lane].stream
-
-    def _state_read(self, slot: tuple[torch.Tensor, ...], subgroup: int) -> None:
-        self._was_stale(subgroup)
-        assert self.store is not None
-        self.store.read(subgroup, slot)
-
-    def _state_write(self, slot: tuple[torch.Tensor, ...], version: int, subgroup: int) -> None:
-        self._ask_gate(subgroup)  # readers see the new state from the write's end on
-        assert self.store is not None
-        self.store.write(subgroup, slot, version)
-
-    def _state_h2d(self, staged: StagedUpdate, subgroup: int) -> None:
-        if staged.dropped:
-            return
-        self._was_stale(subgroup)
-        self._bring(staged, LaneName.H2D)
-
-    def _bring(self, staged: StagedUpdate, lane: LaneName) -> None:
-        for to, source in zip(staged.into, staged.origin, strict=True):
-            self.device.copy(to, source, LaneName.H2D, self._stream(lane))
-
-    def _update_resident(self, out: torch.Tensor, job: SubgroupJob, subgroup: int) -> None:
-        self._ask_gate(subgroup)
-        self._update_device(subgroup, self.states[subgroup].state, out, job)
-
-    def _update_staged(self, staged: StagedUpdate, job: SubgroupJob, out: torch.Tensor | None, subgroup: int) -> None:
-        if staged.dropped:
-            return
-        if self._was_stale(subgroup):
-            self._bring(staged, LaneName.DEVICE_UPDATE)
-        assert out is not None
-        self._update_device(subgroup, staged.into, out, job)
-
-    def _update_device(
-        self, subgroup: int, target: tuple[torch.Tensor, ...], out: torch.Tensor, job: SubgroupJob
-    ) -> None:
-        state, stream = self.states[subgroup], self._stream(LaneName.DEVICE_UPDATE)
-        self._keep_spent(subgroup, target, job, stream)
-        for part in job.segments:
-            span = slice(part.start, part.end)
-            self.device.update(
-                [t[span] for t in target],
-                part.gradient,
-                out[span],
-                job.step,
-                part.scale,
-                self.rule.tail(state.elements, part.start, part.end),
-                stream,
-            )
-
-    def _was_stale(self, subgroup: int) -> bool:
-        with self._stale_lock:
-            stale = subgroup in self._stale
-            self._stale.discard(subgroup)
-        return stale
-
-    def _state_d2h(self, staged: StagedUpdate, subgroup: int) -> None:
-        if staged.dropped:
-            return
-        self._ask_gate(subgroup)  # of an early update too: what is written now was live a step ago
-        stream, origin, leaving = self._stream(LaneName.D2H), staged.origin, staged.into
-        if staged.early is not None:
-            assert staged.wire is not None
-            origin = (*staged.early.into, self.early_updates.wires[subgroup])
-            leaving = (*leaving, staged.wire)
-        for to, source in zip(origin, leaving, strict=True):
-            self.device.copy(to, source, LaneName.D2H, stream)
-
-    def _update_host(
-        self, slot: tuple[torch.Tensor, ...] | None, out: torch.Tensor, job: SubgroupJob, subgroup: int
-    ) -> None:
-        state = self.states[subgroup]
-        if slot is None:
-            self._ask_gate(subgroup)
-        elif self._was_stale(subgroup):
-            self._state_read(slot, subgroup)
-        target = state.state if slot is None else slot
-        self._keep_spent(subgroup, target, job)
-        with self.device.host_update(state.elements):
-            parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
-            self.rule.update(target, parts, out, job.step, self.threads)
-
-    def _update_host_early(self, early: EarlyUpdate, subgroup: int) -> None:
-        if early.dropped:
-            return
-        # What is written now was live a step ago: a checkpoint may still be reading it.
-        self._ask_gate(subgroup)
-        job, out = early.job, self.early_updates.wires[subgroup]
-        self._keep_spent(subgroup, early.source, job)
-        with self.device.host_update(self.states[subgroup].elements, out_of_place=True):
-            parts = [(part.start, part.end, part.gradient, part.scale) for part in job.segments]
-            self.rule.update(early.into, parts, out, job.step, self.threads, early.source)
-
-    def _copy_parameters(self, lane: LaneName, source: torch.Tensor, subgroup: int) -> None:
-        self.device.copy(self.states[subgroup].wire, source, lane, self._stream(lane))
-
-    def _ask_gate(self, subgroup: int) -> None:
-        if self.gate is not None:
-            self.gate.before_update(subgroup)
-
-    # -- waiting -----------------------------------------------------------------------------
-
-    def wait_parameters(self, subgroups: Iterable[int]) -> None:
-        """Make the training streams wait for the updates that write subgroups' new parameters.
-
-        Without CUDA, the calling thread waits.
-
-        Raises:
-            BackgroundError: An update failed.
-        """
-        if not self.busy:
-            return  # the rest of the iteration reads without a word to the device
-        self.device.training_waits(self._published[s] for s in subgroups)
-
-    def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
-        """Return the operations that must end before the given subgroups have their new parameters.
-
-        The list is empty if the parameters are new already.
-        """
-        return [self._published[subgroup] for subgroup in subgroups] if self.busy else []
-
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
         """Start to copy parameters from host to GPU memory after the operations in ``waits``, without waiting.
 
@@ -510,76 +313,10 @@ class Executor:
         op = Op(-1, OpKind.PARAMETER_FETCH, LaneName.H2D_FETCH, to.nbytes)
         completion = self._latest_fetch = Completion(op.label)
         self._beside.append((op, completion))
-
-        def body() -> None:
-            if self.before_op is not None:
-                self.before_op(op)
-            self.device.fetch(to, source, lane.stream)
-
-        lane.submit(body, waits, completion)
+        lane.submit(lambda: self._run(lambda _: self.device.fetch(to, source, lane.stream), op), waits, completion)
         return completion
 
-    def wait_state(self, subgroup: int) -> None:
-        """Wait until a subgroup's latest update has ended and its new state is back in host memory or on the drive."""
-        for op, completion in reversed(self._own):
-            if op.subgroup == subgroup and op.kind in STATE_ENDS:
-                completion.wait_host()
-                break
-        if self.store is not None and subgroup in self._stored:
-            self.store.check_restored([subgroup])
-
-    def wait_all(self) -> None:
-        """Wait until all operations of the launched optimizer steps have ended. Raise the first error of an
-        operation.
-
-        Operations that have already begun for the next step continue (see `wait_ahead`).
-        """
-        for _, completion in self._own:
-            completion.wait_host()
-        self._latest_fetch.wait_host()
-
-    def wait_ahead(self) -> None:
-        """Wait until the operations that the latest optimizer step started in advance for the next step
-        have ended.
-        """
-        for _, completion in self._ahead:
-            completion.wait_host()
-
-    def wait_memory(self) -> None:
-        """Wait until all operations on subgroups whose optimizer state is in memory have ended.
-
-        Operations on subgroups whose state is on a drive continue.
-        """
-        for op, completion in (*self._own, *self._ahead):
-            if op.subgroup not in self._stored:
-                completion.wait_host()
-        self._latest_fetch.wait_host()
-
-    def wait_under_way(self) -> None:
-        """Wait until the operations that were started in advance for the coming optimizer step, such as
-        copies, have ended.
-        """
-        for _, completion in self._issued:
-            completion.wait_host()
-
-    @property
-    def busy(self) -> bool:
-        """Return whether an operation of the latest optimizer step is still running or has failed."""
-        # What has ended stays so: each op is asked until then, not again at every reader.
-        while self._ended < len(self._own):
-            _, completion = self._own[self._ended]
-            if not completion.ended or completion.error is not None:
-                return True
-            self._ended += 1
-        return False
-
-    def raise_if_failed(self) -> None:
-        """Raise the error of a background operation that has already failed. Do not wait for other
-        operations.
-        """
-        for _, completion in (*self._own, *self._ahead):
-            if completion.issued.is_set() and completion.error is not None:
-                completion.wait_issued()
+    # -- state that others write or read ---------------------------------------------------
 
     def state_written(self, subgroups: Iterable[int]) -> None:
         """Make the plan use the optimizer state that the caller has written for the given subgroups.
@@ -595,7 +332,7 @@ class Executor:
                 if subgroup in self._reads:
                     self._reads[subgroup].wait_host()  # the next step's
                 self.store.write(subgroup, self.states[subgroup].state)
-        self._outdate(subgroups)
+        self.bodies.outdate(subgroups)
 
     def state_loaded(self) -> None:
         """Make the plan use the optimizer state that a checkpoint load has written for all subgroups.
@@ -607,7 +344,7 @@ class Executor:
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()
         self.state_written(state.index for state in self.states if state.index not in adopted)
-        self._outdate(adopted)
+        self.bodies.outdate(adopted)
 
     def state_shown(self) -> None:
         """Mark the optimizer state in staging buffers on the GPU as outdated, since the caller may change
@@ -619,7 +356,7 @@ class Executor:
         self.drop_early_updates()
         for staged in self._staged.values():
             staged.came.wait_host()
-        self._outdate(self._staged)
+        self.bodies.outdate(self._staged)
 
     def bring_back(self) -> list[SubgroupState]:
         """Copy optimizer state from the spare buffers of early updates back to the training framework's own
@@ -641,10 +378,6 @@ class Executor:
             if state.index in self._staged:
                 self._staged[state.index].origin = state.state
         return moved
-
-    def _outdate(self, subgroups: Iterable[int]) -> None:
-        with self._stale_lock:
-            self._stale.update(subgroups)
 
     def close(self, *, with_device: bool = True) -> None:
         """End the executor's threads after all queued operations.

@@ -513,15 +513,15 @@ class Session:
         self.plan, executor = self._build(plan)
         self._running = None
         self._account_for(self.plan)
-        executor.gate, executor.before_op = old.gate, old.before_op
-        executor.spent = old.spent
+        executor.before_op = old.before_op
+        executor.bodies.gate, executor.bodies.spent = old.bodies.gate, old.bodies.spent
         self.executor = executor
         self.gradient_buffers = self.gradient_buffers.moved(executor.states, executor.gradients)
         self._make_spares()
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:
-        register = getattr(self.executor.gate, "register_all", None)
+        register = getattr(self.executor.bodies.gate, "register_all", None)
         if callable(register):
             register(tensors)
 

@@ -420,7 +420,7 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
     live = LiveState()
     live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
     live.stored = session.stored
-    session.executor.gate = live
+    session.executor.bodies.gate = live
     lazy = install(engine, checkpoint, live, after_step=session.after_step, plan_digest=lambda: session.plan.digest)
     session.before_switch.append(lazy.wait)
     if session.engine.update_rule().own_step:  # its moments are there after the first step only

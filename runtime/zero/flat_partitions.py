@@ -69,8 +69,8 @@ class FlatState:
         for state in session.executor.bring_back():
             self.adopt(state)
         for subgroup, shadow in self.shadows.items():
-            if session.executor.gate is not None:
-                session.executor.gate.before_update(subgroup)  # a checkpoint may be reading it
+            if session.executor.bodies.gate is not None:
+                session.executor.bodies.gate.before_update(subgroup)  # a checkpoint may be reading it
             _copy(shadow, session.executor.states[subgroup].state)
         self.published = True
 

@@ -140,7 +140,7 @@ class PlannedZero:
         if count:
             executor.wait_state(subgroup)
             begin = start + len(gradient) - count - self._rule.tail_begin(elements)
-            tensors, step = executor.spent[subgroup]
+            tensors, step = executor.bodies.spent[subgroup]
             last = gradient[len(gradient) - count :]
             state = [tensor[begin : begin + count] for tensor in tensors]
             last.copy_(self._rule.spent(state, last.cpu(), step))

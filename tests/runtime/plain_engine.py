@@ -129,7 +129,7 @@ class PlainEngine:
         self.sent = {id(p): i for i, group in enumerate(self.groups) for p in group}
         self.session = Session(self, plan, device)
         self.live.register_all({i: self.saved_state(i) for i in range(len(self.groups))})
-        self.session.executor.gate = self.live
+        self.session.executor.bodies.gate = self.live
         self.gate_reads(self._await)
         for number, param in enumerate(model.parameters()):
             param.register_post_accumulate_grad_hook(lambda p, n=number: self._arrived(p, n))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.execution.bodies import OpBodies
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.storage.blocks import BlockMover
 from ebbtide.runtime.storage.errors import StorageError
@@ -263,7 +264,7 @@ def test_of_a_config_for_a_drive_nothing_is_stored_where_memory_holds_all(tmp_pa
 @pytest.mark.parametrize("fault", ["no write", "no second read", "always the first slot"])
 def test_what_would_make_other_bits_is_seen(fault, monkeypatch):
     if fault == "no write":
-        monkeypatch.setattr(Executor, "_state_write", lambda *_: None)
+        monkeypatch.setattr(OpBodies, "state_write", lambda *_: None)
     elif fault == "no second read":
         really, seen = ExtentStore.read, set()
 
