@@ -400,5 +400,7 @@ class Executor(IssuedOps):
             self.early_updates.close(self.states)
             if with_device:
                 self.device.close()
-                # A framework may never let its engine go.
-                self.slots, self.parameter_slots, self.host_slots = [], [], []
+            else:
+                for slot in self.parameter_slots:
+                    self.device.host_release(slot)
+            self.slots, self.parameter_slots, self.outgoing_slots, self.host_slots = [], [], [], []  # nothing is kept

@@ -2,195 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
+from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.execution.executor import Executor
-from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
 from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
-from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState, place, place_sums, staging_slots
+from ebbtide.runtime.execution.subgroup_state import SubgroupState, place, place_sums, staging_slots
 from ebbtide.runtime.hardware.launcher import local_ranks
 from ebbtide.runtime.hardware.usable import usable
-from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps
 from ebbtide.simulator.plan import ParameterLocation, Placement, Plan, PlanError
-from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.footprint import keeps_window
 from ebbtide.simulator.update.order import FORWARD, order_of
 from ebbtide.simulator.update.pausing import UNKNOWN, PauseRule
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import Way
-from ebbtide.simulator.workload import WireDtype, ZeroStage
+from ebbtide.simulator.workload import WireDtype
 
 DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-class TrainingEngine(Protocol):
-    """The interface that ebbtide needs of a training framework's optimizer to run a plan.
-
-    Every call comes from the training thread. The framework keeps its own references to the optimizer state, for
-    checkpoints and for other code that reads the state. `adopt` gives the framework the new tensors of a subgroup.
-
-    Attributes:
-        shares_state: True if the framework keeps its own buffers of optimizer state under a plan. In this case, the old
-            state buffers of a subgroup that moves to other memory are not released.
-        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not wait for its
-            updates.
-    """
-
-    shares_state: bool
-    overlaps_forward: bool
-
-    def sizes(self) -> tuple[int, ...]:
-        """Return the number of elements of each subgroup on this rank, in the order of subgroups."""
-        ...
-
-    def wire_dtype(self) -> WireDtype:
-        """Return the precision of the model's computation: bf16, fp16 or fp32."""
-        ...
-
-    def parameter_location(self) -> ParameterLocation:
-        """Return the memory (host or device) where the training framework itself keeps partitions of parameters."""
-        ...
-
-    def gathers(self) -> Gathered | None:
-        """Return how often forward and backward of one micro-batch gather each partitioned parameter.
-
-        None if the gathers are not known yet, or if the framework does not partition parameters. Parameters are
-        identified by the keys of the dict that `slices` returns.
-        """
-        ...
-
-    def zero_stage(self) -> ZeroStage:
-        """Return the ZeRO stage, which tells how much of the training state is divided among the ranks."""
-        ...
-
-    def first_use(self) -> list[int]:
-        """Return one number per subgroup. They order subgroups by the first use of their parameters in
-        forward.
-        """
-        ...
-
-    def update_rule(self) -> UpdateRule:
-        """Return the update rule that computes what the training framework's optimizer computes, with
-        identical bits.
-        """
-        ...
-
-    def slices(self) -> Mapping[int, ParameterSlice]:
-        """Return which part of each parameter lies in which subgroup, as a dict from the framework's
-        parameter number.
-        """
-        ...
-
-    def units(self) -> Mapping[tuple[int, int], str]:
-        """Return the part of the model, such as a block, that each parameter belongs to, as a dict.
-
-        A key is the parameter's subgroup and its first element in the subgroup.
-        """
-        ...
-
-    def gradient_buffers(
-        self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
-    ) -> GradientBuffers[Any]:
-        """Build the object that collects the gradients of all parameters when the first plan starts to run."""
-        ...
-
-    def prepare(self, device: Device) -> None:
-        """Prepare the training framework's buffers for the first plan: divide each buffer that several subgroups share.
-
-        Without the division, a shared buffer would stay allocated until the last of its subgroups has moved to the
-        plan's buffers.
-        """
-        ...
-
-    def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
-        """Return the present tensors of a subgroup: its optimizer state, gradient and parameters.
-
-        Args:
-            now: The subgroup's tensors under the running plan. None if no plan runs yet. In that case the
-                framework's own tensors are returned.
-        """
-        ...
-
-    def adopt(self, state: SubgroupState) -> None:
-        """Make the training framework's references point to the present tensors of a subgroup."""
-        ...
-
-    def settle(self) -> None:
-        """Release the training framework's buffers that no subgroup uses any more.
-
-        This is called after all subgroups have moved to a plan's buffers.
-        """
-        ...
-
-    def hyperparameters(self) -> list[UpdateStep]:
-        """Return the next step's optimizer hyperparameters for each subgroup, and advance the optimizer's step
-        counters.
-        """
-        ...
-
-    def expected_step(self) -> tuple[list[UpdateStep], float]:
-        """Return the next step's optimizer hyperparameters and gradient scale, without advancing step counters.
-
-        The scale is the one for a step that neither clips nor overflows.
-        """
-        ...
-
-    def unclipped_scale(self) -> float:
-        """Return the factor that unscales gradients in a step that neither clips nor overflows."""
-        ...
-
-    def early_updates_allowed(self) -> bool:
-        """Return whether updates may start before the gradient norm is known.
-
-        False if gradients so far already show that the step clips or overflows.
-        """
-        ...
-
-    def publish(self) -> None:
-        """Wait for the latest step's updates, and make the training framework's own tensors show the new
-        optimizer state.
-        """
-        ...
-
-    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors with a subgroup's master parameters and moments, for a checkpoint to read."""
-        ...
-
-    def gradient_bytes(self) -> int:
-        """Return the number of bytes that an accumulated gradient takes per parameter."""
-        ...
-
-    def micro_batches(self) -> int:
-        """Return the number of micro-batches per optimizer step."""
-        ...
-
-    def clips(self) -> bool:
-        """Return whether training clips gradients to a maximum norm."""
-        ...
-
-    def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Make all code that reads parameters first call ``wait`` with these parameters.
-
-        Return a function that undoes this.
-        """
-        ...
-
-    def any_rank(self, flag: bool) -> bool:
-        """Return True on every rank if ``flag`` is True on any rank. This is a collective call."""
-        ...
 
 
 class Session:
@@ -242,17 +82,18 @@ class Session:
         self._make_spares()
 
     def _make_spares(self) -> None:
-        first = self.executor.states[0]
-        sizes = first.gradient.element_size(), first.wire.element_size()
-        if keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage()):
+        if self._keeps_window(self.executor.states[0]):
             self.gradient_buffers.make_spares()
+
+    def _keeps_window(self, state: SubgroupState) -> bool:
+        sizes = state.gradient.element_size(), state.wire.element_size()
+        return keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
 
     def _build(self, plan: Plan) -> tuple[Plan, Executor]:
         if not self.overlaps:
             plan = plan.model_copy(update={"overlap_forward": False})
         plan = self._in_order_of_use(plan)
-        sizes = self.engine.sizes()
-        placements = plan.placements
+        sizes, placements = self.engine.sizes(), plan.placements
         staged = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
         rule = self.engine.update_rule()
         tensors = 1 + len(rule.moments)
@@ -276,21 +117,18 @@ class Session:
         if self.device.unified or rule.own_step:
             plan = plan.with_bits(early=False)
         plan = self._place_sums(plan, states)
-        arrival = self._arrival(plan)
-        gradients = gradient_template(sizes, wire, plan)
-        threads = threads_of(plan, self.device)
         return plan, Executor(
             self.device,
             states,
             plan,
             slots,
-            threads,
+            threads_of(plan, self.device),
             rule,
-            gradients,
+            gradient_template(sizes, wire, plan),
             self._store,
             host_slots(plan.host_slots, stored, tensors),
             spares_of(self.device, states, plan.updated_early, shared=self.engine.shares_state),
-            arrival,
+            self._arrival(plan),
         )
 
     def _account_for(self, plan: Plan) -> None:
@@ -298,9 +136,7 @@ class Session:
         self.pausing = PauseRule(times or UNKNOWN, self.pausing.steps, self.pausing.clipped)
 
     def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> Plan:
-        sizes = (states[0].gradient.element_size(), states[0].wire.element_size())
-        leave = keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
-        if self.device.unified or self.engine.update_rule().own_step or not leave:
+        if self.device.unified or self.engine.update_rule().own_step or not self._keeps_window(states[0]):
             return plan.with_bits(sum_on_device=False)
         wanted = [i for i, way in enumerate(plan.ways) if way.sum_on_device]
         there = {*wanted[: place_sums(self.device, [states[i] for i in wanted])]}
@@ -418,7 +254,7 @@ class Session:
         for state in moved:
             self.engine.adopt(state)
         if moved:
-            self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
+            self._register_saved()
 
     def update(self, scale: float) -> None:
         """Start the updates of an optimizer step in the background.
@@ -503,21 +339,19 @@ class Session:
         self.engine.publish()
         old.drop_early_updates()
         old.close(with_device=False)
-        for slot in old.parameter_slots:
-            self.device.host_release(slot)
-        for buffers in (old.parameter_slots, old.outgoing_slots, old.slots, old.host_slots):
-            buffers.clear()
         self.gradient_buffers.close()
         self._register({state.index: () for state in old.states})
         self._running = old
-        self.plan, executor = self._build(plan)
+        self.plan, self.executor = self._build(plan)
         self._running = None
         self._account_for(self.plan)
-        executor.before_op = old.before_op
-        executor.bodies.gate, executor.bodies.spent = old.bodies.gate, old.bodies.spent
-        self.executor = executor
-        self.gradient_buffers = self.gradient_buffers.moved(executor.states, executor.gradients)
+        now, before = self.executor.bodies, old.bodies
+        now.gate, now.spent, self.executor.before_op = before.gate, before.spent, old.before_op
+        self.gradient_buffers = self.gradient_buffers.moved(self.executor.states, self.executor.gradients)
         self._make_spares()
+        self._register_saved()
+
+    def _register_saved(self) -> None:
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:

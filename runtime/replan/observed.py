@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ebbtide.runtime.devices.passes import Pass
-from ebbtide.runtime.execution.session import TrainingEngine
+from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.replan.watch import measured_rates, with_observed
 from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule, simulate_fast, timeline
 from ebbtide.simulator.machine import Machine

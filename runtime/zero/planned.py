@@ -31,7 +31,7 @@ _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "f
 class PlannedZero:
     """The base class of DeepSpeed's ZeRO optimizers under a plan, for every ZeRO stage.
 
-    It implements part of the interface `ebbtide.runtime.execution.session.TrainingEngine`. `EbbtideStage3` and
+    It implements part of the interface `ebbtide.runtime.execution.engine.TrainingEngine`. `EbbtideStage3` and
     `EbbtideStage2` inherit from it before DeepSpeed's own class. It is never constructed: `ebbtide.attach`
     changes the class of DeepSpeed's existing optimizer, after setting ``_rule`` and other fields.
     """

@@ -115,7 +115,7 @@ def cut(params, size):
 
 
 class PlainEngine:
-    """An implementation of `ebbtide.runtime.execution.session.TrainingEngine` for a module of bf16 parameters."""
+    """An implementation of `ebbtide.runtime.execution.engine.TrainingEngine` for a module of bf16 parameters."""
 
     shares_state = False
     overlaps_forward = True

@@ -1,0 +1,174 @@
+"""The interface of a training framework's optimizer, with which ebbtide runs a plan for the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.gradient_ops import GradientOps
+from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
+from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
+from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.simulator.plan import ParameterLocation
+from ebbtide.simulator.schedules.gathers import Gathered
+from ebbtide.simulator.workload import WireDtype, ZeroStage
+
+
+class TrainingEngine(Protocol):
+    """The interface that ebbtide needs of a training framework's optimizer to run a plan.
+
+    Every call comes from the training thread. The framework keeps its own references to the optimizer
+    state, for checkpoints and for other code that reads the state. `adopt` gives it the new tensors of a
+    subgroup.
+
+    Attributes:
+        shares_state: True if the framework's buffers of optimizer state outlive a plan. In this case only
+            gradients are released.
+        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not
+            wait for its updates.
+    """
+
+    shares_state: bool
+    overlaps_forward: bool
+
+    def sizes(self) -> tuple[int, ...]:
+        """Return the number of elements of each subgroup on this rank, in the order of subgroups."""
+        ...
+
+    def wire_dtype(self) -> WireDtype:
+        """Return the precision of the model's computation: bf16, fp16 or fp32."""
+        ...
+
+    def parameter_location(self) -> ParameterLocation:
+        """Return the memory (host or device) where the training framework itself keeps partitions of parameters."""
+        ...
+
+    def gathers(self) -> Gathered | None:
+        """Return how often forward and backward gather each partitioned parameter, by the parameter ids of
+        `slices`.
+
+        None if the gathers are not known yet, or if the framework does not partition parameters.
+        """
+        ...
+
+    def zero_stage(self) -> ZeroStage:
+        """Return the ZeRO stage, which tells how much of the training state is divided among the ranks."""
+        ...
+
+    def first_use(self) -> list[int]:
+        """Return one number per subgroup. They order subgroups by the first use of their parameters in
+        forward.
+        """
+        ...
+
+    def update_rule(self) -> UpdateRule:
+        """Return the update rule that computes what the training framework's optimizer computes, with
+        identical bits.
+        """
+        ...
+
+    def slices(self) -> Mapping[int, ParameterSlice]:
+        """Return which part of each parameter lies in which subgroup, as a dict from the framework's
+        parameter number.
+        """
+        ...
+
+    def units(self) -> Mapping[tuple[int, int], str]:
+        """Return the part of the model, such as a block, that each parameter belongs to, as a dict.
+
+        A key is the parameter's subgroup and its first element in the subgroup.
+        """
+        ...
+
+    def gradient_buffers(
+        self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
+    ) -> GradientBuffers[Any]:
+        """Build the object that collects the gradients of all parameters when the first plan starts to run."""
+        ...
+
+    def prepare(self, device: Device) -> None:
+        """Prepare the framework's buffers for its first plan, by splitting buffers that several subgroups share.
+
+        Otherwise a shared buffer would stay in memory until its last subgroup has moved.
+        """
+        ...
+
+    def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
+        """Return the present tensors of a subgroup: its optimizer state, gradient and parameters.
+
+        Args:
+            now: The subgroup's tensors under the running plan. None if no plan runs yet. In that case the
+                framework's own tensors are returned.
+        """
+        ...
+
+    def adopt(self, state: SubgroupState) -> None:
+        """Make the training framework's references point to the present tensors of a subgroup."""
+        ...
+
+    def settle(self) -> None:
+        """Release the training framework's buffers that no subgroup uses any more.
+
+        This is called after all subgroups have moved to a plan's buffers.
+        """
+        ...
+
+    def hyperparameters(self) -> list[UpdateStep]:
+        """Return the next step's optimizer hyperparameters for each subgroup, and advance the optimizer's step
+        counters.
+        """
+        ...
+
+    def expected_step(self) -> tuple[list[UpdateStep], float]:
+        """Return the next step's optimizer hyperparameters and gradient scale, without advancing step counters.
+
+        The scale is the one for a step that neither clips nor overflows.
+        """
+        ...
+
+    def unclipped_scale(self) -> float:
+        """Return the factor that unscales gradients in a step that neither clips nor overflows."""
+        ...
+
+    def early_updates_allowed(self) -> bool:
+        """Return whether updates may start before the gradient norm is known.
+
+        False if gradients so far already show that the step clips or overflows.
+        """
+        ...
+
+    def publish(self) -> None:
+        """Wait for the latest step's updates, and make the training framework's own tensors show the new
+        optimizer state.
+        """
+        ...
+
+    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensors with a subgroup's master parameters and moments, for a checkpoint to read."""
+        ...
+
+    def gradient_bytes(self) -> int:
+        """Return the number of bytes that an accumulated gradient takes per parameter."""
+        ...
+
+    def micro_batches(self) -> int:
+        """Return the number of micro-batches per optimizer step."""
+        ...
+
+    def clips(self) -> bool:
+        """Return whether training clips gradients to a maximum norm."""
+        ...
+
+    def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
+        """Make all code that reads parameters first call ``wait`` with these parameters.
+
+        Return a function that undoes this.
+        """
+        ...
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return True on every rank if ``flag`` is True on any rank. This is a collective call."""
+        ...
