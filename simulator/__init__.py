@@ -12,12 +12,12 @@ from ebbtide.simulator.estimates.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.job import workload_from_model
 from ebbtide.simulator.estimates.presets import preset, preset_names
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, PlanError, Prediction, Way
+from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, PlanError, Way
+from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder
+from ebbtide.simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuilder, Span
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.strategies import STRATEGIES, build_strategy
-from ebbtide.simulator.span import Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Layer, MemoryPoint, Workload
 

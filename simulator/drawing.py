@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.simulator.schedule import Lane, OpKind
-from ebbtide.simulator.span import Span, makespan_s
+from ebbtide.simulator.schedule import Lane, OpKind, Span, makespan_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

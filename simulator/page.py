@@ -1,6 +1,10 @@
-"""The base class of plans, profiles and other pydantic models that are stored as one JSON file."""
+"""The base class of plans, profiles and other pydantic models that are stored as one JSON file, and the versions that
+they name.
+"""
 
 import os
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Self
 
@@ -53,3 +57,17 @@ def _write(path: Path, content: str | bytes) -> None:
         path.write_bytes(content)
     else:
         path.write_text(content, encoding="utf-8")
+
+
+@cache
+def versions(*packages: str) -> dict[str, str]:
+    """Return a dict from each of the given packages to its installed version. Packages that are not installed are
+    left out.
+    """
+    result: dict[str, str] = {}
+    for package in packages:
+        try:
+            result[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return result

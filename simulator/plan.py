@@ -8,30 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator import plan_schema
-from ebbtide.simulator.limits import lacks, missing
+from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.plan_schema import SCHEMA_VERSION as SCHEMA_VERSION
+from ebbtide.simulator.plan_schema import Ways
+from ebbtide.simulator.prediction import PHASES, Prediction
 from ebbtide.simulator.rules import RuleError, explain
-from ebbtide.simulator.schedule import Kind
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
-from ebbtide.simulator.update.pausing import StepTimes
 from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, Slot
 from ebbtide.simulator.update.recipes import Placement as Placement  # public here, defined there
-from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.update.way import ParameterLocation as ParameterLocation
 from ebbtide.simulator.update.way import Way as Way
 from ebbtide.simulator.workload import TrainedAs
-from pydantic import (
-    Field,
-    GetCoreSchemaHandler,
-    NonNegativeInt,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 # Of a checkpoint, beside those that are being written: gathered and hashed meanwhile, so that the
 # disk has as many writes to do at every moment as there are writers.
@@ -41,88 +31,6 @@ BLOCK_BYTES = 4 * 2**20  # of checkpoint files: what is copied, hashed and writt
 
 class PlanError(RuleError):
     """An error: a plan cannot be read or does not fit the training. The message says what to change."""
-
-
-class WayRun(Page):
-    """A row of a plan file: a number of neighboring subgroups of optimizer state that are updated in the same way.
-
-    The rows of a plan file have the order of the model's layers.
-
-    Attributes:
-        count: Number of subgroups in this row.
-        placement: Memory that holds the subgroups' optimizer state, and processor that updates the state.
-            ``resident``: in GPU memory, updated by the GPU. ``device``: in host memory, copied to the GPU and updated
-            by the GPU. ``host``: in host memory, updated by the CPU. ``stored``: on a drive, updated by the CPU.
-        parameters: Memory that holds the subgroups' 16-bit parameters between their uses. Parameters in host
-            memory are copied to the GPU for each forward and backward (DeepSpeed's ``offload_param``, ZeRO-3
-            only).
-        early: True if the update starts before the gradient norm is known, assuming that the step neither clips
-            nor overflows. If the step clips or overflows, the update is dropped and redone. An early update needs
-            extra host memory for new state and new parameters. Early updates are allowed only for ``host`` and
-            ``device`` with parameters on the device, and only under ZeRO-3.
-        sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays on the
-            GPU until the last micro-batch is added. The sum takes GPU memory for one gradient. Sums on the GPU are
-            allowed only for ``host`` and ``stored``.
-    """
-
-    count: int = Field(ge=1)
-    placement: Placement
-    parameters: ParameterLocation = "device"
-    early: bool = False
-    sum_on_device: bool = False
-
-    @property
-    def way(self) -> Way:
-        """Return the `Way` of updating the subgroups of a plan file's row: placement, parameter location and flags."""
-        return Way(self.placement, self.parameters, self.early, self.sum_on_device)
-
-    @model_validator(mode="after")
-    def _check_bits(self) -> Self:
-        fitted = self.way.fitted()
-        for bit in ("early", "sum_on_device"):
-            if getattr(self.way, bit) != getattr(fitted, bit):
-                raise RuleError(
-                    f"plan.ways: {bit} must be false for placement {self.placement!r} with parameters on the "
-                    f"{self.parameters}, but got true. Leave it out, or plan again with `tune plan`",
-                    key=bit,
-                )
-        return self
-
-
-class _Ways:
-    """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the plan file.
-
-    In Python there is a `Way` (placement, parameter location and flags) for each subgroup. A row of the file
-    stands for several neighboring subgroups with the same values.
-    """
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        rows = handler.generate_schema(Annotated[tuple[WayRun, ...], Field(min_length=1)])
-        return core_schema.no_info_before_validator_function(
-            _as_rows,
-            core_schema.no_info_after_validator_function(
-                lambda runs: tuple(run.way for run in runs for _ in range(run.count)), rows
-            ),
-            serialization=core_schema.plain_serializer_function_ser_schema(rows_of),
-        )
-
-
-def _as_rows(ways: Any) -> Any:
-    some = isinstance(ways, Sequence) and not isinstance(ways, str)
-    return rows_of(ways) if some and all(isinstance(way, Way) for way in ways) else ways
-
-
-def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return the rows of a plan file, as dicts, for the `Way` (placement, parameter location, flags) of each subgroup.
-
-    Neighboring subgroups with equal values share a row. Fields with default values are left out.
-    """
-    rows = []
-    for way, group in groupby(ways):
-        bits = {name: value for name, value in way._asdict().items() if value != Way._field_defaults.get(name)}
-        rows.append({"count": sum(1 for _ in group), **bits})
-    return rows
 
 
 class CheckpointPlan(Page):
@@ -188,88 +96,6 @@ class CheckpointPlan(Page):
         return {name: value for name, value in fields.items() if name not in ("drain_dir", "drain_keep")}
 
 
-_PHASES = ("forward_s", "backward_s", "step_s", "loop_s")
-
-
-class Prediction(Page):
-    """The simulator's prediction of one rank's training iteration under a plan. Times are in seconds.
-
-    Attributes:
-        strategy: Name of the predicted strategy: ``ebbtide`` for training under a plan, or another system.
-        iteration_s: Time of an iteration: one optimizer step with all its micro-batches.
-        iteration_low_s: Lower end of the uncertainty interval of ``iteration_s``.
-        iteration_high_s: Upper end of the uncertainty interval of ``iteration_s``.
-        forward_s: Time of the forward passes of an iteration.
-        backward_s: Time of the backward passes of an iteration.
-        device_peak_bytes: Largest number of bytes in use in GPU memory.
-        host_peak_bytes: Largest number of bytes in use in host memory.
-        memory: Bytes in use at the peak of each memory, by kind (parameters, state ...). The kinds add up to the
-            peak. Empty if unknown, as for other systems.
-        limits: Bytes of each memory that may be used. A memory without a limit is left out. If device memory is
-            host memory, only the host has a limit.
-        clip_rate: Fraction of steps that are assumed to clip or overflow in ``iteration_s``. None if the plan has
-            no early updates.
-        unclipped_s: Time of an iteration that does not clip, so that no early update is redone. 0 if
-            ``clip_rate`` is None.
-        waiting_s: Time of an iteration whose updates all wait for the gradient norm. 0 if ``clip_rate`` is None.
-        clipped_s: Time of an iteration that clips, so that early updates are redone. 0 if ``clip_rate`` is None.
-        lower_bound_s: Lower bound of ``iteration_s``, which no plan can beat.
-        note: Sentence about the memory that is too small. Empty if the strategy fits.
-    """
-
-    strategy: str = "ebbtide"
-    iteration_s: float = Field(gt=0)
-    iteration_low_s: float = Field(gt=0)
-    iteration_high_s: float = Field(gt=0)
-    forward_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
-    step_s: float = Field(ge=0, description="Seconds for which optimizer.step() blocks the training loop.")
-    update_s: float = Field(ge=0, description="Seconds from the gradient norm to the last updated parameter.")
-    loop_s: float = Field(
-        0.0, ge=0, description="Seconds of the training loop outside forward, backward and optimizer step."
-    )
-    device_peak_bytes: int = Field(0, ge=0)
-    host_peak_bytes: int = Field(0, ge=0)
-    storage_bytes: int = Field(
-        0, ge=0, description="Bytes of optimizer state on drives, which keep two versions of each subgroup."
-    )
-    memory: dict[Memory, dict[Kind, NonNegativeInt]] = Field(default_factory=dict)
-    limits: dict[Memory, NonNegativeInt] = Field(default_factory=dict)
-    stall_s: float = Field(0.0, ge=0, description="Seconds for which one checkpoint stops training.")
-    lower_bound_s: float = Field(0.0, ge=0)
-    clip_rate: float | None = Field(None, ge=0, le=1)
-    unclipped_s: float = Field(0.0, ge=0)
-    waiting_s: float = Field(0.0, ge=0)
-    clipped_s: float = Field(0.0, ge=0)
-    note: str = ""
-
-    @property
-    def missing(self) -> dict[str, int]:
-        """Return the bytes of each memory that a predicted plan needs beyond the memory's limit.
-
-        The result is empty if the plan fits, or if its prediction has no limits.
-        """
-        return missing(self.limits, self.device_peak_bytes, self.host_peak_bytes, self.storage_bytes)
-
-    @property
-    def step_times(self) -> StepTimes | None:
-        """Return the predicted iteration times of a plan with early updates, in steps that clip and other steps.
-
-        An early update starts before the gradient norm is known. The result is None if the plan has none.
-        """
-        if self.clip_rate is None or not self.waiting_s:
-            return None
-        return StepTimes(self.unclipped_s, self.waiting_s, self.clipped_s)
-
-    @property
-    def fits(self) -> bool:
-        """Return True if the memory peaks of a plan's or strategy's prediction stay within the limits of the memories.
-
-        A prediction in a plan file of an older version has no limits. It counts as fitting if ``note`` is empty.
-        """
-        return not self.missing if self.limits else not self.note
-
-
 class Plan(Shown, Page):
     """A plan for training with offloaded optimizer state, as one JSON file. The runtime needs no other file.
 
@@ -316,7 +142,7 @@ class Plan(Shown, Page):
     subgroups: tuple[int, ...] = Field(
         (), description="Number of elements of each subgroup, to check that the plan belongs to the model."
     )
-    ways: Annotated[tuple[Way, ...], _Ways]
+    ways: Annotated[tuple[Way, ...], Ways]
     order: UpdateOrder = UpdateOrder()
     staging_slots: int = Field(2, ge=0)
     prefetch: int = Field(0, ge=0)
@@ -432,22 +258,10 @@ class Plan(Shown, Page):
 
         Times are in seconds, memory in GiB.
         """
-        rows = [] if self.prediction is None else [self.prediction, *self.alternatives]
-        return [
-            {
-                "strategy": row.strategy,
-                "iteration_s": row.iteration_s,
-                **{name: getattr(row, name) for name in _PHASES},
-                "device_GiB": row.device_peak_bytes / 2**30,
-                "host_GiB": row.host_peak_bytes / 2**30,
-                "fits": not row.note,
-                "note": row.note,
-            }
-            for row in rows
-        ]
+        return [] if self.prediction is None else [row.record for row in (self.prediction, *self.alternatives)]
 
     def drawn(self) -> tuple[str, ...]:
-        return _PHASES
+        return PHASES
 
     @property
     def config_subgroup_size(self) -> int:

@@ -1,23 +1,107 @@
-"""The conversion of plan files that older versions of ebbtide wrote.
+"""The rows of a plan file, and the conversion of plan files that older versions of ebbtide wrote.
 
-Files of schema 1 and 2 list placements and parameter locations with a number of neighboring subgroups. For
-early updates and gradient accumulation on the GPU they give only numbers of subgroups. In schema 3 a row has
-all of these settings for some neighboring subgroups.
+A row says how some neighboring subgroups are updated. Files of schema 1 and 2 list placements and parameter
+locations with a number of neighboring subgroups. For early updates and gradient accumulation on the GPU they give
+only numbers of subgroups.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Annotated, Any, Self
 
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.update.recipes import Placement
 from ebbtide.simulator.update.way import ParameterLocation, Way
-from pydantic import Field, ValidationError
+from pydantic import Field, GetCoreSchemaHandler, ValidationError, model_validator
+from pydantic_core import CoreSchema, core_schema
 
 SCHEMA_VERSION = 3
 _NEVER_RUN = ("prefetch_after_layer", "split_master")  # of schema 1
 _NO_LONGER = ("growing_slots", "speculate_stored")  # of schemas 1 and 2
+
+
+class WayRun(Page):
+    """A row of a plan file: a number of neighboring subgroups of optimizer state that are updated in the same way.
+
+    The rows of a plan file have the order of the model's layers.
+
+    Attributes:
+        count: Number of subgroups in this row.
+        placement: Memory that holds the subgroups' optimizer state, and processor that updates the state.
+            ``resident``: in GPU memory, updated by the GPU. ``device``: in host memory, copied to the GPU and updated
+            by the GPU. ``host``: in host memory, updated by the CPU. ``stored``: on a drive, updated by the CPU.
+        parameters: Memory that holds the subgroups' 16-bit parameters between their uses. Parameters in host
+            memory are copied to the GPU for each forward and backward (DeepSpeed's ``offload_param``, ZeRO-3
+            only).
+        early: True if the update starts before the gradient norm is known, assuming that the step neither clips
+            nor overflows. If the step clips or overflows, the update is dropped and redone. An early update needs
+            extra host memory for new state and new parameters. Early updates are allowed only for ``host`` and
+            ``device`` with parameters on the device, and only under ZeRO-3.
+        sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays on the
+            GPU until the last micro-batch is added. The sum takes GPU memory for one gradient. Sums on the GPU are
+            allowed only for ``host`` and ``stored``.
+    """
+
+    count: int = Field(ge=1)
+    placement: Placement
+    parameters: ParameterLocation = "device"
+    early: bool = False
+    sum_on_device: bool = False
+
+    @property
+    def way(self) -> Way:
+        """Return the `Way` of updating the subgroups of a plan file's row: placement, parameter location and flags."""
+        return Way(self.placement, self.parameters, self.early, self.sum_on_device)
+
+    @model_validator(mode="after")
+    def _check_bits(self) -> Self:
+        fitted = self.way.fitted()
+        for bit in ("early", "sum_on_device"):
+            if getattr(self.way, bit) != getattr(fitted, bit):
+                raise RuleError(
+                    f"plan.ways: {bit} must be false for placement {self.placement!r} with parameters on the "
+                    f"{self.parameters}, but got true. Leave it out, or plan again with `tune plan`",
+                    key=bit,
+                )
+        return self
+
+
+class Ways:
+    """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the plan file.
+
+    In Python there is a `Way` (placement, parameter location and flags) for each subgroup. A row of the file
+    stands for several neighboring subgroups with the same values.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        rows = handler.generate_schema(Annotated[tuple[WayRun, ...], Field(min_length=1)])
+        return core_schema.no_info_before_validator_function(
+            _as_rows,
+            core_schema.no_info_after_validator_function(
+                lambda runs: tuple(run.way for run in runs for _ in range(run.count)), rows
+            ),
+            serialization=core_schema.plain_serializer_function_ser_schema(rows_of),
+        )
+
+
+def _as_rows(ways: Any) -> Any:
+    some = isinstance(ways, Sequence) and not isinstance(ways, str)
+    return rows_of(ways) if some and all(isinstance(way, Way) for way in ways) else ways
+
+
+def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
+    """Return the rows of a plan file, as dicts, for the `Way` (placement, parameter location, flags) of each subgroup.
+
+    Neighboring subgroups with equal values share a row. Fields with default values are left out.
+    """
+    rows = []
+    for way, group in groupby(ways):
+        bits = {name: value for name, value in way._asdict().items() if value != Way._field_defaults.get(name)}
+        rows.append({"count": sum(1 for _ in group), **bits})
+    return rows
 
 
 class _PlacementRun(Page):

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ebbtide.simulator.page import write_whole
-from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.schedule import Lane, OpKind, Span, makespan_s
 from ebbtide.simulator.shown import Shown, table
-from ebbtide.simulator.span import Span, makespan_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

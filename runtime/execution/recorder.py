@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ebbtide.runtime.devices.passes import Pass, Place, WatchedPasses
-from ebbtide.simulator.schedule import Lane, OpKind
-from ebbtide.simulator.span import Span
+from ebbtide.simulator.schedule import Lane, OpKind, Span
 from ebbtide.simulator.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.runtime.frontdoor.initialize import config_of, read, without
 from ebbtide.runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
 from ebbtide.runtime.zero.pieces import pieces, settle
-from ebbtide.simulator.versions import versions
+from ebbtide.simulator.page import versions
 
 OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory")
 

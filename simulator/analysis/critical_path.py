@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 
-from ebbtide.simulator.schedule import Lane, Schedule
-from ebbtide.simulator.span import Span
+from ebbtide.simulator.schedule import Lane, Schedule, Span
 from ebbtide.simulator.timeline import Timeline
 
 

@@ -14,8 +14,7 @@ from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.machine import THREADED, Machine, RateName
-from ebbtide.simulator.schedule import Op, Schedule
-from ebbtide.simulator.span import Span
+from ebbtide.simulator.schedule import Op, Schedule, Span
 from ebbtide.simulator.timeline import Timeline
 
 _LANE_NUMBERS = {lane: number for number, lane in enumerate(kernel.LANES)}

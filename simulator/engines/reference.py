@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from ebbtide.simulator.engines.sharing import max_min_speeds
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, Op, OpKind, Schedule
-from ebbtide.simulator.span import Span
+from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, Op, OpKind, Schedule, Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
 
 _COPY_LANES = D2H_LANES | H2D_LANES

@@ -12,8 +12,7 @@ from typing import Any
 
 from ebbtide.profiler.nvml import handle_of
 from ebbtide.runtime.hardware.cores import cpu_name
-from ebbtide.simulator.page import write_whole
-from ebbtide.simulator.versions import versions
+from ebbtide.simulator.page import versions, write_whole
 
 _PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy")
 

@@ -12,8 +12,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane
-from ebbtide.simulator.span import Span
+from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, Span
 from ebbtide.simulator.timeline import Timeline
 
 from studies.gpu.contract import attached, differing, plan_of, settle, start, train

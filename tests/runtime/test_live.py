@@ -13,8 +13,7 @@ from ebbtide.runtime.replan.watch import measured_rates, with_observed
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.simulator import Layer, Plan, PlanError, Quantity, Workload
-from ebbtide.simulator.schedule import Lane, OpKind
-from ebbtide.simulator.span import Span
+from ebbtide.simulator.schedule import Lane, OpKind, Span
 from ebbtide.simulator.timeline import Timeline
 
 from studies.bench.bits import differences

@@ -337,8 +337,7 @@ def test_kernels_are_compared_by_bits(dtype):
 
 
 def test_overlap_is_time_in_which_two_lanes_work():
-    from ebbtide.simulator.schedule import Lane, OpKind
-    from ebbtide.simulator.span import Span
+    from ebbtide.simulator.schedule import Lane, OpKind, Span
     from ebbtide.simulator.timeline import Timeline
 
     spans = (

@@ -20,7 +20,8 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine
-    from ebbtide.simulator.plan import Plan, Prediction
+    from ebbtide.simulator.plan import Plan
+    from ebbtide.simulator.prediction import Prediction
     from ebbtide.simulator.workload import Workload
 
 MEMORIES: tuple[Memory, ...] = get_args(Memory)

@@ -10,7 +10,8 @@ from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_set
 from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan, Prediction, Way
+from ebbtide.simulator.plan import Plan, Way
+from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.schedules.strategies import stages, stock_offload
 from ebbtide.simulator.workload import Workload
 

@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from ebbtide.simulator.analysis.critical_path import critical_path
-from ebbtide.simulator.schedule import Lane, OpKind, Schedule
-from ebbtide.simulator.span import Span
+from ebbtide.simulator.schedule import Lane, OpKind, Schedule, Span
 from ebbtide.simulator.timeline import Timeline
 
 MOST_SPANS = 500  # of one timeline

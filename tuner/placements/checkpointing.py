@@ -23,7 +23,8 @@ from ebbtide.simulator.analysis.goodput import (
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan, Prediction
+from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
+from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.checkpointed import reserved_bytes
 from ebbtide.simulator.workload import Workload

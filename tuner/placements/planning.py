@@ -14,10 +14,11 @@ from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan, Prediction
+from ebbtide.simulator.page import versions
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.update.way import SUMMED
-from ebbtide.simulator.versions import versions
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.calibrate.spread import sampled_machines

@@ -25,7 +25,8 @@ from ebbtide.simulator.analysis.what_if import evaluate, grid
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan, Prediction
+from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload

@@ -18,9 +18,8 @@ from ebbtide.simulator.engines.reference import simulate
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Placement, Plan
 from ebbtide.simulator.rules import RuleError, explain
-from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.schedule import Lane, OpKind, Span
 from ebbtide.simulator.schedules.strategies import build_strategy, stock_offload
-from ebbtide.simulator.span import Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.timeline_view import view
