@@ -14,7 +14,7 @@ from ebbtide.profiler.memory import device_bytes, host_bytes, peak_device_bytes,
 from ebbtide.profiler.tokens import tokens_of
 from ebbtide.profiler.units import units
 from ebbtide.runtime.hardware.background import InterpreterEndsError, native_work
-from ebbtide.simulator.workload import MemoryPoint
+from ebbtide.simulator.layer import MemoryPoint
 
 SAMPLE_EVERY_S = 0.005
 Phase = Literal["forward", "backward", "step", "other"]

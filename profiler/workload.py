@@ -14,9 +14,10 @@ from ebbtide.profiler.watcher import Trace
 from ebbtide.runtime.hardware.cores import near_cores
 from ebbtide.runtime.hardware.launcher import local_ranks
 from ebbtide.runtime.kernels import host
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedules.gathers import Gathered
-from ebbtide.simulator.workload import Layer, WireDtype, Workload
+from ebbtide.simulator.workload import WireDtype, Workload
 
 # DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
 WARMUP_STEPS = 4

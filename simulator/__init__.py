@@ -11,6 +11,7 @@ from ebbtide.simulator.estimates.architecture import architecture
 from ebbtide.simulator.estimates.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.job import workload_from_model
 from ebbtide.simulator.estimates.presets import preset, preset_names
+from ebbtide.simulator.layer import Layer, MemoryPoint
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, PlanError, Way
 from ebbtide.simulator.prediction import Prediction
@@ -19,7 +20,7 @@ from ebbtide.simulator.schedule import Lane, Op, OpKind, Schedule, ScheduleBuild
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.strategies import STRATEGIES, build_strategy
 from ebbtide.simulator.timeline import MemorySample, Timeline
-from ebbtide.simulator.workload import Layer, MemoryPoint, Workload
+from ebbtide.simulator.workload import Workload
 
 __all__ = [
     "STRATEGIES",

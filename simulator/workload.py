@@ -2,17 +2,17 @@
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
+from ebbtide.simulator.layer import Layer, MemoryPoint
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 from ebbtide.simulator.update.pausing import ASSUMED_CLIP_RATE
+from ebbtide.simulator.update.subgroups import Cut, cut, cut_flat, grouped, pieces_of
 from pydantic import Field, NonNegativeInt, model_validator
 
 SCHEMA_VERSION = 2
@@ -21,59 +21,6 @@ WireDtype = Literal["bf16", "fp16", "fp32"]
 ZeroStage = Literal[1, 2, 3]
 BaseKind = Literal["parameters", "gradients", "activations"]
 WIRE_BYTES: dict[WireDtype, int] = {"bf16": 2, "fp16": 2, "fp32": 4}
-
-
-class Layer(Page):
-    """A layer of a workload: a unit of forward and backward, usually a transformer block.
-
-    Attributes:
-        params: Number of this rank's parameter elements whose gradients the layer's backward produces.
-        forward_s, backward_s: Compute time of the forward, and of the backward, of one micro-batch on this rank.
-        activation_bytes: GPU memory that is in use from this layer's forward until its backward.
-        network_gather_bytes: Bytes that this rank receives from other nodes to gather the layer's parameters for
-            a forward or backward of one micro-batch. Other traffic that occupies the network at that time is
-            included. 0 if all of the parameters are in its node.
-        network_reduce_bytes: Bytes that this rank exchanges with other nodes in the layer's backward of one
-            micro-batch, for data, tensor and pipeline parallelism together.
-        persistent_params: Number of elements in ``params`` that stay gathered until the end of the step.
-        regathered_params: Number of elements that the backward of one micro-batch gathers again. Some elements
-            may count twice. None: all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
-        params_of_others: Number of the layer's parameter elements whose optimizer state other ranks hold under
-            ZeRO-1 and 2, and whose gradients they copy to the host while this rank waits for the next reduction.
-        unhidden_s: Seconds that are added to ``backward_s`` if stock DeepSpeed keeps the parameters of several ranks in
-            host memory. Gathers and reductions inside the node then do not overlap computation.
-    """
-
-    name: str = ""
-    params: int = Field(ge=0)
-    forward_s: float = Field(ge=0)
-    backward_s: float = Field(ge=0)
-    activation_bytes: int = Field(0, ge=0)
-    network_gather_bytes: int = Field(0, ge=0)
-    network_reduce_bytes: int = Field(0, ge=0)
-    persistent_params: int = Field(0, ge=0)
-    regathered_params: int | None = Field(None, ge=0)
-    params_of_others: int = Field(0, ge=0)
-    unhidden_s: float = Field(0.0, ge=0)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.persistent_params > self.params:
-            raise RuleError(
-                f"persistent_params must be at most the layer's {self.params} params, but got {self.persistent_params}",
-                key="persistent_params",
-            )
-        return self
-
-
-class MemoryPoint(Page):
-    """The GPU and host memory in use at one moment of a profiled iteration, and the layer that was running then."""
-
-    t_s: float = Field(ge=0)
-    phase: Literal["forward", "backward", "step", "other"]
-    device_bytes: int = Field(ge=0)
-    host_bytes: int = Field(0, ge=0)
-    layer: str = ""
 
 
 class TrainedAs(Page):
@@ -103,25 +50,6 @@ class TrainedAs(Page):
         if self.recompute is not None:
             parts.append(f"gradient_checkpointing={self.recompute}")
         return ", ".join(parts)
-
-
-class Cut(Protocol):
-    """The interface of objects that say how a workload's parameters are divided into subgroups, such as plans."""
-
-    @property
-    def subgroups(self) -> Sequence[int]:
-        """Return the number of elements of each subgroup of optimizer state under a plan. Empty if unknown."""
-        ...
-
-    @property
-    def subgroup_size(self) -> int:
-        """Return the number of elements of a plan's subgroups. A subgroup is complete as soon as it has this many."""
-        ...
-
-    @property
-    def deepspeed_subgroup_size(self) -> int:
-        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's, otherwise 0."""
-        ...
 
 
 class Workload(Shown, Page):
@@ -223,13 +151,11 @@ class Workload(Shown, Page):
     def _read_schema_1(cls, fields: Any) -> Any:
         if not isinstance(fields, dict) or fields.get("schema_version") != 1:
             return fields
-        passes = "forward_s", "backward_s"
         try:
             micro = int(fields.get("gradient_accumulation_steps", 1))
-            layers = [
-                {k: float(v) / micro if k in passes else v for k, v in dict(layer).items()}
-                for layer in fields["layers"]
-            ]
+            layers = [dict(layer) for layer in fields["layers"]]
+            for layer in layers:
+                layer |= {k: float(layer[k]) / micro for k in ("forward_s", "backward_s") if k in layer}
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
             return fields  # what is wrong in them is told by their fields' own rules
         return {**fields, "layers": layers, "schema_version": SCHEMA_VERSION}
@@ -309,9 +235,11 @@ class Workload(Shown, Page):
             subgroups = [n for group in self.parameters for n in cut(group, subgroup_size)]
         else:
             subgroups = cut_flat([sum(group) for group in self.parameters], subgroup_size)
-        fields = {"subgroups": tuple(subgroups), "subgroup_size": subgroup_size}
         stays = {"deepspeed_subgroup_size": 0, "state_stays": False} if self.deepspeed_subgroup_size else {}
-        return Workload.model_validate({**self.model_dump(), **fields, **stays})
+        return self._with(subgroups=tuple(subgroups), subgroup_size=subgroup_size, **stays)
+
+    def _with(self, **fields: Any) -> "Workload":
+        return Workload.model_validate({**self.model_dump(), **fields})
 
     def in_pieces(self, subgroup_size: int) -> "Workload":
         """Return a copy of the workload with each of DeepSpeed's subgroups divided into smaller ones.
@@ -338,11 +266,10 @@ class Workload(Shown, Page):
         subgroups = tuple(n for held in groups for n in pieces_of(held, subgroup_size))
         if len(subgroups) == len(own.subgroups):
             return own
-        fields = {"subgroups": subgroups, "subgroup_size": subgroup_size}
         stays = {"deepspeed_subgroup_size": whole, "state_stays": True}
-        return Workload.model_validate({**own.model_dump(), **fields, **stays})
+        return own._with(subgroups=subgroups, subgroup_size=subgroup_size, **stays)
 
-    def cut_as(self, plan: "Cut") -> "Workload":
+    def cut_as(self, plan: Cut) -> "Workload":
         """Return a copy of the workload with the subgroups of a plan.
 
         The workload is returned unchanged if its parameters, cut to the plan's sizes, do not give these subgroups.
@@ -352,7 +279,7 @@ class Workload(Shown, Page):
         cut = self.cut_by(plan)
         return cut if cut.subgroups == tuple(plan.subgroups) else self
 
-    def cut_by(self, plan: "Cut") -> "Workload":
+    def cut_by(self, plan: Cut) -> "Workload":
         """Return a copy of the workload with the subgroups that follow from a plan's subgroup size.
 
         Raises:
@@ -367,9 +294,8 @@ class Workload(Shown, Page):
         """Return the fraction of steps expected to clip: the workload's ``clip_rate``, or 10% if unknown and gradients
         are clipped.
         """
-        if self.clip_rate is not None:
-            return self.clip_rate
-        return ASSUMED_CLIP_RATE if self.clip else 0.0
+        assumed = ASSUMED_CLIP_RATE if self.clip else 0.0
+        return assumed if self.clip_rate is None else self.clip_rate
 
     @property
     def adds_on_device(self) -> bool:
@@ -391,27 +317,18 @@ class Workload(Shown, Page):
             return self
         steps = 1 if self.adds_on_device else self.gradient_accumulation_steps
         left_s = steps * sum(layer.backward_s for layer in self.layers)
-        moved_s = self.forward_s + self.pipeline_idle_s + self.step_gather_s
-        moved_s += self.backward_s - left_s
+        moved_s = self.forward_s + self.pipeline_idle_s + self.step_gather_s + (self.backward_s - left_s)
         fields = {"forward_s": 0.0, "network_reduce_bytes": 0}
         layers = [layer.model_copy(update=fields) for layer in self.layers]
-        first = layers[-1]
-        layers[-1] = first.model_copy(update={"backward_s": first.backward_s + moved_s / steps})
-        return self.model_copy(
-            update={
-                "layers": tuple(layers),
-                "zero_stage": 3,
-                "step_gather_s": 0.0,
-                "network_step_gather_bytes": 0,
-                "pipeline_idle_s": 0.0,
-                "gradient_accumulation_steps": steps,
-            }
-        )
+        layers[-1] = layers[-1].model_copy(update={"backward_s": layers[-1].backward_s + moved_s / steps})
+        gone = {"step_gather_s": 0.0, "network_step_gather_bytes": 0, "pipeline_idle_s": 0.0}
+        kept = {"layers": tuple(layers), "zero_stage": 3, "gradient_accumulation_steps": steps}
+        return self.model_copy(update=gone | kept)
 
     @property
     def one_subgroup(self) -> "Workload":
         """Return a copy of the workload with all optimizer state in one subgroup, as in DeepSpeed's ZeRO-1 and 2."""
-        return Workload.model_validate({**self.model_dump(), "subgroups": (self.params,)})
+        return self._with(subgroups=(self.params,))
 
     @property
     def large_subgroups(self) -> list[int]:
@@ -447,19 +364,11 @@ class Workload(Shown, Page):
 
     def layers_of_subgroups(self) -> tuple[tuple[int, ...], ...]:
         """Return, for each subgroup of optimizer state, the numbers of the layers that have parameters in it."""
-        layer_ends = list(accumulate(layer.params for layer in self.layers))
-        subgroup_ends = list(accumulate(self.subgroups))
-        result: list[tuple[int, ...]] = []
-        first = 0
-        for start, end in zip([0, *subgroup_ends[:-1]], subgroup_ends, strict=True):
-            while layer_ends[first] <= start:
-                first += 1
-            last = first
-            while layer_ends[last] < end:
-                last += 1
-            held = (i for i in range(first, last + 1) if self.layers[i].params)
-            result.append(tuple(held))
-        return tuple(result)
+        result: list[list[int]] = [[] for _ in self.subgroups]
+        for number, held in enumerate(self.shares()):
+            for subgroup, _ in held:
+                result[subgroup].append(number)
+        return tuple(map(tuple, result))
 
     def shares(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return, for each layer, a tuple of pairs: a subgroup, and the number of the layer's elements in it."""
@@ -478,11 +387,9 @@ class Workload(Shown, Page):
         return tuple(result)
 
     def in_short(self) -> str:
-        ranks = self.ranks_per_node * self.nodes
-        return (
-            f"{self.name}, {self.params / 1e9:.3g} G parameters on this rank of {ranks}, {len(self.layers)} layers, "
-            f"{len(self.subgroups)} subgroups, {self.wire_dtype}, accumulation {self.gradient_accumulation_steps}"
-        )
+        size = f"{self.params / 1e9:.3g} G parameters on this rank of {self.ranks_per_node * self.nodes}"
+        cut_into = f"{len(self.layers)} layers, {len(self.subgroups)} subgroups"
+        return f"{self.name}, {size}, {cut_into}, {self.wire_dtype}, accumulation {self.gradient_accumulation_steps}"
 
     def records(self) -> list[dict[str, Any]]:
         """Return a list of table rows, one for each layer of a workload, with times and memory of one micro-batch."""
@@ -524,11 +431,8 @@ class Workload(Shown, Page):
 
         A plan records the hash of the workload that it was made for, and training must match it.
         """
-        facts: dict[str, object] = {
-            "subgroups": self.subgroups,
-            "wire_dtype": self.wire_dtype,
-            "grad_bytes_per_param": self.grad_bytes_per_param,
-        }
+        names = ("subgroups", "wire_dtype", "grad_bytes_per_param")
+        facts: dict[str, object] = {name: getattr(self, name) for name in names}
         if self.optimizer != ADAM.name:  # plans for Adam were made before there was a choice
             facts["optimizer"] = self.optimizer
         if self.zero_stage != 3:  # likewise
@@ -543,61 +447,3 @@ def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> boo
     wider data type than they are reduced in.
     """
     return zero_stage == 1 or (zero_stage == 2 and gradient_bytes > wire_bytes)
-
-
-def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
-    """Return the number of elements of each subgroup that DeepSpeed's ZeRO-3 forms from one parameter group.
-
-    A subgroup ends with the parameter that fills it. Source:
-    ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
-    """
-    return [sum(held) for held in grouped(partitions, subgroup_size)]
-
-
-def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
-    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its parameters.
-
-    Args:
-        partitions: Number of elements of each parameter's partition on one rank.
-        subgroup_size: Number of elements at which a subgroup is complete.
-    """
-    result, held, size = list[list[int]](), list[int](), 0
-    for elements in partitions:
-        held.append(elements)
-        size += elements
-        if size >= subgroup_size:
-            result.append(held)
-            held, size = [], 0
-    return [*result, held] if size else result
-
-
-def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
-    """Return the sizes of the parts into which a subgroup is divided, with at least ``least`` elements each.
-
-    Each part ends at the end of a parameter, and at a multiple of the vector length (see `cut_flat`). A small
-    remainder joins the last part.
-    """
-    found, size = list[int](), 0
-    for elements in parameters:
-        size += elements
-        if size >= least and not size % ALIGNMENT:  # as all before it
-            found.append(size)
-            size = 0
-    if size and found and 2 * size < least:
-        size += found.pop()
-    return [*found, size] if size or not found else found
-
-
-# Every vector width that DeepSpeed has for x86 and NEON divides this: plans fit all of them.
-ALIGNMENT = 16
-
-
-def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
-    """Return the sizes of the subgroups into which a flat partition of ZeRO-1 or 2 is divided.
-
-    Each has ``subgroup_size`` elements, rounded up to a multiple of 16. A parameter may belong to two subgroups.
-    DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in another way. As subgroups end at
-    multiples of the vector length, only the last subgroup has such elements, as the undivided partition has.
-    """
-    size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
-    return [min(size, elements - offset) for elements in partitions for offset in range(0, elements, size)]

@@ -65,7 +65,7 @@ def engine_through(door: str, size: str, overlap: bool) -> Any:
     optimizer state on the host and keeps one checkpoint.
     """
     from ebbtide.simulator import CheckpointPlan, Plan, Way
-    from ebbtide.simulator.workload import cut
+    from ebbtide.simulator.update.subgroups import cut
 
     from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config, stock_engine
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.update.recipes import Bytes
 from ebbtide.simulator.update.way import ways
-from ebbtide.simulator.workload import Layer, Workload
+from ebbtide.simulator.workload import Workload
 
 _GRADIENTS = {step.kind for way in ways() for step in way.recipe.gradient_steps}
 

@@ -14,11 +14,12 @@ import numpy as np
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule
 from ebbtide.simulator.engines.kernel import Ints
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.peers import PRODUCTS_WAITED_FOR
 from ebbtide.simulator.update.footprint import base_by_kind, with_base
-from ebbtide.simulator.workload import Layer, Workload
+from ebbtide.simulator.workload import Workload
 
 # What `Template.retimed` writes anew, or what no schedule depends on; all else is the structure.
 RETIMED_LAYER = ("name", "forward_s", "backward_s", "activation_bytes")

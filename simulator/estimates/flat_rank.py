@@ -13,7 +13,8 @@ from itertools import accumulate
 from ebbtide.simulator.estimates.blocks import Block
 from ebbtide.simulator.estimates.compute import Kernels
 from ebbtide.simulator.estimates.rank import MODULES_OF_A_LAYER, Rank
-from ebbtide.simulator.workload import Workload, cut_flat
+from ebbtide.simulator.update.subgroups import cut_flat
+from ebbtide.simulator.workload import Workload
 
 ALIGNMENT_BYTES = 16  # of each parameter's begin, with parameter_alignment
 # What the host needs to launch one layer's forward: 15 fused kernels or 60 of PyTorch's own, 6 to 10 microseconds each.

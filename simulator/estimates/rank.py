@@ -20,9 +20,11 @@ from ebbtide.simulator.estimates.compute import (
     run_ahead_s,
 )
 from ebbtide.simulator.estimates.training import Training
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
-from ebbtide.simulator.workload import WIRE_BYTES, BaseKind, Layer, Workload, cut
+from ebbtide.simulator.update.subgroups import cut
+from ebbtide.simulator.workload import WIRE_BYTES, BaseKind, Workload
 
 # Of a layer's forward, what the host issues for its backward without the recomputed forward: one
 # gradient per product's input and one per weight, and the hooks of the reduction.

@@ -11,13 +11,14 @@ from itertools import accumulate, compress
 from operator import add, mul
 from typing import Self
 
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import KINDS, Kind
 from ebbtide.simulator.update.optimizer import FP32_BYTES, OptimizerState
 from ebbtide.simulator.update.recipes import HOST_SLOTS, Placement, Recipe, Slot, slot_limit
 from ebbtide.simulator.update.tiers import TIERS, Memory
 from ebbtide.simulator.update.way import ParameterLocation, Way, plain_ways
-from ebbtide.simulator.workload import BaseKind, Layer, Workload, adds_on_device
+from ebbtide.simulator.workload import BaseKind, Workload, adds_on_device
 
 # Layers whose parameters are on the device at once, where nobody says: this one and the next.
 PARAMETER_BUFFERS = 2

@@ -81,9 +81,9 @@ def host_bytes(engine: Any) -> dict[str, Any]:
     the sizes of all subgroups.
     """
     from ebbtide.simulator import Workload
+    from ebbtide.simulator.layer import Layer
     from ebbtide.simulator.update.footprint import footprint
     from ebbtide.simulator.update.recipes import PARAMETER_SLOTS
-    from ebbtide.simulator.workload import Layer
 
     session = engine.optimizer._ebbtide
     sizes = session.engine.sizes()

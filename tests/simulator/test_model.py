@@ -6,7 +6,7 @@ import json
 
 import pytest
 from ebbtide.simulator import ModelError, Quantity, architecture, preset, workload_from_model
-from ebbtide.simulator.workload import cut
+from ebbtide.simulator.update.subgroups import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,10 +5,11 @@ from itertools import product
 from typing import get_args
 
 from ebbtide.runtime.execution.session import Session
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.optimizer import OPTIMIZERS
-from ebbtide.simulator.workload import Layer, WireDtype, Workload, ZeroStage
+from ebbtide.simulator.workload import WireDtype, Workload, ZeroStage
 
 logger = logging.getLogger("ebbtide")
 

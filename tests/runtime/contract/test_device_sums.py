@@ -12,10 +12,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from ebbtide.simulator import build_schedule
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
 from ebbtide.simulator.update.optimizer import ADAM
-from ebbtide.simulator.workload import Layer, Workload
+from ebbtide.simulator.workload import Workload
 
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_windows import Experts, follow

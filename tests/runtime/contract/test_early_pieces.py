@@ -11,8 +11,9 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from ebbtide.runtime.zero.attach import host_bytes
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.workload import Layer, Workload
+from ebbtide.simulator.workload import Workload
 
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, ByteGPT

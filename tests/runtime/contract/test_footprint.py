@@ -18,10 +18,11 @@ from ebbtide.runtime.zero.attach import host_bytes
 from ebbtide.runtime.zero.cuts import cuts_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.update.footprint import Holding, footprint, moved_out, tally
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.recipes import RECIPES
-from ebbtide.simulator.workload import Layer, Workload
+from ebbtide.simulator.workload import Workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.conftest import RANK_VARIABLES

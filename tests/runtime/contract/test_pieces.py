@@ -14,8 +14,10 @@ from ebbtide.runtime.zero import attach
 from ebbtide.runtime.zero.attach import host_bytes, switch_plan
 from ebbtide.runtime.zero.cuts import cuts_at_parameters, subgroups_of
 from ebbtide.simulator import PlanError
+from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.workload import ALIGNMENT, Layer, Workload
+from ebbtide.simulator.update.subgroups import ALIGNMENT
+from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.placements.quick import QuickPlan
 from hypothesis import given
 from hypothesis import strategies as st

@@ -10,7 +10,8 @@ from ebbtide.runtime.zero.attach import host_bytes
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.simulator import Plan, PlanError
-from ebbtide.simulator.workload import Layer, Workload
+from ebbtide.simulator.layer import Layer
+from ebbtide.simulator.workload import Workload
 
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.test_bits import two_groups

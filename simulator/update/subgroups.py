@@ -1,0 +1,80 @@
+"""The division of a rank's parameters into subgroups of optimizer state, as DeepSpeed and plans divide them."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+# Every vector width that DeepSpeed has for x86 and NEON divides this: plans fit all of them.
+ALIGNMENT = 16
+
+
+class Cut(Protocol):
+    """The interface of objects that say how a workload's parameters are divided into subgroups, such as plans."""
+
+    @property
+    def subgroups(self) -> Sequence[int]:
+        """Return the number of elements of each subgroup of optimizer state under a plan. Empty if unknown."""
+        ...
+
+    @property
+    def subgroup_size(self) -> int:
+        """Return the number of elements of a plan's subgroups. A subgroup is complete as soon as it has this many."""
+        ...
+
+    @property
+    def deepspeed_subgroup_size(self) -> int:
+        """Return DeepSpeed's own subgroup size if a plan's subgroups are parts of DeepSpeed's, otherwise 0."""
+        ...
+
+
+def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
+    """Return the number of elements of each subgroup that DeepSpeed's ZeRO-3 forms from one parameter group.
+
+    A subgroup ends with the parameter that fills it. Source:
+    ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
+    """
+    return [sum(held) for held in grouped(partitions, subgroup_size)]
+
+
+def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
+    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its parameters.
+
+    Args:
+        partitions: Number of elements of each parameter's partition on one rank.
+        subgroup_size: Number of elements at which a subgroup is complete.
+    """
+    result, held, size = list[list[int]](), list[int](), 0
+    for elements in partitions:
+        held.append(elements)
+        size += elements
+        if size >= subgroup_size:
+            result.append(held)
+            held, size = [], 0
+    return [*result, held] if size else result
+
+
+def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
+    """Return the sizes of the parts into which a subgroup is divided, with at least ``least`` elements each.
+
+    Each part ends at the end of a parameter, and at a multiple of the vector length (see `cut_flat`). A small
+    remainder joins the last part.
+    """
+    found, size = list[int](), 0
+    for elements in parameters:
+        size += elements
+        if size >= least and not size % ALIGNMENT:  # as all before it
+            found.append(size)
+            size = 0
+    if size and found and 2 * size < least:
+        size += found.pop()
+    return [*found, size] if size or not found else found
+
+
+def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
+    """Return the sizes of the subgroups into which a flat partition of ZeRO-1 or 2 is divided.
+
+    Each has ``subgroup_size`` elements, rounded up to a multiple of 16. A parameter may belong to two subgroups.
+    DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in another way. As subgroups end at
+    multiples of the vector length, only the last subgroup has such elements, as the undivided partition has.
+    """
+    size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
+    return [min(size, elements - offset) for elements in partitions for offset in range(0, elements, size)]
