@@ -20,15 +20,14 @@ from ebbtide.simulator.workload import WireDtype, ZeroStage
 class TrainingEngine(Protocol):
     """The interface that ebbtide needs of a training framework's optimizer to run a plan.
 
-    Every call comes from the training thread. The framework keeps its own references to the optimizer
-    state, for checkpoints and for other code that reads the state. `adopt` gives it the new tensors of a
-    subgroup.
+    Every call comes from the training thread. The framework keeps its own references to the optimizer state, for
+    checkpoints and for other code that reads the state. `adopt` gives the framework the new tensors of a subgroup.
 
     Attributes:
-        shares_state: True if the framework's buffers of optimizer state outlive a plan. In this case only
-            gradients are released.
-        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not
-            wait for its updates.
+        shares_state: True if the framework keeps its own buffers of optimizer state under a plan. In this case, the old
+            state buffers of a subgroup that moves to other memory are not released.
+        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not wait for its
+            updates.
     """
 
     shares_state: bool
@@ -47,10 +46,10 @@ class TrainingEngine(Protocol):
         ...
 
     def gathers(self) -> Gathered | None:
-        """Return how often forward and backward gather each partitioned parameter, by the parameter ids of
-        `slices`.
+        """Return how often forward and backward of one micro-batch gather each partitioned parameter.
 
-        None if the gathers are not known yet, or if the framework does not partition parameters.
+        None if the gathers are not known yet, or if the framework does not partition parameters. Parameters are
+        identified by the keys of the dict that `slices` returns.
         """
         ...
 
@@ -90,9 +89,10 @@ class TrainingEngine(Protocol):
         ...
 
     def prepare(self, device: Device) -> None:
-        """Prepare the framework's buffers for its first plan, by splitting buffers that several subgroups share.
+        """Prepare the training framework's buffers for the first plan: divide each buffer that several subgroups share.
 
-        Otherwise a shared buffer would stay in memory until its last subgroup has moved.
+        Without the division, a shared buffer would stay allocated until the last of its subgroups has moved to the
+        plan's buffers.
         """
         ...
 

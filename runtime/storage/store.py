@@ -30,8 +30,8 @@ DEADLINE_S = 300.0
 class ExtentStore:
     """A store of one rank's optimizer state on drives: masters and moments of some subgroups.
 
-    Opening it reserves space on the drives, or finds an earlier run's store and enlarges it. It is thread-safe,
-    but only one thread at a time may read and write a given subgroup.
+    A new store reserves space on the drives, or finds an earlier run's store and enlarges it. The store is
+    thread-safe, but only one thread at a time may read and write a given subgroup.
 
     A version is the optimizer state after one update. `tick` begins a version, and the update then writes each subgroup
     once. Each subgroup has several extents (regions of the drives), and each extent holds one version of its state. A
@@ -39,25 +39,21 @@ class ExtentStore:
     newer state is committed. The first failed write or sync disables the store: every later write and commit raises its
     error.
 
-    A step is committed as part of a checkpoint. `prepare` makes it durable in addition to earlier steps. Only
-    `settle` drops earlier steps, after the checkpoint has been committed.
+    A committed version is called a step. A checkpoint calls `prepare`, which keeps all earlier steps. After the
+    checkpoint has been committed, `settle` drops the oldest steps, beyond the number of steps to keep.
 
     Args:
-        drives: Directories of the store.
         sizes: Bytes of each subgroup's master and moments.
-        keep: Number of finished steps to keep. Each subgroup has one more place (extent) on the drives.
+        keep: Number of steps to keep on the drives. Each subgroup also has space for one unfinished step.
         depth: Number of threads per drive and direction.
         block_bytes: Bytes that are moved and hashed at a time, a multiple of 4096.
         verify_reads: If True, every read is compared with the hash taken while writing.
         deadline_s: Seconds without progress after which a drive counts as hanging.
-        stands: Function that returns whether the checkpoint of a prepared step exists. The run may have been
-            killed between `prepare` and `settle`, or the checkpoint deleted. A step without its checkpoint is
-            dropped first.
-        protects: Function that returns whether a step is kept longer than newer ones.
+        stands, protects: See `Retention`.
 
     Raises:
-        StorageError: Space is missing, another run uses the directories, or they hold steps of another layout
-            or world size.
+        StorageError: Space is missing, another run uses the directories, or they hold steps of another layout or
+            world size.
     """
 
     def __init__(
@@ -129,7 +125,9 @@ class ExtentStore:
     # -- reading and writing, on the lanes' threads
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's initial state to the drives. Return tensors that always show its latest state there."""
+        """Write a subgroup's initial state to the drives. Return memory-mapped tensors, which always show the
+        subgroup's latest state on the drives.
+        """
         self.write(subgroup, tensors, self._versions.due)
         return self.view(subgroup)
 

@@ -11,13 +11,14 @@ from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord
 
 @dataclass
 class Extents:
-    """The places (extents) on the drives for one subgroup's state.
+    """The extents of one subgroup: the regions of the drives that hold its state.
 
     Attributes:
         versions: Version of the state in each extent. None if the extent is empty or partly written.
         hashes: Hashes of each extent's tensors.
         live: The extent written last. -1 if none.
-        unchecked: True if the hash must be compared at the next read, or before a view is read.
+        unchecked: True if the hashes of the live extent must still be compared: at the next read, or before other code
+            uses the store's memory-mapped tensors of the subgroup.
         reads: Number of reads in progress.
     """
 
@@ -38,10 +39,11 @@ class Extents:
 class Announced:
     """A version of optimizer state on drives that is to be committed.
 
-    It consists of each subgroup's newest state up to this version. That state must not be older than
-    ``due``.
-
     Attributes:
+        version: Number of the version. The version consists of the newest state of each subgroup with at most this
+            number.
+        due: Least number that the state of a subgroup must have. If the state of a subgroup has a lower number, its
+            write has not ended yet.
         subgroups: Subgroups that belong to the version.
     """
 
@@ -52,12 +54,14 @@ class Announced:
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule that selects the finished steps of optimizer state to keep on the drives.
+    """The rule that selects the steps of optimizer state that stay on the drives.
 
     Attributes:
         keep: Number of steps to keep.
-        stands: Function that returns whether the checkpoint of a step exists.
-        protects: Function that returns whether a step is kept longer than newer ones.
+        stands: Function that returns whether the checkpoint of a step exists. It does not exist if the run was killed
+            before the checkpoint's commit, or if the checkpoint was deleted.
+        protects: Function that returns True for a step that is to outlast newer steps, such as that of the best
+            checkpoint.
     """
 
     keep: int
@@ -65,10 +69,10 @@ class Retention:
     protects: Callable[[StepRecord], bool]
 
     def of(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
-        """Return the steps to keep, newest first.
+        """Return the steps that stay on the drives, newest first.
 
-        Steps of deleted checkpoints are dropped first, then the oldest ones that are not protected, then the oldest
-        ones. The newest step is always kept.
+        The newest step always stays. Steps without a checkpoint are dropped first, then the oldest steps that are not
+        protected, then the oldest protected steps.
         """
         kept, excess = list(steps), max(0, len(steps) - self.keep)
         oldest_first = kept[:0:-1]  # without the newest
