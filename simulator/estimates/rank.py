@@ -36,7 +36,9 @@ MODULE_ISSUE_S = 1.5e-4  # of a machine that does not tell: DeepSpeed's hooks ta
 # ``__add_grad_to_ipg_bucket`` and ``reduce_scatter_coalesced``; below ZeRO-3 it is flattened, not
 # interleaved).
 AVERAGING_PASSES = 6
-LOSS_PARTS = 8  # of a fused or chunked loss: torchtune's and Liger's default for vocabularies of today
+# Number of parts of a chunked loss: 8 in torchtune. In Liger the vocabulary over the hidden size, so that the logits of
+# one part are as large as the input of the head (``fused_linear_cross_entropy.py``).
+LOSS_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -388,7 +390,7 @@ class Rank:
         """
         logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
         if self.job.fused_loss:
-            logits /= LOSS_PARTS
+            logits /= max(LOSS_PARTS, math.ceil(self.arch.vocabulary / self.arch.hidden))
         forward = (self.wire + 4 + 4) * logits
         gradients = self.wire * self.whole_elements(block)
         backward = (self.wire + 4) * logits + gradients + self.backward_bytes()

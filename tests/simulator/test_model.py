@@ -267,6 +267,23 @@ def test_the_heads_loss_and_attention_scores_cost_memory_traffic():
     assert plain.forward_s > 1.2 * flash.forward_s
 
 
+def test_parts_of_a_fused_loss_are_as_small_as_the_input_of_the_head():
+    """Check that Liger's rule sets the memory of a fused loss. With a vocabulary of 64 times the hidden size, a part
+    has a 64th of the logits, and with a small vocabulary an 8th.
+    """
+
+    def saved(vocabulary):
+        sizes = {"layers": 2, "hidden": 512, "heads": 8, "vocabulary": vocabulary}
+        plain, fused = (
+            workload_from_model(sizes, preset("h100"), sequence=65536, fused_loss=fused).layers[-1].activation_bytes
+            for fused in (False, True)
+        )
+        return (plain - fused) / (10 * 65536 * vocabulary)  # bytes of a logit and its fp32 copies
+
+    assert saved(64 * 512) == pytest.approx(63 / 64, rel=5e-3)  # beside the gradient of the head
+    assert saved(4 * 512) == pytest.approx(7 / 8, rel=1e-3)
+
+
 def test_a_newer_version_of_flash_attention_computes_scores_faster():
     def forward_s(name, **given):
         return workload_from_model(LLAMA, preset(name), sequence=65536, **given).forward_s
