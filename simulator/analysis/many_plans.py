@@ -12,7 +12,8 @@ import numpy as np
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.compiled import SimResult, capacity_vector, machine_vector, result
 from ebbtide.simulator.engines.kernel import Floats, Ints
-from ebbtide.simulator.engines.recipe_arrays import HOST_UPDATES, RATES, SLOTS, Program, RecipeArrays, build, totals
+from ebbtide.simulator.engines.recipe_arrays import HOST_UPDATES, RATES, SLOTS, Program, RecipeArrays, totals
+from ebbtide.simulator.engines.schedule_arrays import build
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedules.tape import record

@@ -11,6 +11,7 @@ from itertools import chain
 
 import numpy as np
 from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines.fair_speeds import CAPACITIES
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.machine import THREADED, Machine, RateName
@@ -167,10 +168,10 @@ def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
 def capacity_vector(machine: Machine, ranks: int) -> Floats:
     """Return the shared capacities of a node, such as DRAM bandwidth, that one of ``ranks`` ranks has.
 
-    The result is an array in the order of kernel.CAPACITIES. Unknown capacities are infinite.
+    The result is an array in the order of `CAPACITIES`. Unknown capacities are infinite.
     """
     known = capacities(machine, ranks)
-    return np.array([known.get(name, np.inf) for name in kernel.CAPACITIES])
+    return np.array([known.get(name, np.inf) for name in CAPACITIES])
 
 
 def machine_vector(machine: Machine) -> Floats:

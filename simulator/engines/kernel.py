@@ -11,30 +11,36 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
+from ebbtide.simulator.engines.fair_speeds import (
+    C_CORES,
+    C_D2H,
+    C_DEVICE,
+    C_DRAM,
+    C_H2D,
+    C_LINK,
+    C_NETWORK,
+    C_STORAGE,
+    C_STORAGE_BOTH,
+    C_STORAGE_READ,
+    CAPACITY_COUNT,
+    LANE_COUNT,
+    max_min,
+)
+from ebbtide.simulator.engines.fair_speeds import Floats as Floats
+from ebbtide.simulator.engines.fair_speeds import Ints as Ints
 from ebbtide.simulator.engines.jit import compiled, uncounted
 from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, OpKind
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # Columns of an op's row.
 LANE, KIND, ITERATION, WORK, RATE, LATENCY, DRAM, CORES, DEVICE_SHARE = range(9)
 DEVICE_ALLOC, DEVICE_FREE, HOST_ALLOC, HOST_FREE = range(9, 13)
 OP_COLUMNS = 13
 
-# Entries of the capacity vector.
-C_DRAM, C_CORES, C_H2D, C_D2H, C_LINK, C_DEVICE, C_STORAGE, C_NETWORK, C_STORAGE_READ = range(9)
-C_STORAGE_BOTH = 9
-CAPACITY_COUNT = 10
-CAPACITIES = ("dram", "cores", "h2d", "d2h", "link", "device", "storage", "network", "storage_read", "storage_both")
-
 # Entries of the vector that describes the machine besides rates and capacities.
 M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = range(6)
 
 LANES = list(Lane)
 KINDS = list(OpKind)
-LANE_COUNT = len(LANES)
 _COMPUTE, _UPDATE, _STORAGE, _NETWORK, _STORAGE_READ = (
     LANES.index(lane) for lane in (Lane.COMPUTE, Lane.DEVICE_UPDATE, Lane.STORAGE, Lane.NETWORK, Lane.STORAGE_READ)
 )
@@ -51,24 +57,26 @@ _CLASSES = 15
 _CACHE = 512
 _HASH = 0x9E3779B1
 _NEVER = -1
-R_LEFT, R_LOAD, R_FULL = range(3)  # of each capacity, while it is shared out
 
 
 class _Notes(NamedTuple):
     """The working arrays of one run of the compiled simulator.
 
     Attributes:
+        after_first, after: See `run`.
         queue: All ops, sorted by lane and in order of issue. A lane runs its ops one after the other.
         met, ended: For each op, the number of its dependencies that have ended, and whether it has ended
             itself.
         head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops there.
         busy, running, bits, left: For each lane, whether it runs an op, which op, the class of that op as part
             of a cache key, and the op's remaining seconds at full speed.
-        growing, room: Arrays for `_max_min`.
+        growing, room: Arrays for `max_min`.
         classes, known: For each lane, the number of classes of ops with the same use of capacities, and that
             use for each class.
     """
 
+    after_first: Ints
+    after: Ints
     queue: Ints
     met: Ints
     ended: Any
@@ -138,61 +146,6 @@ def _fill_demand(ops: Floats, i: int, duration_s: float, machine: Floats, demand
 
 
 @uncounted
-def _max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats) -> None:
-    """Write the speeds of the running ops under max-min fair sharing of capacities such as DRAM bandwidth.
-
-    The result equals that of `ebbtide.simulator.engines.sharing.max_min_speeds`.
-
-    Args:
-        growing, room: Working arrays, which are overwritten. ``room`` has a row for each constant R_*.
-    """
-    count = 0
-    for i in range(LANE_COUNT):
-        growing[i] = busy[i]
-        count += busy[i]
-        speed[i] = 0.0
-    for c in range(CAPACITY_COUNT):
-        room[R_LEFT, c] = capacity[c]
-    while count > 0:
-        step = _fill_step(growing, demand, speed, room)
-        for c in range(CAPACITY_COUNT):
-            room[R_FULL, c] = 0.0
-            if room[R_LOAD, c] > 0.0 and capacity[c] < np.inf:
-                room[R_LEFT, c] -= room[R_LOAD, c] * step
-                room[R_FULL, c] = room[R_LEFT, c] <= 1e-12 * capacity[c]
-        for i in range(LANE_COUNT):
-            if growing[i] > 0:
-                speed[i] += step
-                if speed[i] >= 1.0 - 1e-12 or _stops(i, demand, room):
-                    growing[i] = 0
-                    count -= 1
-
-
-@uncounted
-def _fill_step(growing: Ints, demand: Floats, speed: Floats, room: Floats) -> float:
-    step = np.inf
-    for c in range(CAPACITY_COUNT):
-        room[R_LOAD, c] = 0.0
-    for i in range(LANE_COUNT):
-        if growing[i] > 0:
-            step = min(step, 1.0 - speed[i])
-            for c in range(CAPACITY_COUNT):
-                room[R_LOAD, c] += demand[i, c]
-    for c in range(CAPACITY_COUNT):
-        if room[R_LOAD, c] > 0.0:
-            step = min(step, room[R_LEFT, c] / room[R_LOAD, c])
-    return float(step)
-
-
-@uncounted
-def _stops(i: int, demand: Floats, room: Floats) -> bool:
-    stops = False
-    for c in range(CAPACITY_COUNT):
-        stops |= room[R_FULL, c] > 0.0 and demand[i, c] > 0.0
-    return stops
-
-
-@uncounted
 def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
     count = classes[lane]
     for j in range(count):
@@ -210,15 +163,15 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
 
 
 @uncounted
-def _ready(i: int, after_first: Ints, after: Ints, met: Ints, ended: Any) -> bool:
+def _ready(i: int, notes: _Notes) -> bool:
     """Return True if all ops have ended that op number ``i`` of a schedule waits for.
 
     ``met[i]`` counts those that have ended, so that the next call continues with the first one that has not.
     """
-    first, last = met[i], after_first[i + 1]
-    while first < last and ended[after[first]]:
+    first, last = notes.met[i], notes.after_first[i + 1]
+    while first < last and notes.ended[notes.after[first]]:
         first += 1
-    met[i] = first
+    notes.met[i] = first
     return bool(first == last)
 
 
@@ -228,7 +181,7 @@ def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
     slot = ((key * _HASH) >> 16) & (_CACHE - 1)
     speed, known = notes.speed, notes.cache_speed
     if key == _NEVER or notes.cache_key[slot] != key:
-        _max_min(notes.busy, notes.demand, capacity, speed, notes.growing, notes.room)
+        max_min(notes.busy, notes.demand, capacity, speed, notes.growing, notes.room)
         notes.cache_key[slot] = key
         for lane in range(LANE_COUNT):
             known[slot, lane] = speed[lane]
@@ -277,6 +230,8 @@ def run(
     """
     count, lanes = ops.shape[0], LANE_COUNT
     notes = _Notes(
+        after_first,
+        after,
         np.empty(count, np.int64),
         after_first[:-1].copy(),
         np.zeros(count, np.bool_),
@@ -297,20 +252,12 @@ def run(
         np.empty((_CACHE, lanes)),
     )
     _fill_queues(ops, notes)
-    return _events(ops, after_first, after, rates, capacity, machine, start_s, end_s, notes)
+    return _events(ops, rates, capacity, machine, start_s, end_s, notes)
 
 
 @uncounted
 def _events(
-    ops: Floats,
-    after_first: Ints,
-    after: Ints,
-    rates: Floats,
-    capacity: Floats,
-    machine: Floats,
-    start_s: Floats,
-    end_s: Floats,
-    notes: _Notes,
+    ops: Floats, rates: Floats, capacity: Floats, machine: Floats, start_s: Floats, end_s: Floats, notes: _Notes
 ) -> tuple[float, float]:
     queue, head, queue_end, busy = notes.queue, notes.head, notes.queue_end, notes.busy
     running, bits, left, speed = notes.running, notes.bits, notes.left, notes.speed
@@ -320,7 +267,7 @@ def _events(
         for lane in range(LANE_COUNT):
             if busy[lane] == 0 and head[lane] < queue_end[lane]:
                 i = queue[head[lane]]
-                if _ready(i, after_first, after, notes.met, notes.ended):
+                if _ready(i, notes):
                     start_s[i] = now
                     left[lane] = _alone_s(ops, i, rates, machine)
                     _fill_demand(ops, i, left[lane], machine, notes.demand)
