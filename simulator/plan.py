@@ -97,7 +97,7 @@ class CheckpointPlan(Page):
 
 
 class Plan(Shown, Page):
-    """A plan for training with offloaded optimizer state, as one JSON file. The runtime needs no other file.
+    """A plan for training with offloaded optimizer state, as one JSON file.
 
     Attributes:
         schema_version: Version of the plan file's format.

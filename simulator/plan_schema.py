@@ -25,7 +25,7 @@ _NO_LONGER = ("growing_slots", "speculate_stored")  # of schemas 1 and 2
 class WayRun(Page):
     """A row of a plan file: a number of neighboring subgroups of optimizer state that are updated in the same way.
 
-    The rows of a plan file have the order of the model's layers.
+    In a plan file, the rows (the entries of the list ``ways``) are in the order of the model's layers.
 
     Attributes:
         count: Number of subgroups in this row.

@@ -21,10 +21,11 @@ class UpdateOrder(BaseModel):
     """The order of updates in a plan: ``host`` for subgroups that the CPU updates, ``device`` for all others.
 
     The update order ``forward`` is the order of the layers. The update order ``arrival`` is the reverse order of the
-    layers, in which backward completes gradients. An update order may also be a list of spans. For example, the spans
-    ``((40, 20), (41, 63), (19, 0))`` update subgroups 40 down to 20, then 41 up to 63, then 19 down to 0. If the spans
-    of ``host`` include subgroups that the CPU does not update, these subgroups are skipped. If the spans of ``device``
-    include subgroups that the CPU updates, these subgroups are skipped.
+    layers, in which backward completes gradients. An update order may also be a list of ranges of subgroups, each
+    range with its first and its last subgroup. For example, the ranges ``((40, 20), (41, 63), (19, 0))`` update
+    subgroups 40 down to 20, then 41 up to 63, then 19 down to 0. The ranges in ``order.host`` may include subgroups
+    that the CPU does not update, and such subgroups are skipped. The ranges in ``order.device`` may include subgroups
+    that the CPU updates, and such subgroups are skipped.
 
     Attributes:
         host: Order of the subgroups that the CPU updates.
