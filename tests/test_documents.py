@@ -15,8 +15,9 @@ from tests.test_pages import DOCS, ROOT, WRITTEN, what_pages_take_for_given
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Shown and not run: what a terminal or a log says, excerpts for other programs.
 SHOWN = {"text", "ini", "bibtex"}
-# Tried in test_wheel.py and test_readme.py.
-ELSEWHERE = ("pip install", "make ", "cd ebbtide")
+# Tried in test_wheel.py, test_readme.py and test_examples.py. Of the examples, two run here.
+EXAMPLES = ("accelerate_loop.py", "trl_sft.py")
+ELSEWHERE = ("pip install", "make ", "cd ebbtide", *(f"tune run -- python examples/{name}" for name in EXAMPLES))
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *WRITTEN, DOCS / "architecture.md"]
 PORT = "8377"
 # Saves seconds per process. The folder holds no module of ebbtide.
@@ -56,6 +57,7 @@ def test_blocks_run(page, deepspeed_ops, new_shell, tmp_path):
         for kind, text in blocks(page):
             named = re.match(r"# (\w+\.py)\n", text)
             if kind == "bash":
+                text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(ELSEWHERE))
                 check_that_plans_are_in_force(text, shell.run(text))
             elif kind == "python" and named:
                 (tmp_path / named[1]).write_text(text)
@@ -89,7 +91,7 @@ class Shell:
         self.servers = []
 
     def run(self, text):
-        lines = [line for line in text.splitlines() if not line.startswith(ELSEWHERE)]
+        lines = text.splitlines()
         for line in [line for line in lines if line.startswith("tune serve")]:
             self.serve(line)
             lines.remove(line)

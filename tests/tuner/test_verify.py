@@ -16,7 +16,7 @@ from ebbtide.runtime.verify.lines import Lines, Piece
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.verify import sides as verification
 from ebbtide.tuner.verify.judge import Noise, judge
-from ebbtide.tuner.verify.launch import Launched, Side, operations_in
+from ebbtide.tuner.verify.launch import Launched, NotDeterministicError, Side, launch, operations_in
 from ebbtide.tuner.verify.run import read_run
 from ebbtide.tuner.verify.sides import compared, verify
 from ebbtide.tuner.verify.words import as_json, screen
@@ -511,14 +511,6 @@ def test_a_command_that_fails_on_its_way_is_not_identical(tmp_path):
     assert "out of luck" in result.output
 
 
-def test_fewer_steps_than_asked_for_are_said(tmp_path):
-    (tmp_path / "train.py").write_text(BREAKS_OFF.replace("raise RuntimeError", "print"))
-    words = ["--steps", "4", "--", sys.executable, str(tmp_path / "train.py")]
-    result = CliRunner().invoke(main, ["verify", *words])
-    assert result.exit_code == 0
-    assert "2 steps (of 4 asked for: the command ended)" in result.output
-
-
 NAMES = {
     "UserWarning: scatter_add_cuda_kernel does not have a deterministic implementation, but you set": (
         "scatter_add_cuda_kernel",
@@ -557,20 +549,37 @@ STRICT, OWN = "True False False :4096:8", "False False True None"
 
 
 @pytest.mark.parametrize(
-    ("gpu", "words", "flags"),
-    [(True, [], STRICT), (False, [], OWN), (True, ["--no-deterministic"], OWN), (False, ["--deterministic"], STRICT)],
+    ("gpu", "words", "strict"),
+    [(True, [], True), (False, [], False), (True, ["--no-deterministic"], False), (False, ["--deterministic"], True)],
 )
-def test_on_a_gpu_all_sides_train_deterministically(tmp_path, monkeypatch, gpu, words, flags):
-    """Check that `tune verify` turns on torch's deterministic algorithms in all runs on a GPU by default.
+def test_on_a_gpu_all_sides_train_deterministically(tmp_path, monkeypatch, stock, gpu, words, strict):
+    """Check that `tune verify` requires torch's deterministic algorithms in all runs on a GPU by default.
     Without them two runs of stock DeepSpeed differ, and a wrong bit would count as noise.
     """
+    asked = []
+
+    def start(command, side, steps, seed, *, deterministic):
+        asked.append(deterministic)
+        return Launched(replace(stock, name=side.title))
+
     monkeypatch.setattr("ebbtide.tuner.verify.launch.has_gpu", lambda: gpu)
+    monkeypatch.setattr("ebbtide.tuner.verify.launch.launch", start)
+    result = CliRunner().invoke(main, ["verify", *words, "--", "true"])
+    assert result.exit_code == 0, result.output
+    assert asked == [strict] * 2
+
+
+@pytest.mark.parametrize(("strict", "flags"), [(True, STRICT), (False, OWN)])
+def test_a_launched_script_runs_with_the_algorithms_that_are_asked_for(tmp_path, monkeypatch, strict, flags):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     (tmp_path / "train.py").write_text(PUTS)
-    command = ["--", sys.executable, str(tmp_path / "train.py"), str(tmp_path / "flags")]
-    result = CliRunner().invoke(main, ["verify", *words, *command])
+    command = [sys.executable, str(tmp_path / "train.py"), str(tmp_path / "flags")]
+    made = launch(command, Side("plan"), 4, deterministic=strict)
+    assert (tmp_path / "flags").read_text().splitlines() == [flags]
+    monkeypatch.setattr("ebbtide.tuner.verify.launch.launch", lambda *_, **__: made)
+    result = CliRunner().invoke(main, ["verify", "--steps", "4", "--", "true"])
     assert result.exit_code == 0, result.output
-    assert set((tmp_path / "flags").read_text().splitlines()) == {flags}
+    assert "2 steps (of 4 asked for: the command ended)" in result.output
 
 
 def test_an_operation_without_a_deterministic_kernel_is_named_and_run_as_it_is(tmp_path, monkeypatch):
@@ -581,7 +590,16 @@ def test_an_operation_without_a_deterministic_kernel_is_named_and_run_as_it_is(t
     assert result.exit_code == 0, result.output
     assert "put_ has no deterministic kernel: running again" in result.output
     assert {line[:5] for line in (tmp_path / "flags").read_text().splitlines()} == {"False"}
-    result = CliRunner().invoke(main, ["verify", "--deterministic", *command])
+
+
+def test_an_operation_without_a_deterministic_kernel_is_refused_where_one_is_required(monkeypatch, stock):
+    def start(command, side, steps, seed, *, deterministic):
+        if deterministic:
+            raise NotDeterministicError(("put_",))
+        return Launched(replace(stock, name=side.title))
+
+    monkeypatch.setattr("ebbtide.tuner.verify.launch.launch", start)
+    result = CliRunner().invoke(main, ["verify", "--deterministic", "--", "true"])
     assert result.exit_code == 2
     assert "put_ has no deterministic kernel in torch. Use --no-deterministic" in result.output
 
