@@ -76,52 +76,52 @@ BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # by name, filled by `ebbtide
 class Machine(Shown, Page):
     """A machine (one node of a cluster) as the simulator knows it. Rates are those of one rank alone on the node.
 
-    Some capacities belong to the whole node: `dram_bytes_per_s`, `cpu_cores` and `storage_write_bytes_per_s`. If
-    the node has N ranks, each gets 1/N of them, or the fraction in ``rank_shares``.
+    Some capacities belong to the whole node: `dram_bytes_per_s`, `cpu_cores` and `storage_write_bytes_per_s`. If the
+    node has N ranks, each gets 1/N of them, or the fraction in ``rank_shares``.
 
     Attributes:
-        device_kind: ``cuda``, or ``emulated`` if the machine has no GPU. All rates of the device and of copies
-            then describe the emulation.
-        unified_memory: True if device memory is host memory, on a machine without a GPU that does not emulate
-            one. Gradients and parameters are then not copied.
-        duplex_factor: Rate of copies in both directions at once, divided by the sum of the rates of copies in
-            one direction. 1 means full duplex.
-        storage_duplex_factor: Rate of reads and writes at once, divided by the sum of the rates of reads alone
-            and writes alone, on storage. None if not measured. 1 is assumed then.
-        drives: Rates of folders that were measured for stored optimizer state, by folder. The fields that begin
-            with ``storage_`` are for the folder of checkpoints.
+        device_kind: ``cuda``, or ``emulated`` if the machine has no GPU. All rates of the device and of copies then
+            describe the emulation.
+        unified_memory: True if device memory is host memory, on a machine without a GPU that does not emulate one.
+            Gradients and parameters are then not copied.
+        duplex_factor: Rate of copies in both directions at once, divided by the sum of the rates of copies in one
+            direction. 1 means full duplex.
+        storage_duplex_factor: Rate of reads and writes at once, divided by the sum of the rates of reads alone and
+            writes alone, on storage. None if not measured. 1 is assumed then.
+        drives: Rates of folders that were measured for stored optimizer state, by folder. The fields that begin with
+            ``storage_`` are for the folder of checkpoints.
         device_shares_host_cores: True if forward and backward run on the CPU, because there is no GPU.
         dram_bytes_per_s: Host memory traffic of a triad loop on the whole node, reads plus writes.
-        rank_shares: By number of concurrent ranks and by capacity, the fraction of the rate alone that each
-            rank reached. The share ``h2d`` is 1 if the ranks' copies do not slow each other down. `rank_share`
-            estimates the fraction for other numbers of ranks.
+        rank_shares: For each number of concurrent ranks and each capacity, the rate of every rank while all ranks run,
+            divided by the rate of one rank that runs alone. The share ``h2d`` is 1 if the ranks' copies do not slow
+            each other down. `rank_share` estimates the fraction for other numbers of ranks.
         other_rates: Rates that the simulator does not use but people ask for. Their names end with the unit.
         facts: Texts for people: generation and width of the link, NUMA nodes, limits.
-        copy_latency_s, launch_latency_s: Time of a copy for any number of bytes, and of launching a kernel on
-            the device.
-        host_adam_params_per_s: Parameters per second of ebbtide's fused Adam kernel on all CPU cores. Like all
-            update rates, it includes no copy. The rates of other optimizers follow from the bytes that they move
+        copy_latency_s, launch_latency_s: Time of a copy for any number of bytes, and of launching a kernel on the
+            device.
+        host_adam_params_per_s: Parameters per second of ebbtide's fused Adam kernel on all CPU cores. Like all update
+            rates, it includes no copy. The rates of other optimizers follow from the bytes that they move
             (`OptimizerState.adams`).
-        stock_host_adam_params_per_s: Parameters per second of DeepSpeed's three passes on all CPU cores:
-            unscale, DeepSpeedCPUAdam, and conversion to 16 bits.
-        host_adam_out_of_place: Speed of the fused kernel if it writes results to other buffers, divided by its
-            speed in place. None if not measured. 0.8 is assumed then.
+        stock_host_adam_params_per_s: Parameters per second of DeepSpeed's three passes on all CPU cores: unscale,
+            DeepSpeedCPUAdam, and conversion to 16 bits.
+        host_adam_out_of_place: Speed of the fused kernel if it writes results to other buffers, divided by its speed
+            in place. None if not measured. 0.8 is assumed then.
         stock_host_adam_thread_params_per_s: Parameters per second of DeepSpeed's passes on one thread.
-        device_flops_per_s: Sustained rate of large matrix products. The rate of smaller ones follows from
-            their shape (`ebbtide.simulator.estimates.compute`).
-        attention_flops_per_s: Sustained rate of flash attention, forward and backward, where the masked half of
-            a causal sequence does not count. None: half of `device_flops_per_s` is assumed.
+        device_flops_per_s: Sustained rate of large matrix products. The rate of smaller ones follows from their shape
+            (`ebbtide.simulator.estimates.compute`).
+        attention_flops_per_s: Sustained rate of flash attention, forward and backward, where the masked half of a
+            causal sequence does not count. None: half of `device_flops_per_s` is assumed.
         device_reserved_bytes: Device memory that PyTorch's allocator does not manage: the CUDA context, NCCL's
             buffers, cuBLAS' workspace.
-        layer_issue_s: Time in which the host launches one layer's forward under ZeRO-3. None if not measured.
-            The value of another machine is used then.
-        writer_s_per_byte: Time in which one core hashes a byte of a checkpoint and hands it to the operating
-            system. None if not measured. The value of another machine is used then
+        layer_issue_s: Time in which the host launches one layer's forward under ZeRO-3. None if not measured. The
+            value of another machine is used then.
+        writer_s_per_byte: Time in which one core hashes a byte of a checkpoint and hands it to the operating system.
+            None if not measured. The value of another machine is used then
             (`ebbtide.simulator.schedules.checkpointed`).
         save_s_per_tensor: Time per tensor until `save_checkpoint` returns, in addition to the wait for updates.
         loop_s: Time per iteration outside forward, backward and step, such as for data and logging.
-        unexplained_spread: Deviation of calibration runs from their predictions that rates and measurement noise
-            do not explain, as a standard deviation of the logarithm of times. None without calibration.
+        unexplained_spread: Deviation of calibration runs from their predictions that rates and measurement noise do
+            not explain, as a standard deviation of the logarithm of times. None without calibration.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -304,11 +304,13 @@ class Machine(Shown, Page):
         return ("median",)
 
     def rate(self, name: RateName) -> float:
-        """Return the rate of a machine by name, in the unit per second that the name says, for an op that runs alone.
+        """Return the rate of a machine for an op that runs alone, given the name of the rate.
 
-        A rate that was not measured is derived from a related one. Copies from or to unpinned memory take a quarter
-        of the rate of pinned copies, because the driver copies them through a pinned buffer of its own. Copies
-        inside host memory take a third of the triad loop's rate: they read, write and allocate.
+        The name tells the unit, such as bytes per second in ``h2d_bytes_per_s``. A rate that was not measured is
+        derived from a related one. Copies from or to unpinned memory are assumed to run at a quarter of the rate of
+        pinned copies, because the driver copies them through a pinned buffer of its own. Copies inside host memory are
+        assumed to run at a third of the memory bandwidth of a triad loop (``a = b + 2 c``), because each byte causes
+        three accesses: it is read, written, and fetched before the write.
 
         Raises:
             ValueError: The machine has neither this rate nor one from which it can be derived.
@@ -338,9 +340,10 @@ class Machine(Shown, Page):
         return known.instead is not None and getattr(self, known.instead[0]) is not None
 
     def op_rate(self, name: RateName, cores: float) -> float:
-        """Return the rate of a machine by its name, for an op on a given number of CPU cores.
+        """Return the rate with the given name, such as ``host_adam_params_per_s``, for an op on a given number of CPU
+        cores.
 
-        Only the rates of CPU updates depend on that number.
+        Only the rates of CPU updates depend on the number of cores.
 
         Raises:
             ValueError: The machine has neither this rate nor one from which it can be derived.
@@ -403,9 +406,9 @@ class Machine(Shown, Page):
         return Machine.model_validate({**self.model_dump(), **changes})
 
     def storage_of(self, directory: str) -> StorageRates:
-        """Return the rates of reading and writing that were measured in a folder.
+        """Return the rates of reading and writing in a folder.
 
-        For any other folder, the machine's storage rates for checkpoints are returned.
+        If no rates were measured in this folder, return the machine's storage rates for checkpoints.
         """
         if directory in self.drives:
             return self.drives[directory]

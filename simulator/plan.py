@@ -46,21 +46,21 @@ class CheckpointPlan(Page):
             ``in_place`` if the trainer looks for the files itself (Trainer, Accelerate, Lightning), otherwise
             ``lazy``. With a trainer that looks for the files, ``lazy`` means ``in_place`` too, unless `tune run` or
             ``ebbtide.enable()`` cleans up after a killed save.
-        busy: What a save does while the previous checkpoint is still being written: ``wait`` for it, ``skip``
-            the save, or ``replace`` the unfinished checkpoint.
+        busy: What a save does while the previous checkpoint is still being written: ``wait`` for it, ``skip`` the
+            save, or ``replace`` the unfinished checkpoint.
         copy_budget_bytes: Host memory reserved for copies of state that is updated before it is written.
         write_bytes_per_s: Limit for the rate of checkpoint writes. None: no limit.
         writers: Number of concurrent writes to the disk while a checkpoint is written.
-        keep: Number of completed checkpoints that are kept in ``dir``, the newest first. 0: all. ``keep`` is also the
-            number of checkpoints whose stored state is kept on drives. For drives, 0 means the Trainer's
-            ``save_total_limit``, otherwise one checkpoint, or two with ``load_best_model_at_end``. At the start, the
-            log states the number of checkpoints whose state is kept. Older checkpoints with stored state cannot be
-            loaded.
-        deadline_s: Seconds without progress of storage or of other ranks after which a checkpoint is given up
-            with an error. For drives with stored state, at most 300 seconds.
+        keep: Number of completed checkpoints that are kept in ``dir``, the newest first. 0: all. If a plan stores
+            optimizer state on drives, ``keep`` is also the number of checkpoints for which the drives keep that state.
+            If ``keep`` is 0, this number is the Trainer's ``save_total_limit``. If the Trainer has no such limit, the
+            drives keep the state of one checkpoint, or of two with ``load_best_model_at_end``. At the start, the log
+            states the number of checkpoints whose state is kept. Older checkpoints with stored state cannot be loaded.
+        deadline_s: Seconds without progress of storage or of other ranks after which a checkpoint is given up with an
+            error. For drives with stored optimizer state, a value above 300 counts as 300.
         dir: Folder of automatic checkpoints.
-        restore_random: True if ``load_checkpoint`` also restores the random states that every checkpoint
-            holds (of Python, numpy, torch and each CUDA device). DeepSpeed restores none.
+        restore_random: True if ``load_checkpoint`` also restores the random states that every checkpoint holds (of
+            Python, numpy, torch and each CUDA device). DeepSpeed restores none.
         verify_reads: True if every read of stored state is compared with the hash that was taken when the state was
             written, for drives that are not trusted. False: only the first read after a resume is compared.
     """
@@ -205,7 +205,7 @@ class Plan(Shown, Page):
         """Return a copy of the plan with other values for some fields.
 
         Raises:
-            PlanError: The memory of a new prediction exceeds its limits, or a field does not exist.
+            PlanError: By the prediction in the copy, the plan does not fit into memory, or a field does not exist.
         """
         if unknown := set(update or ()) - set(type(self).model_fields):
             raise PlanError(f"plan must only get fields that plans have, but got {', '.join(sorted(unknown))}")
@@ -349,11 +349,10 @@ class Plan(Shown, Page):
 
     @property
     def drives(self) -> dict[str, float]:
-        """Return a dict from each folder for a plan's stored optimizer state to a number, such as the drive's
-        bandwidth.
+        """Return the weights of the folders for a plan's stored optimizer state, as a dict from folder to weight.
 
-        Each folder holds a part of every subgroup's state in proportion to its number. The dict is empty without
-        folders.
+        A weight may be the bandwidth of the folder's drive. Each subgroup's state is split over the folders in
+        proportion to their weights. The dict is empty if the plan has no such folder.
         """
         return self.storage_shares or ({self.storage_dir: 1.0} if self.storage_dir else {})
 

@@ -1,8 +1,8 @@
 """The rows of a plan file, and the conversion of plan files that older versions of ebbtide wrote.
 
-A row says how some neighboring subgroups are updated. Files of schema 1 and 2 list placements and parameter
-locations with a number of neighboring subgroups. For early updates and gradient accumulation on the GPU they give
-only numbers of subgroups.
+A row says how some consecutive subgroups are updated. Files of schema 1 and 2 store placements and parameter locations
+as run-length lists: each entry is a value and the number of consecutive subgroups that have it. For early updates and
+gradient accumulation on the GPU, these files give only a number of subgroups.
 """
 
 import warnings
@@ -52,7 +52,9 @@ class WayRun(Page):
 
     @property
     def way(self) -> Way:
-        """Return the `Way` of updating the subgroups of a plan file's row: placement, parameter location and flags."""
+        """Return the way of updating the subgroups of this row of a plan file: placement, parameter location and
+        flags.
+        """
         return Way(self.placement, self.parameters, self.early, self.sum_on_device)
 
     @model_validator(mode="after")
@@ -118,12 +120,14 @@ class _Counts(Page):
     """The fields of a plan file of schema 2 that are numbers of subgroups. Schema 3 has settings for each subgroup.
 
     Attributes:
-        speculate: Number of subgroups that the CPU updates before the gradient norm is known. They are the last
-            ones with placement ``host``. If ``speculate_among`` is larger, they are evenly spread among that
-            number of last subgroups for which an early update is possible.
-        speculate_visits: Number of subgroups with placement ``device`` that are updated before the gradient
-            norm is known. They are the last ones.
-        device_sums: Number of subgroups whose gradients are accumulated on the GPU: the first ones that can.
+        speculate: Number of subgroups that the CPU updates before the gradient norm is known. If ``speculate_among``
+            is at most this number, they are the last subgroups with placement ``host``.
+        speculate_among: If larger than ``speculate``, the subgroups of ``speculate`` are evenly spread over this
+            number of subgroups: the last ones that the CPU can update early.
+        speculate_visits: Number of subgroups with placement ``device`` that are updated before the gradient norm is
+            known. They are the last subgroups with this placement.
+        device_sums: Number of subgroups with gradients that are accumulated on the GPU. They are the first subgroups
+            for which such accumulation is possible.
     """
 
     placement: tuple[_PlacementRun, ...] = Field(min_length=1)

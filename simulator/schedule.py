@@ -178,7 +178,9 @@ class Op(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule: the ops of one or more training iterations. Each lane (queue of ops) runs its ops in this order.
+    """A schedule: the ops of one or more training iterations.
+
+    Each lane (queue of ops) runs its ops in the order in which ``ops`` lists them.
 
     Attributes:
         held: Bytes that are in use throughout an iteration, by memory and kind (parameters, state ...).

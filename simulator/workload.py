@@ -56,55 +56,55 @@ class Workload(Shown, Page):
     """A workload: one rank's share of one training iteration, with the order of the model's layers.
 
     Attributes:
-        layers: Layers in the order of the forward. The sum of their ``params`` is the number of this rank's
-            trainable elements.
-        subgroups: Number of elements of each of this rank's subgroups of optimizer state, in the order of the
-            layers. The first subgroup begins with the first layer's parameters, and each layer's parameters
-            follow those of the previous layer.
-        wire_dtype: Data type of parameters. Gradients have it too, unless grad_bytes_per_param tells another
-            size.
+        layers: Layers in the order of the forward. The sum of their ``params`` is the number of this rank's trainable
+            elements.
+        subgroups: Number of elements of each of this rank's subgroups of optimizer state, in the order of the layers.
+            The first subgroup begins with the first layer's parameters, and each layer's parameters follow those of
+            the previous layer.
+        wire_dtype: Data type of parameters. Gradients have it too, unless grad_bytes_per_param tells another size.
         optimizer: Name of the optimizer, as in `ebbtide.simulator.update.optimizer.OPTIMIZERS`.
-        clip: True if gradients are clipped or fp16 overflows are checked. No update may start before the gradient
-            norm is known then, except an early update.
-        clip_rate: Fraction of steps that clip gradients or overflow, so that early updates are redone. None if it
-            is unknown: see `expected_clip_rate`.
-        device_base_bytes: GPU memory in use throughout an iteration, for parameters and gradient buckets. In a
-            profile it includes the part of the measured peak that activations do not explain.
-        device_base_parts: Known parts of ``device_base_bytes`` by kind. The remainder are buckets. Empty: only
-            this rank's partition of the parameters is known.
-        stock_backward_extra_s: Measured time that DeepSpeed's copies of gradients add to backward. None: not
-            measured, so the simulator computes it from the copies.
+        clip: True if gradients are clipped or fp16 overflows are checked. No update may start before the gradient norm
+            is known then, except an early update.
+        clip_rate: Fraction of steps that clip gradients or overflow, so that early updates are redone. None if it is
+            unknown: see `expected_clip_rate`.
+        device_base_bytes: GPU memory in use throughout an iteration, for parameters and gradient buckets. In a profile
+            it includes the part of the measured peak that activations do not explain.
+        device_base_parts: Known parts of ``device_base_bytes``, as bytes by kind. The rest of ``device_base_bytes``
+            counts as gradient buckets. If empty, the only known part is this rank's partition of the parameters.
+        stock_backward_extra_s: Measured time that DeepSpeed's copies of gradients add to backward. None: not measured,
+            so the simulator computes it from the copies.
         tokens_per_iteration: Tokens of all ranks together. None if the model's inputs do not tell.
         samples_per_iteration: Samples of all ranks together: DeepSpeed's train_batch_size.
         micro_batch, sequence, recompute: See `TrainedAs`. None if unknown.
-        parameters: Number of elements of each parameter's partition, by parameter group. Needed to form subgroups
-            of other sizes (`recut`).
-        phase_times: Measured seconds of each phase with their spread. ``iteration`` is a whole step, with the
-            work of the training script between phases.
+        parameters: Number of elements of each parameter's partition, by parameter group. Needed to form subgroups of
+            other sizes (`recut`).
+        phase_times: Measured seconds of each phase with their spread. ``iteration`` is a whole step, with the work of
+            the training script between phases.
         memory_peaks: Measured peaks of ``device`` and ``host`` memory in the profiled steps, in bytes, with their
             spread.
         warnings: Reasons to doubt the profile.
-        pipeline_idle_s: Time per iteration outside forward, backward and step. This rank then waits for other
-            pipeline stages, or the training script does other work (``loop_s`` of a calibrated machine). CPU
-            updates and copies continue in this time.
+        pipeline_idle_s: Time per iteration outside forward, backward and step. This rank then waits for other pipeline
+            stages, or the training script does other work (``loop_s`` of a calibrated machine). CPU updates and copies
+            continue in this time.
         stock_threads: Number of OpenMP threads of one rank's CPU updates in DeepSpeed. None: as many as there are
             cores. ebbtide uses the plan's ``threads`` instead.
-        zero_stage: DeepSpeed's ZeRO stage. Below 3 each rank has all parameters, a step waits for its updates,
-            and the ranks then exchange updated parameters. ZeRO-1 reduces gradients only after the last
-            micro-batch.
-        reduced_beside: Fraction of a layer's network_reduce_bytes that is exchanged during the next layer's
-            backward. The next layer's backward waits for the rest, because its own gathers follow on the network.
+        zero_stage: DeepSpeed's ZeRO stage. Below 3 each rank has all parameters, a step waits for its updates, and the
+            ranks then exchange updated parameters. ZeRO-1 reduces gradients only after the last micro-batch.
+        reduced_beside: Fraction of a layer's network_reduce_bytes that is exchanged during the next layer's backward.
+            The next layer's backward waits for the rest, because the gathers of its parameters use the network after
+            this exchange.
         step_gather_s: Time in which the ranks of one node exchange updated parameters at the end of a step.
         network_step_gather_bytes: Bytes that this rank receives from other nodes in that exchange.
         module_issue_s: Time in which the host launches the first kernel of a module, after it has waited for the
-            module's parameters (for their update or their copy to the GPU). It is spent in DeepSpeed's hooks. 0
-            if unknown, or if the model runs on the CPU.
-        deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are parts of DeepSpeed's subgroups.
-            0: they are DeepSpeed's own, of size ``subgroup_size``.
-        state_stays: True if DeepSpeed's fp32 tensors in host memory have space for all state, even if it is in
-            GPU memory. Below ZeRO-3 it is always so, under ZeRO-3 if the subgroups are parts of DeepSpeed's.
-        live_params: Largest number of elements of ``params`` that are gathered at once, if there is one
-            data-parallel rank, whose partitions are whole parameters. None: those of two layers.
+            module's parameters (for their update or their copy to the GPU). It is spent in DeepSpeed's hooks. 0 if
+            unknown, or if the model runs on the CPU.
+        deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are parts of DeepSpeed's subgroups. 0:
+            they are DeepSpeed's own, of size ``subgroup_size``.
+        state_stays: True if DeepSpeed's fp32 tensors in host memory have space for all state, even if it is in GPU
+            memory. Below ZeRO-3 it is always so, under ZeRO-3 if the subgroups are parts of DeepSpeed's.
+        live_params: Largest number of elements of ``params`` that are gathered at once. It is given only for a single
+            data-parallel rank, which holds whole parameters. None: the parameters of two layers are assumed to be
+            gathered at once.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -306,12 +306,13 @@ class Workload(Shown, Page):
 
     @property
     def serial(self) -> "Workload":
-        """Return a ZeRO-3 workload that takes no longer than this one under any plan.
+        """Return a ZeRO-3 workload with iterations that take no longer than this workload's, under any plan.
 
-        It serves for lower bounds and for orders of updates. Below ZeRO-3 a step waits for its updates, so nothing
-        overlaps forward. Therefore forward, idle time of the pipeline and the exchange of parameters are moved before
-        the backward. If gradients leave the GPU once per step, all that precedes the last micro-batch's backward is
-        moved too.
+        The result is used to compute lower bounds and to choose the order of updates. Below ZeRO-3, forward does not
+        overlap updates, because a step waits for all of its updates. So the returned workload adds the time of
+        forward, the idle time of the pipeline and the exchange of parameters to the last layer's backward, which runs
+        before any gradient is complete. If gradients leave the GPU only once per step, the passes of all micro-batches
+        before the last one's backward are added too.
         """
         if self.zero_stage == 3:
             return self
@@ -414,7 +415,10 @@ class Workload(Shown, Page):
 
     @property
     def trained_as(self) -> TrainedAs | None:
-        """Return the settings with which a workload was trained, to compare them with a plan's. None if unknown."""
+        """Return the training settings that a workload describes, such as precision and micro-batch size.
+
+        They are compared with those of a plan. The result is None if they are unknown.
+        """
         if self.micro_batch is None:
             return None
         return TrainedAs(

@@ -86,9 +86,14 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Return the simulation of an offloading strategy at the fastest of some settings that fit into memory.
+        """Return the fastest simulation of an offloading strategy that fits into memory.
 
-        If no setting fits, return the simulation that needs the least additional memory.
+        The strategy is simulated with each of the given settings. The fastest plans of ebbtide are also simulated with
+        early updates, which start before the gradient norm is known. If no simulation fits into memory, return the one
+        that needs the least additional memory.
+
+        Args:
+            settings: Sets of options for the strategy, such as different ratios of Twin-Flow.
         """
         tried = [self._plain(setting) for setting in settings]
         for plain in sorted(tried, key=self._rank)[:FEW]:
@@ -121,10 +126,14 @@ class _Strategy:
         return self._run(setting, {"plan": plan})
 
     def _early_variants(self, plain: Simulated) -> Iterator[Simulated]:
-        """Yield simulations of a plan like the given one, but with as many early updates as memory and time allow.
+        """Yield up to two simulations of ebbtide's plan with early updates, which start before the gradient norm is
+        known.
 
-        An early update starts before the gradient norm is known. In the first simulation only updates on the CPU
-        are early. In the second, all updates on the GPU of state from host memory are early too.
+        In the first simulation, the CPU's updates are early, as many as memory and time allow. In the second
+        simulation, the GPU's updates of subgroups with state in host memory are early too.
+
+        Args:
+            plain: Simulation of the plan without early updates.
         """
         work, machine, setting = self.workload, self.machine, plain.setting
         silent = work.zero_stage < 3 or machine.unified_memory

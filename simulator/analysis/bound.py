@@ -27,14 +27,15 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and i
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach it.
+    """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach
+    it.
 
     Attributes:
         iteration_s: Mean seconds of one iteration in a steady state that no plan can beat.
         params: Number of this rank's parameters with each placement, if the bound were reached.
-        binding: Names of the resources that limit the bound, such as DRAM bandwidth. ``(update)`` after a name
-            means that the resource is fully used between the gradients and the end of the next forward.
-            Otherwise it is fully used in the whole iteration.
+        binding: Names of the resources that limit the bound, such as DRAM bandwidth. ``(update)`` after a name means
+            that the resource is fully used until the end of the next forward, from the gradient norm or from an
+            earlier moment of backward on. Without ``(update)``, the resource is fully used during the whole iteration.
     """
 
     iteration_s: float
@@ -47,14 +48,14 @@ def lower_bound(
 ) -> Bound:
     """Return the lower bound of an iteration's mean time for all plans that stay within given memory limits.
 
-    The computation takes some 40 milliseconds. The bound is for a steady state: a simulation of only three
-    iterations can be shorter if the link to the GPU falls behind from iteration to iteration. Checkpoints are
-    not included.
+    The bound is for a steady state without checkpoints. A simulation of only three iterations can give a shorter time
+    than the bound, if copies to the GPU fall behind from iteration to iteration. Computing the bound takes some 40
+    milliseconds.
 
     Args:
-        limits: Limits of one rank's memory. Optimizer state is on drives only if they have a limit for it.
-            None: all memory of the machine, and no drives.
-        away: Number of elements whose 16-bit parameters are in host memory. None: plans may choose.
+        limits: Memory limits of one rank. Plans may store optimizer state on drives only if ``limits`` has a limit for
+            drives. None: all memory of the machine, and no drives.
+        away: Number of elements with 16-bit parameters in host memory. None: plans may choose this number.
 
     Raises:
         ValueError: No plan fits into memory.
@@ -80,19 +81,23 @@ def lower_bound(
 
 
 def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:
-    """Return the linear program for the lower bound of an iteration's time, with all rules for steps that do not clip.
+    """Return the linear program for the lower bound of an iteration's time, if no step clips gradients.
 
     Args:
-        early: True if updates may start before the gradient norm is known.
+        early: True if plans may start updates before the gradient norm is known.
     """
     return _with_rules(Problem(workload, machine, limits, _ways(workload, machine, limits, early=early)))
 
 
 def clipping_steps(p: Problem) -> Problem:
-    """Add the rules for steps that clip to the lower bound's linear program, and return the problem of such a step.
+    """Extend the linear program for the lower bound of an iteration's time by a step that clips gradients.
 
-    In a step that clips, early updates are dropped. So the step is no faster than a step of the same plan
-    without its early updates: a plan with the same subgroups in each placement, and the same buffers.
+    A step that clips discards its early updates, which started before the gradient norm was known. Such a step is no
+    faster than a step under the plan without early updates. In the linear program, the plan without early updates has
+    as many elements in each placement as the plan with early updates, and the same buffers.
+
+    Returns:
+        The variables and constraints of the step that clips. They are part of the linear program ``p``.
     """
     ways = [way for way in p.ways if not way.early]
     q = _with_rules(Problem(p.given, p.machine, p.limits, ways, p.rows))

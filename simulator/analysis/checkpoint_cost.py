@@ -57,9 +57,9 @@ class _Run:
         return max((float(self.result.end_s[i]) for i in self.persists()), default=0.0)
 
     def persist_rate(self) -> float:
-        """Return the bytes per second of checkpoint writes that end before the first update after the save.
+        """Return the bytes per second of those checkpoint writes that end before the first update after the save.
 
-        The result is infinite if no write ends by then.
+        If no write ends by then, return infinity: the rate is then unknown, and the caller applies other limits.
         """
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
@@ -158,17 +158,22 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 
 
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the bytes of one rank that a checkpoint writes: optimizer state, and parameters in model precision."""
+    """Return the number of bytes that one rank writes for a checkpoint.
+
+    They are optimizer state, except state that a plan stores on drives, and parameters in the model's precision.
+    """
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
 
 class CheckpointSimulation:
     """A prediction of what checkpoints cost under a plan, for any checkpoint settings.
 
-    Training is simulated with one checkpoint and without. The simulation has `LEAD_IN` iterations, a save, and
-    `FOLLOWED` further iterations. A subgroup's bytes are copied, or its update waits, if the update is due before
-    these bytes are written. The times at which updates are due come first from a simulation in which the save
-    writes nothing, and then from one with all writes.
+    Training is simulated with one checkpoint and without a checkpoint. A simulation has `LEAD_IN` iterations, a save,
+    and `FOLLOWED` further iterations. If a subgroup's update is due before the checkpoint has written the subgroup's
+    state, the state is first copied in host memory. If the memory for such copies is full, the update waits instead.
+
+    The times at which updates are due come from a simulation of a save that writes nothing. They are then multiplied
+    by the slowdown that a simulation with all writes shows.
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:

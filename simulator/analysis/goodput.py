@@ -68,12 +68,13 @@ class CheckpointCost:
         return self.stall_s + self.interference_s
 
     def at_interval(self, steps: int, iteration_s: float, busy: str) -> "tuple[int, CheckpointCost]":
-        """Return the number of steps between two completed checkpoints, and the cost of each checkpoint.
+        """Return the number of steps between two completed checkpoints, and the training time that each checkpoint
+        costs.
 
-        A checkpoint is due every ``steps`` iterations. If the previous one is still being written then, the policy
-        ``busy`` decides. With "wait" the save waits until the previous one is written. With "skip" nothing is
-        saved. With "replace" the previous one is given up for the new one, so that none is ever completed, and the
-        returned number is 0.
+        A checkpoint is due every ``steps`` iterations. The policy ``busy`` decides what happens if the previous
+        checkpoint is still being written at that moment. With "wait", the save waits until the previous checkpoint is
+        written. With "skip", no new checkpoint is saved. With "replace", the previous checkpoint is given up for the
+        new one. No checkpoint is then ever completed, and the returned number is 0.
         """
         spare_s = steps * iteration_s + self.cost_s - self.persist_s
         if spare_s >= -1e-9 * self.persist_s:
@@ -94,10 +95,12 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
     """Return the expected fraction of time, from 0 to 1, that is useful training.
 
     The formula is exact for failures at a constant rate. M is the mean time between failures, and R the time of a
-    restart. An interval lasts ``L = work + stall + interference``. From one completed checkpoint to the next it
-    takes L, or ``L + persist`` after a failure, because the work done while the last checkpoint was written is
-    lost too. A restart takes ``(exp(R/M) - 1) M`` on average, because it may fail as well. The expected time per
-    interval and the goodput are then
+    restart. A checkpoint stops training for the time ``stall``, slows training down by the time ``interference``, and
+    is on storage the time ``persist`` after the start of its save. ``work`` is the time of the iterations between two
+    checkpoints. An interval lasts ``L = work + stall + interference``. From one completed checkpoint to the next it
+    takes L, or ``L + persist`` after a failure, because the work done while the last checkpoint was written is lost
+    too. A restart takes ``(exp(R/M) - 1) M`` on average, because it may fail as well. The expected time per interval
+    and the goodput are then
 
         ``E = M exp(R/M) exp(persist/M) (exp(L/M) - 1)``  and  goodput = work / E.
 
@@ -106,8 +109,8 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
         interval_steps: Iterations between two checkpoints. 0: no checkpoint is saved.
 
     Raises:
-        ValueError: An iteration takes no time, a job that can fail saves no checkpoint, or writing a checkpoint
-            takes longer than the interval.
+        ValueError: An iteration takes no time, a job that can fail saves no checkpoint, or writing a checkpoint takes
+            longer than the interval.
     """
     check_positive("iteration_s", iteration_s)
     mtbf_s = failures.mtbf_s
@@ -149,10 +152,11 @@ def best_interval_steps(iteration_s: float, cost: CheckpointCost, failures: Fail
 
 
 def optimal_interval(cost_s: float, mtbf_s: float) -> float:
-    """Return the seconds of work between two checkpoints that give the highest expected goodput.
+    """Return the seconds of training between two checkpoints that give the highest expected goodput.
 
-    They are the solution of ``x = 1 - exp(-x - cost/M)`` with ``x = work/M``, where M is the mean time between
-    failures (Daly, FGCS 2006). The time of a restart and the time to write a checkpoint do not change them.
+    Goodput is useful training per time. The result is ``x M``, where M is the mean time between failures, and x solves
+    ``x = 1 - exp(-x - cost/M)`` (Daly, FGCS 2006). ``cost`` is the training time that a checkpoint costs. The time of
+    a restart, and the time for which a checkpoint is written in the background, do not change the result.
 
     Raises:
         ValueError: The cost is negative, or the mean time between failures is not > 0.

@@ -178,7 +178,8 @@ class PlanSweep:
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
         """Return the number of parameters with gradients that a plan accumulates in GPU memory instead of host memory.
 
-        It is 0 if the training does not accumulate gradients in host memory in any case.
+        The result is 0 if training without such a plan does not accumulate gradients in host memory either, for
+        example with one micro-batch per step.
         """
         if not self.held.sums:
             return 0.0

@@ -61,7 +61,7 @@ def structure(workload: Workload) -> Hashable:
 
 
 def times(workload: Workload) -> dict[str, Hashable]:
-    """Return a dict of the workload's values that may change while its schedule keeps the same ops, by name."""
+    """Return those values of a workload that can change without changing the ops of its schedule, as a dict by name."""
     layers = workload.layers
     return {
         "forward_s": tuple(layer.forward_s for layer in layers),
@@ -74,19 +74,20 @@ def times(workload: Workload) -> dict[str, Hashable]:
 
 @dataclass
 class Template:
-    """A compiled schedule with replaceable times, to reuse it for another workload with the same ops.
+    """A compiled schedule that can be reused for another workload with the same ops, because its times can be
+    replaced.
 
     Attributes:
-        made_for: Replaceable values of the workload for which the schedule was built, by name (see `times`).
-        rows: For each kind of op with a replaceable time, such as forward, the rows of these ops in the schedule's
-            array, and the layer of each row.
-        beside: Bytes of GPU memory that the schedule adds throughout an iteration to the workload's base memory
-            (`device_base_bytes`), by kind.
-        gone_bytes: Bytes of parameters that are part of the workload's base memory, but that the schedule keeps in
+        made_for: Replaceable values of the workload for which the schedule was compiled, by name (see `times`).
+        rows: For each kind of op with a replaceable time, such as forward, two arrays: the rows of these ops in the
+            schedule's array, and the layer of each row.
+        beside: For each kind of data, the bytes of GPU memory that the schedule holds throughout an iteration, in
+            addition to the workload's base memory (`device_base_bytes`).
+        gone_bytes: Bytes of parameters that the workload's base memory includes, although the schedule keeps them in
             host memory.
-        checked: Names of the values that were replaced in a test. The test compares the result with a newly built
-            schedule.
-        fixed: True if such a test found a difference. The template is then never reused.
+        checked: Names of the values for which the reuse of the schedule was tested. A test compares the schedule after
+            replacing the values with a newly built schedule.
+        fixed: True if such a test found a difference. The schedule is then never reused for another workload.
     """
 
     compiled: CompiledSchedule
@@ -124,10 +125,10 @@ class Template:
         return made.ops.nbytes + made.after_first.nbytes + made.after.nbytes
 
     def changed(self, workload: Workload) -> set[str]:
-        """Return the names of the replaceable values, such as forward times, that differ between a workload and a
-        template's own.
+        """Return the names of the replaceable values, such as forward times, that differ between two workloads.
 
-        A template is a compiled schedule with replaceable times and memory sizes, made for a workload of its own.
+        The two workloads are ``workload``, and the workload for which this template (a reusable schedule) was
+        compiled.
         """
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 

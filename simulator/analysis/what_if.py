@@ -70,31 +70,31 @@ def what_if(
     >>> len(table)
     8
 
-    The table has one row for each combination. A strategy with a setting, such as Twin-Flow's ratio, is
-    simulated at its fastest setting that fits into memory, unless options are given. For the strategy "ebbtide"
-    that is the plan which ``planner`` returns, or without a planner the best plan with evenly spread placements.
+    The table has one row for each combination. A strategy with a setting, such as Twin-Flow's ratio, is simulated at
+    its fastest setting that fits into memory, unless options are given. For the strategy "ebbtide" that is the plan
+    which ``planner`` returns, or without a planner the best plan with evenly spread placements.
 
     Args:
         strategies: Names of strategies (`STRATEGIES`), or pairs of a name and options of `build_strategy`.
-        gpu_memory_bytes: Sizes of GPU memory per rank to simulate. None: the machine's size. A margin of GPU
-            and host memory stays free, as in a plan (`ebbtide.simulator.limits.Limits`).
+        gpu_memory_bytes: Sizes of GPU memory per rank to simulate. None: the machine's size. A margin of GPU and host
+            memory stays free, as in a plan (`ebbtide.simulator.limits.Limits`).
         n_jobs: Number of worker processes, as in joblib. Within ``joblib.parallel_config("dask")`` (or ray) the
             simulations run on that cluster.
         progress: True to show a progress bar. None: only if there are 50 simulations or more.
         planner: Function that returns ebbtide's plan for a workload on a machine, or None if no plan fits.
             `ebbtide.what_if` passes the planner of `tune plan`.
         **changes: Values to try for a field of the machine (``h2d_bytes_per_s=[...]``) or of the workload:
-            ``ranks_per_node``, ``clip``, ``clip_rate`` (fraction of steps that clip; plans may then update
-            before the gradient norm is known) and ``gradient_accumulation_steps`` (number of micro-batches of
-            the same size per step).
+            ``ranks_per_node``, ``clip``, ``clip_rate`` (fraction of steps that clip; plans may then update before the
+            gradient norm is known) and ``gradient_accumulation_steps`` (number of micro-batches of the same size per
+            step).
 
     Returns:
-        A table with the columns ``strategy``, ``setting``, ``gpu_memory_bytes``, one column per change,
-        ``fits``, ``reason`` (the memory that is missing, if it does not fit), ``iteration_s``, ``forward_s``,
-        ``backward_s``, ``step_s``, ``update_s``, ``loop_s`` (time outside forward, backward and step),
-        ``device_peak_bytes``, ``host_peak_bytes``, ``lower_bound_s`` (no plan without stored
-        state can be faster within the memory limits) and ``tokens_per_s``. After Ctrl-C it has the rows that
-        were finished, and ``.attrs["interrupted"]`` is True.
+        A table with the columns ``strategy``, ``setting``, ``gpu_memory_bytes``, one column per change, ``fits``,
+        ``reason`` (the memory that is missing, if it does not fit), ``iteration_s``, ``forward_s``, ``backward_s``,
+        ``step_s``, ``update_s``, ``loop_s`` (time outside forward, backward and step), ``device_peak_bytes``,
+        ``host_peak_bytes``, ``lower_bound_s`` (no plan that keeps all optimizer state in host and GPU memory can be
+        faster within the memory limits) and ``tokens_per_s``. After Ctrl-C it has the rows that were finished, and
+        ``.attrs["interrupted"]`` is True.
 
     A warning names each field whose values all give the same times and memory peaks.
 
@@ -190,7 +190,11 @@ def grid(
     memories: Sequence[float] | None,
     changes: Mapping[str, Sequence[float]],
 ) -> Iterator[Point]:
-    """Yield every combination of the given strategies, GPU memory sizes and values of changed fields, as a `Point`.
+    """Yield every combination of the given strategies, GPU memory sizes and other values, as a `Point`.
+
+    Args:
+        memories: Sizes of GPU memory in bytes. None: the machine's size.
+        changes: Values to try for fields of the machine or of the workload, by field name.
 
     Raises:
         ValueError: No strategy or no memory size is given, or one of them is impossible.
@@ -231,9 +235,10 @@ def _run(
     shown: bool,
     planner: Planner | None,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Simulate every combination of strategy, GPU memory size and changed fields. Return one table row for each.
+    """Simulate several points, and return one table row for each of them.
 
-    The simulations run in several groups, so that finished rows remain if the user interrupts them.
+    A point is a combination of a strategy, a GPU memory size, and values for fields of the machine or of the workload.
+    The points are simulated in several groups, so that finished rows remain if the user interrupts the simulations.
 
     Returns:
         The rows, and True if the user has interrupted the simulations.

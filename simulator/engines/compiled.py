@@ -72,8 +72,8 @@ class CompiledSchedule:
     Attributes:
         ops: One row for each op: shape (n, kernel.OP_COLUMNS).
         after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
-        rate_keys: Entries to which the column RATE refers: name of a rate, and for a CPU update the number of
-            cores.
+        rate_keys: Pairs of the name of a machine's rate and a number of CPU cores, which matters only for CPU updates.
+            The column RATE of ``ops`` has an op's position in this tuple.
     """
 
     schedule: Schedule
@@ -166,16 +166,24 @@ def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
 
 
 def capacity_vector(machine: Machine, ranks: int) -> Floats:
-    """Return the shared capacities of a node, such as DRAM bandwidth, that one of ``ranks`` ranks has.
+    """Return one rank's share of each capacity that the ranks of a node have in common, such as DRAM bandwidth.
 
     The result is an array in the order of `CAPACITIES`. Unknown capacities are infinite.
+
+    Args:
+        ranks: Number of ranks on the node.
     """
     known = capacities(machine, ranks)
     return np.array([known.get(name, np.inf) for name in CAPACITIES])
 
 
 def machine_vector(machine: Machine) -> Floats:
-    """Return, as an array, a machine's values that the compiled simulator needs in addition to rates and capacities."""
+    """Return, as an array, the properties of a machine that the compiled simulator needs in addition to rates and
+    capacities.
+
+    They are the number of CPU cores, the node's DRAM bandwidth, the latencies of copies and of kernel launches, and
+    two flags: whether GPU memory is host memory, and whether forward and backward run on the CPU cores.
+    """
     return np.array(
         [
             machine.cpu_cores,

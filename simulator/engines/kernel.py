@@ -62,17 +62,20 @@ _NEVER = -1
 class _Notes(NamedTuple):
     """The working arrays of one run of the compiled simulator.
 
+    A lane is a queue of ops. Ops of one lane form a class if they use the same amount of each shared capacity, such as
+    DRAM bandwidth.
+
     Attributes:
         after_first, after: See `run`.
         queue: All ops, sorted by lane and in order of issue. A lane runs its ops one after the other.
-        met, ended: For each op, the number of its dependencies that have ended, and whether it has ended
-            itself.
-        head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops there.
-        busy, running, bits, left: For each lane, whether it runs an op, which op, the class of that op as part
-            of a cache key, and the op's remaining seconds at full speed.
+        met, ended: For each op, the number of its dependencies that have ended, and whether the op itself has ended.
+        head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops in ``queue``.
+        busy, running, left: For each lane, whether it runs an op, which op it runs, and the seconds that this op still
+            needs at full speed.
+        bits: For each lane, the class of the op that it runs, as a part of a key of the cache of speeds.
         growing, room: Arrays for `max_min`.
-        classes, known: For each lane, the number of classes of ops with the same use of capacities, and that
-            use for each class.
+        classes: For each lane, the number of classes so far.
+        known: For each lane and class, the amounts of the shared capacities that an op of the class uses.
     """
 
     after_first: Ints
@@ -177,7 +180,11 @@ def _ready(i: int, notes: _Notes) -> bool:
 
 @uncounted
 def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
-    """Set the speeds of all ops that run now, from a cache if ops with the same use of capacities ran before."""
+    """Set the speeds of all ops that run now.
+
+    The speeds follow from how much of each shared capacity, such as DRAM bandwidth, the running ops use. If ops with
+    the same use of capacities ran together before, the speeds are taken from a cache.
+    """
     slot = ((key * _HASH) >> 16) & (_CACHE - 1)
     speed, known = notes.speed, notes.cache_speed
     if key == _NEVER or notes.cache_key[slot] != key:

@@ -46,13 +46,14 @@ class RecipeArrays:
     A way of updating is a combination of placement, parameter location and flags.
 
     Attributes:
-        rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ``ops``,
-            with the columns WORK and DRAM per parameter. Five more columns are attributes of the op's `Step`:
-            waits, takes, gives_back, early and publishes (T_WAITS to T_PUBLISHES).
-        ways: One row for each `Way.code`: shape (2 * PARAMETERS_ON_HOST, 5). The numbers delimit three ranges in
-            ``rows``: from W_FIRST the update's ops before the gradient norm, from W_BEFORE to W_LAST those after
-            it, and from W_GRADIENT_FIRST to W_GRADIENT_LAST the ops for the gradient.
-        threaded: Numbers of the rows of ops that run on the plan's CPU threads.
+        rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ops, where
+            the columns WORK and DRAM are per parameter. The last five columns (T_WAITS to T_PUBLISHES) are attributes
+            of the op's `Step`: waits, takes, gives_back, early and publishes.
+        ways: One row for each way of updating, at the index `Way.code`: shape (2 * PARAMETERS_ON_HOST, 5). The five
+            numbers of a row are positions in ``rows``. The update's ops before the gradient norm begin at W_FIRST. Its
+            ops after the norm begin at W_BEFORE and end at W_LAST. The ops for the gradient begin at W_GRADIENT_FIRST
+            and end at W_GRADIENT_LAST.
+        threaded: Positions in ``rows`` of the ops that run on the plan's CPU threads.
     """
 
     rows: Floats
@@ -78,8 +79,9 @@ class RecipeArrays:
         )
 
     def with_threads(self, threads: int) -> Floats:
-        """Return the array ``rows`` with the number of CPU cores that each op may use, given a plan's number of CPU
-        threads.
+        """Return the array ``rows``, which has one row for each op, for a plan with a given number of CPU threads.
+
+        The number of threads sets how many CPU cores an op may use.
 
         Args:
             threads: CPU threads of the updates. 0: all cores.

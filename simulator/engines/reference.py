@@ -68,7 +68,11 @@ def rate_of(op: Op, machine: Machine) -> float:
 
 
 def latency_of(op: Op, machine: Machine) -> float:
-    """Return the latency of an op in seconds: its own, and the machine's latency of a copy or a kernel launch."""
+    """Return the latency of an op in seconds.
+
+    The latency is the op's own latency plus, for a copy or an update on the GPU, the machine's latency of a copy or of
+    a kernel launch.
+    """
     latency = op.latency_s
     if op.lane in _COPY_LANES:
         latency += machine.copy_latency_s
@@ -89,9 +93,12 @@ def alone_s(op: Op, machine: Machine) -> float:
 def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
     """Return a dict of how much of each shared capacity of a node, such as DRAM bandwidth, an op uses per second.
 
-    The op is assumed to run at full speed. The op's rate was measured with one rank alone on the node. So a
-    single op never uses more DRAM bandwidth than the measured one of the node, whatever number of bytes is
-    counted for the op.
+    The op is assumed to run at full speed. An op never uses more DRAM bandwidth than was measured for the whole node,
+    even if the bytes that are counted for the op suggest more. The reason is that the op's rate was measured with one
+    rank alone on this node, where no more bandwidth was available.
+
+    Args:
+        duration_s: Seconds that the op takes at full speed.
     """
     if duration_s <= 0:
         return {}

@@ -71,23 +71,24 @@ class _Given(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The state of a schedule while its ops are appended to arrays. Ops are named by their numbers.
+    """The state of a schedule while its ops are appended to arrays. An op is given by its number.
 
     Attributes:
         ops, after_first, after: Arrays of the schedule, see `ebbtide.simulator.engines.kernel.run`.
         n: Counters, such as the number of ops so far (`_N_OPS`).
-        done: Newest op of each entry of the recorded iteration (`Place`). Then, for each subgroup, the op after
-            which its parameters are new, and for each subgroup the last op of its update. -1: no op yet.
+        done: Three lists of ops in one array. The first list has the newest op of each entry of the recorded iteration
+            (`Place`). The second list has, for each subgroup, the op after which its updated parameters are ready. The
+            third list has, for each subgroup, the last op of its update. -1: no op yet.
         on_host: For each subgroup, the newest op that copied a part of its gradient to the host.
         early: For each subgroup, the newest op of its update that runs before the gradient norm is known.
         begun: For each subgroup, the number of ops of its update that run before the gradient norm is known.
         sums: For each part of a gradient (from one layer), the newest op that copied the part to the host.
         complete: For each subgroup, 1 if its gradient of the present step is complete, otherwise 0.
-        coming: Subgroups whose updates take a buffer before the gradient norm is known, in order.
+        coming: Subgroups with updates that take a buffer before the gradient norm is known, in order.
         sent: Ops that copy gradients to the host, in order.
-        head, tail: For each kind of buffer, the range of ``free`` with buffers that the next ops may take.
+        free: For each kind of buffer, a queue of free buffers. A buffer is represented by the op that frees it.
+        head, tail: For each kind of buffer, the positions in ``free`` at which the queue begins and ends.
         left: For each kind of buffer, how many more buffers `_add_first` may give to subgroups.
-        free: For each kind of buffer, the ops that free a buffer, in the order in which the buffers are taken.
     """
 
     ops: Floats

@@ -184,11 +184,13 @@ def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
 
 
 def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    """Return a function that returns one part of a described model's layer: the matrices of all its experts.
+    """Return a function that computes the matrices of all experts in a layer of a mixture-of-experts model.
+
+    The returned function takes the model's architecture, and returns these matrices as a `Part` of the layer.
 
     Args:
-        each: Names of the matrices of an expert.
-        fused: True if one parameter contains a kind of matrix (such as the up projection) of all experts.
+        each: Names of the matrices of one expert.
+        fused: True if the same matrix of all experts, such as the up projection, is stacked in one parameter.
     """
 
     def part(arch: DescribedArchitecture) -> Part:

@@ -136,7 +136,9 @@ class Layout:
 
     @property
     def tensor_groups_cut(self) -> int:
-        """Return the largest number of one node's tensor-parallel groups that also have ranks on other nodes."""
+        """Return the number of tensor-parallel groups with ranks both on a node and on other nodes, for the node that
+        has most such groups.
+        """
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
             return 0
         if self.tensor % self.gpus_per_node == 0:

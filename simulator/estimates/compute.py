@@ -53,9 +53,10 @@ class Pass:
     """The cost of a block's forward, or of its backward without recomputation, relative to a forward.
 
     Attributes:
-        products: Cost of the matrix products, relative to those of a forward.
-        scores: Cost of the attention scores, relative to those of a forward.
-        traffic: For each kind of kernels, the memory traffic between matrix products, relative to a forward's.
+        products: Cost of the matrix products, relative to the matrix products of a forward.
+        scores: Cost of the attention scores, relative to the attention scores of a forward.
+        traffic: Memory traffic of the kernels that run between the matrix products, relative to a forward's. There is
+            one value for fused and one for eager kernels.
         loss: Index into `LOSS_BYTES` of this pass's memory traffic per logit.
     """
 

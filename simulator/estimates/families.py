@@ -1,8 +1,9 @@
 """The families of models that are known without the transformers library, by the ``model_type`` of their configs.
 
-A family gives the parts of a layer, which configs do not list. The parts have the order in which the
-modules of the newest stable transformers register them, with one parameter for a kind of matrix of all
-experts. Other families are read by transformers (`ebbtide.simulator.estimates.modules`).
+A family gives the parts of a layer, such as matrices and norms, because a config does not list them. The parts have
+the order in which the modules of the newest stable transformers register them. In a mixture-of-experts layer of this
+version, the same matrix of all experts, such as the up projection, is one stacked parameter. Other families are read
+by transformers (`ebbtide.simulator.estimates.modules`).
 """
 
 from collections.abc import Callable, Mapping
@@ -166,9 +167,10 @@ def _stablelm(config: Config) -> Numbers:
 
 
 def _falcon(config: Config) -> Numbers:
-    """Return a Falcon model's parts of a layer and sizes, as fields of a model description.
+    """Return fields that describe a Falcon model: the parts of each layer, and sizes such as the number of key-value
+    heads.
 
-    Falcon models are the 7B model, the newer 40B and 180B, and RefinedWeb.
+    Falcon models are the 7B model, the newer 40B and 180B models, and RefinedWeb.
     """
     heads = config.get("num_attention_heads")
     newer = bool(config.get("new_decoder_architecture"))

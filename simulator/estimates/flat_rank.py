@@ -59,7 +59,9 @@ class FlatRank(Rank):
         return Workload.model_validate({**dict(made), **fields})
 
     def _whole(self, flat: Sequence[tuple[int, int]]) -> list[int]:
-        """Return a list of each layer's number of elements in DeepSpeed's flat buffer of all ranks' slices together.
+        """Return a list with the number of elements that each layer has in DeepSpeed's whole flat parameter buffer.
+
+        The whole buffer consists of the slices of all ranks.
 
         Args:
             flat: Layer and number of elements of each parameter, in the order of the buffer.

@@ -83,9 +83,10 @@ class Offloading:
 
     @property
     def beyond_state(self) -> str:
-        """Return the key of the DeepSpeed config that offloads anything but optimizer state to host memory.
+        """Return the key of the DeepSpeed config for an offload that is not the offload of optimizer state to host
+        memory.
 
-        Such a key moves optimizer state to NVMe, or parameters or activations off the GPU. The result is empty if
+        The key moves optimizer state to NVMe, or moves parameters or activations off the GPU. The result is empty if
         the config has no such key.
         """
         if self.optimizer == "nvme":
@@ -333,8 +334,10 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
 
 
 def own_step_key(config: Mapping[str, Any]) -> str:
-    """Return the key of a DeepSpeed config that makes the optimizer run its own step under a plan, or an empty string.
+    """Return the key of a DeepSpeed config that prevents ebbtide from replacing the optimizer's step, or an empty
+    string.
 
-    With such a key all optimizer state is in host memory, so there is no plan to search.
+    Under a plan, the optimizer then runs its own ``step()`` on state in host memory, and not ebbtide's update kernels.
+    So there is no plan to search.
     """
     return next((key for key in _OWN_STEP if at(config, key)), "")

@@ -148,7 +148,8 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
 def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
     """Return the rates of a preset machine's CPU updates and host memory, for one rank that is alone on a node.
 
-    ebbtide's fused update kernel is assumed to reach the memory bandwidth of DeepSpeed's separate passes.
+    ebbtide's fused update kernel is assumed to reach the same memory bandwidth (bytes per second) as DeepSpeed's
+    update, which makes several passes over memory.
 
     Returns:
         A dict from field names of `Machine` to rates.
@@ -174,7 +175,8 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
     """Return the rate of DeepSpeed's CPU update on one core of a preset machine, in parameters per second.
 
-    One core uses no more memory bandwidth than all cores.
+    The rate follows from the memory bandwidth that one core reaches. This bandwidth is limited to the bandwidth that
+    the update uses on all cores.
 
     Args:
         sheet: Figures of the machine from data sheets and publications.
@@ -191,8 +193,10 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 def _passes_bytes_per_s(rate: float) -> float:
     """Return the memory bandwidth of DeepSpeed's CPU update, in bytes/s, from a published rate.
 
-    The published rate includes a copy of new parameters through unpinned memory. The time of that copy is left
-    out. The copy is limited by one core, or by DRAM bandwidth if the ranks leave little.
+    The published rate includes a copy of new parameters to the GPU through unpinned memory, but the result is for the
+    update alone. The bandwidth is computed in two ways, and the larger result is returned. In the first way, the copy
+    runs at the speed of one CPU core. In the second way, the copy is as fast as the DRAM bandwidth allows that other
+    ranks leave.
 
     Args:
         rate: Published parameters per second of one rank.
@@ -231,10 +235,12 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
 def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
     """Return the fractions of DRAM and link bandwidth that each of several concurrent ranks has on a preset machine.
 
-    Fractions of DRAM follow from published CPU updates, fractions of links from the wiring of the GPUs.
+    Fractions of DRAM bandwidth follow from published rates of CPU updates, and fractions of link bandwidth from the
+    wiring of the GPUs.
 
     Returns:
-        By number of concurrent ranks, a dict from the name of the capacity to the fraction.
+        A dict from the number of concurrent ranks to a dict. The inner dict gives the fraction for ``dram``, and for
+        the link directions ``h2d`` and ``d2h``.
     """
     shares = _dram_shares(sheet)
     if sheet.ranks_per_uplink > 1:

@@ -149,8 +149,9 @@ class Rank:
         return tuple(layer.model_copy(update=fields) for layer, fields in zip(layers, again, strict=True))
 
     def gathers(self, blocks: Sequence[Block]) -> Gathered:
-        """Return how often DeepSpeed gathers each parameter in a forward and its backward. Parameters are (block,
-        parameter).
+        """Return how often DeepSpeed gathers each parameter in a forward and its backward.
+
+        The key of a parameter is a pair: the index of its block, and its index within the block.
         """
         tensor, recompute = self.job.tensor_parallel, self.job.recompute
         whole = tuple(_partitions(block.params, block.split, tensor, 1) for block in blocks)
@@ -199,7 +200,9 @@ class Rank:
 
     @cached_property
     def device(self) -> Device:
-        """Return a GPU's rates for a training job's precision, kernels and tensor parallelism, from its machine."""
+        """Return the rates that the GPU of a training job reaches with the job's precision, kernels and tensor
+        parallelism.
+        """
         p = self.job
         return Device.of(
             self.machine,
@@ -256,10 +259,12 @@ class Rank:
     def unhidden_s(self, block: Block) -> float:
         """Return the seconds that a block's backward takes longer if several ranks keep parameters in host memory.
 
-        DeepSpeed then launches no module before the gather of its parameters has ended. A rank's part of the
-        parameters is copied to the GPU by a blocking copy, on the stream that waits for the previous gather
-        (``_all_gather_dtype``). In backward that gather follows a reduction on the same NCCL stream, and the
-        reduction waits for the module before. A single rank's copies do not block (``NoGatherCoalescedHandle``).
+        In that case, gathers and reductions do not overlap computation. DeepSpeed launches a module only after the
+        gather of the module's parameters. Before this gather, each rank copies its part of the parameters to the GPU
+        by a blocking copy, on the stream that waits for the gather of the previous module (``_all_gather_dtype``). In
+        backward, the gather of the previous module runs after a gradient reduction on the same NCCL stream. The
+        reduction itself waits for the backward of the module that ran before. With a single rank, such copies do not
+        block (``NoGatherCoalescedHandle``).
         """
         if self.job.zero_stage < 3 or self.job.data_parallel == 1:
             return 0.0
@@ -288,7 +293,8 @@ class Rank:
     def issue_s(self, block: Block) -> float:
         """Return the seconds that the host needs to launch the kernels of a block's forward.
 
-        A layer has a dozen modules. The embedding and the head have one each.
+        The time is proportional to the block's number of modules: a dozen for a layer, one for the embedding or the
+        head.
         """
         return self.module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
 
@@ -382,11 +388,12 @@ class Rank:
         return int(again * inputs + (1 - again) * self._stored(unit))
 
     def _head_bytes(self, block: Block) -> int:
-        """Return the bytes of the output head's logits in GPU memory, beyond the bytes that are counted as gradient
-        buckets.
+        """Return the bytes of GPU memory that the output head needs in addition to the memory of the gradient buckets.
 
-        In forward there are two copies of the logits in fp32. In backward there is one, and the gradient of the
-        head's weights. A fused loss keeps only a part of the logits at a time.
+        The head's forward holds the logits in the parameters' precision, and two fp32 copies. Its backward holds the
+        logits with one fp32 copy, and the gradient of the head's weights. The larger need counts. A fused loss keeps
+        only a part of the logits at a time. The memory of the gradient buckets counts throughout the iteration, so it
+        is subtracted here.
         """
         logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
         if self.job.fused_loss:
@@ -417,7 +424,8 @@ class Rank:
     def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
         """Return the bytes of one rank's GPU memory that are in use throughout an iteration, as a dict by kind.
 
-        The kinds are parameters and activations. Gradient buckets are not included.
+        The kinds are ``parameters`` and, with recomputation, ``activations``: those of the last recomputed layer,
+        which stay until the next iteration replaces them. Gradient buckets are not included.
         """
         held = self.held_elements(blocks) + self.gathered_elements(blocks)
         parts: dict[BaseKind, int] = {"parameters": held * self.wire}

@@ -227,6 +227,10 @@ class Training(BaseModel):
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Return sentences about a training job: its notes, and one about config keys that the simulator ignores."""
+        """Return sentences for the user about a training job.
+
+        They tell which values were assumed for settings that were ``"auto"`` or missing, and which config keys the
+        simulator ignores.
+        """
         keys = unread(self.config, self.offload, self.zero_stage)
         return (*self.notes, *([f"not simulated: {', '.join(keys)}"] if keys else []))

@@ -50,8 +50,8 @@ class CheckpointedLoop(EbbtideLoop):
         Args:
             saves: Numbers of the iterations that end with a checkpoint save.
             save_s: Seconds for which a save blocks training.
-            hooks_s: Times at which the next part of resident state is copied to the host. See
-                `CheckpointSimulation`.
+            hooks_s: Seconds from a save to the moments at which the next part of the optimizer state in GPU memory is
+                copied to the host. `CheckpointSimulation` computes them.
         """
         super().__init__(workload, plan)
         self.machine, self.saving, self.writing = machine, plan.checkpoint, writing
@@ -70,7 +70,7 @@ class CheckpointedLoop(EbbtideLoop):
         self._emit(lambda: bool(self.pending))
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the ops that were appended so far as a schedule of training with checkpoints.
+        """Return a schedule of training with checkpoints, made from the ops that were appended until now.
 
         The host memory that is reserved for checkpoints is included in the memory in use throughout an iteration.
         """
@@ -99,7 +99,8 @@ class CheckpointedLoop(EbbtideLoop):
     def may_overwrite(self, subgroup: int) -> list[int]:
         """Return the checkpoint ops that must end before an update may overwrite a subgroup's state.
 
-        These ops copy this state, or write it to storage from the live state.
+        These ops copy the state to reserved host memory, or write it to storage from the memory that the update
+        overwrites.
         """
         if subgroup not in self.unread:
             return []
@@ -179,9 +180,10 @@ class CheckpointedLoop(EbbtideLoop):
         )
 
     def _snapshot(self, subgroup: int) -> int:
-        """Append to the schedule a copy of one subgroup's state in host memory, for an unfinished checkpoint.
+        """Append to the schedule an op that copies one subgroup's state to reserved host memory. Return the op.
 
-        The thread that is about to overwrite the state makes the copy.
+        The copy is for a checkpoint that has not written this state yet. State in host memory is copied by the thread
+        that is about to overwrite it.
         """
         if subgroup not in self.snapshots:
             size, recipe = self.writing.copied[subgroup], self.recipes[subgroup]

@@ -126,9 +126,11 @@ class EbbtideLoop(PlannedLoop):
             self.issue.gradient(subgroup)
 
     def _make_room(self, op: int) -> None:
-        """Record a copy of gradients to the host, and let the training thread wait if too many bytes are being copied.
+        """Note that a copy of gradients to the host was appended to the schedule, and let the training thread wait if
+        needed.
 
-        The limit is `GRADIENTS_UNDER_WAY_BYTES`. It may be exceeded by less than one layer's part of a gradient.
+        The training thread of the schedule waits for the oldest copies if more than `GRADIENTS_UNDER_WAY_BYTES` are
+        being copied. This limit may be exceeded, by less than the gradients that one layer contributes to a subgroup.
         """
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)

@@ -100,9 +100,10 @@ class FlatOffloadLoop(StockLoop):
         """Append to the schedule this rank's wait while other ranks copy a layer's gradients. Return the op that ends
         the wait.
 
-        A slice of DeepSpeed's flat buffer holds consecutive parameters. So the ranks copy one after the other, each
-        on the stream of its reductions, and all wait at the next bucket's reduction. With ``overlap_comm`` that
-        stream is not the one of backward.
+        Each rank owns one slice of DeepSpeed's flat buffer, with consecutive parameters. So a layer's gradients
+        usually belong to a single rank. This rank copies them to the host on the stream of its reductions, while all
+        other ranks wait for it at the reduction of the next bucket. With ``overlap_comm``, that stream is not the
+        stream of backward.
         """
         elements = self.workload.layers[layer].params_of_others
         width = FP32_BYTES if micro_step == self.boundary else 0

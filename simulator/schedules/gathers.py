@@ -39,8 +39,8 @@ class Gathered:
     Attributes:
         times: Number of gathers of each parameter.
         persistent: Parameters that stay gathered until the end of the step.
-        live: Largest number of elements that are gathered at the same time. None if there are several
-            data-parallel ranks, so that gathered parameters are larger than this rank's partitions.
+        live: Largest number of elements that are gathered at the same time. None with several data-parallel ranks,
+            because only the sizes of this rank's partitions are known, and not those of whole parameters.
     """
 
     times: Mapping[Hashable, int]
@@ -67,12 +67,12 @@ class Gathered:
 def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:
     """Return the parameter gathers of DeepSpeed's ZeRO-3 in a forward and its backward.
 
-    A module without parameters counts too, because it triggers a prefetch. A module's parameters are released
-    before the next module begins. One exception is not simulated: if activation checkpointing stops early,
-    after the last tensor that it needs, DeepSpeed does not release the module.
+    A module's parameters are released before the next module begins. One exception is not simulated: if activation
+    checkpointing stops early, after the last tensor that it needs, DeepSpeed does not release the module.
 
     Args:
-        modules: Parameters of each module, in the order in which forward and backward use modules.
+        modules: Parameters of each module, in the order in which forward and backward use modules. Modules without
+            parameters must be listed too, because DeepSpeed also prefetches when it reaches such a module.
         rules: DeepSpeed's keys that control gathers.
     """
     play = _Coordinator(modules, rules)
@@ -111,7 +111,8 @@ class _Coordinator:
         self.most = max(self.most, self.available)
 
     def fetch(self, step: int, module: Module) -> None:
-        """Gather those parameters of one module that ZeRO-3 has not gathered yet, as forward or backward uses it.
+        """Gather those parameters of a module that are not gathered yet, at the moment when forward or backward uses
+        the module.
 
         Args:
             step: Position of the module in the order in which a forward and its backward use modules.

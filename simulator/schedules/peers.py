@@ -65,27 +65,27 @@ class StockOptions:
     """The options that distinguish the offload strategies of DeepSpeed's ZeRO-3 from one another.
 
     Attributes:
-        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied to a
-            16-bit host buffer, back to the GPU, and to the host again in fp32. ``asynchronous``: converted to
-            fp32 on the GPU and copied to pinned buffers, on the stream of the reductions, while backward of the
-            next layers runs (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async`` of Deep Optimizer
-            States). ``stock``: as ``asynchronous``, but with the time that a profile measured in backward, if
-            there is one. ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the
-            host converts to fp32 through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a
-            16-bit GPU tensor to an fp32 host tensor). ``unpinned``: all three copies use unpinned memory, and
-            backward waits for each. ``unpinned_widened_on_host``: both of the above (DeepSpeed before 0.19.5,
-            unpinned by default).
+        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied to a 16-bit
+            host buffer, back to the GPU, and to the host again in fp32. ``asynchronous``: converted to fp32 on the GPU
+            and copied to pinned buffers, on the stream of the reductions, while backward of the next layers runs
+            (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async`` of Deep Optimizer States). ``stock``: as
+            ``asynchronous``, but with the time that a profile measured in backward, if there is one.
+            ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the host converts to
+            fp32 through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit GPU tensor to
+            an fp32 host tensor). ``unpinned``: all three copies use unpinned memory, and backward waits for each.
+            ``unpinned_widened_on_host``: ``unpinned`` and ``widened_on_host`` together, as in DeepSpeed before 0.19.5,
+            which does not pin by default.
         updates: Order of updates. ``sequential``: one subgroup after the other, with its copies, in the step.
             ``interleaved``: CPU updates, copies and updates on the GPU run at the same time, in the step.
-            ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the
-            copy of new parameters to the GPU is left for the step.
-        host_ratio: Fraction of the subgroups whose state is in host memory (Twin-Flow's ``ratio``). DeepSpeed
-            keeps the first subgroups in GPU memory.
-        counts_host: True for builds of 2024, which round the number of subgroups in host memory down. DeepSpeed
-            0.19.8 rounds the number of subgroups in GPU memory down.
+            ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the copy
+            of new parameters to the GPU is left for the step.
+        host_ratio: Fraction of the subgroups whose state is in host memory (Twin-Flow's ``ratio``). DeepSpeed keeps
+            the first subgroups in GPU memory.
+        counts_host: True for DeepSpeed's builds of 2024, which round the number of subgroups in host memory down.
+            DeepSpeed 0.19.8 rounds the number of subgroups in GPU memory down.
         stride: Distance between two subgroups in host memory that the GPU updates. 0: it updates none of them.
         staging_slots: Number of staging buffers: GPU memory for the state of one subgroup each.
-        result_copy: True if another process updates, so that new masters are copied once more.
+        result_copy: True if another process does the CPU updates, so that new masters are copied once more.
         pageable_parameters: True if parameters are converted into newly allocated unpinned memory and copied from
             there, as DeepSpeed does for any value of ``pin_memory``.
         torch_adam: True if torch's own Adam updates on the CPU (``optimizer.params.torch_adam``, or a client's
@@ -270,10 +270,11 @@ class StockLoop(TrainingLoop):
         )
 
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
-        """Append to the schedule a copy of gradients to the host that the host waits for, and a conversion to fp32.
+        """Append to the schedule a copy of gradients to host memory, and then their conversion to fp32 on the CPU.
 
-        One CPU core converts. The host thread launches nothing else meanwhile. If the rank has few threads, the
-        conversion of bf16 takes as long as these threads compute.
+        The host thread launches no other work until the conversion ends. If the number of the rank's CPU threads is
+        known, the conversion of bf16 takes the computing time of these threads. Otherwise it takes the time of
+        writing the fp32 values at the rate of a copy to unpinned memory.
         """
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(

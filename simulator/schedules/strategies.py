@@ -127,8 +127,9 @@ def zero3_offload_unpinned(
 
 
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
-    """Return the schedule of ZeRO-3 offload with a simulated time of gradient copies, even if a profile measured
-    this time.
+    """Return the schedule of ZeRO-3 offload with a simulated time of gradient copies.
+
+    The strategy `zero3_offload` instead takes this time from a profile, if the profile has measured it.
     """
     options = StockOptions(gradients="asynchronous")
     return _stock(workload, "zero3_offload_async", options, iterations)
@@ -146,8 +147,8 @@ def twin_flow(
     """Return the schedule of Twin-Flow, which keeps the state of a fraction 1 - ``ratio`` of the subgroups on the GPU.
 
     Args:
-        async_gradients: False for builds of 2024, in which the host waits for gradients and converts them to
-            fp32.
+        async_gradients: False for DeepSpeed's builds of 2024, in which the host waits for gradients and converts them
+            to fp32.
         pinned: False for copies through unpinned memory, as in `zero3_offload_unpinned`.
     """
     if not (pinned or async_gradients):
@@ -302,13 +303,18 @@ def ebbtide(
 
 
 def shared_plan(workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None) -> Plan:
-    """Return a plan with given fractions of the subgroups updated on the GPU.
+    """Return a plan that updates given fractions of the subgroups on the GPU.
 
     Subgroups with state in GPU memory come first in the order of the layers, so that the next forward can start
-    immediately. Subgroups whose state is copied to the GPU are evenly spread over the rest.
+    immediately. Subgroups with state that is copied to the GPU are evenly spread over the rest.
+
+    Args:
+        device_share: Fraction of the subgroups with state in host memory that is copied to the GPU for the update.
+        resident_share: Fraction of the subgroups with state in GPU memory.
+        base: Plan that gives all other settings. None: the default settings.
 
     Raises:
-        ValueError: A fraction is not in [0, 1], or both together exceed 1.
+        ValueError: A fraction is not in [0, 1], or the sum of both fractions exceeds 1.
     """
     if not (0 <= device_share <= 1 and 0 <= resident_share <= 1):
         raise RuleError(

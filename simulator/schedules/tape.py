@@ -1,8 +1,10 @@
-"""The recording of one training iteration as a list of ops, to which a simulator adds the ops that depend on a plan.
+"""The recording of those ops of a training iteration that do not depend on a plan.
 
-For the recording, the training loop runs for two iterations without a plan. The second iteration shows
-which ops of its own and of the previous iteration each op waits for. A marker stands wherever ops of a plan
-belong.
+The recording is a list of ops and markers. A marker stands at each place where the ops of a plan must be inserted. So
+a simulator can build the schedule of any plan without running the training loop again.
+
+To make the recording, the simulated training loop runs for two iterations. The second iteration shows which ops each
+of its ops waits for, in the same iteration and in the previous one.
 """
 
 from collections.abc import Sequence
@@ -33,9 +35,10 @@ class Place:
         part: Part of a gradient that a GRADIENT marker stands for.
         added_to: True if gradients of earlier micro-batches are already in host memory.
         boundary: True in the last micro-batch.
-        refs: Numbers of the entries that this entry waits for. The number of this entry or of a later one means the
-            previous iteration. With n entries and m subgroups, larger numbers mean ops of updates: n + s is the op
-            after which subgroup s has new parameters, and n + m + s is the last op of the update of subgroup s.
+        refs: Numbers of the entries that this entry waits for. A number smaller than this entry's own number means an
+            entry of the same iteration. Its own number, or a larger number below the number of entries n, means an
+            entry of the previous iteration. A number from n on means an op of an update. With m subgroups, n + s is
+            the op after which subgroup s has new parameters, and n + m + s is the last op of the update of subgroup s.
     """
 
     what: What
@@ -50,7 +53,7 @@ def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -
     """Record one training iteration as a list of ops, with markers in place of the ops that depend on a plan.
 
     Raises:
-        ValueError: There are more forwards and backwards of layers than `TrainingLoop.run` simulates.
+        ValueError: The workload has more forward and backward passes of layers than `TrainingLoop.run` can simulate.
     """
     loop = _Recorder(workload, locations, overlaps=overlaps)
     loop.run(2)
@@ -58,7 +61,10 @@ def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -
 
 
 class _Recorder(PlannedLoop):
-    """A simulated training loop that records its ops, with a marker wherever ops depend on the plan."""
+    """A simulated training loop that records its ops, so that the schedule of any plan can be built from them.
+
+    The recording has a marker wherever ops depend on the plan.
+    """
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, locations, overlaps=overlaps)

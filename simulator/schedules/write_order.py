@@ -48,10 +48,12 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """The order of writing the bytes of one checkpoint to storage.
+    """The order of writing a checkpoint's bytes to storage, and the bytes that are copied first.
 
     Attributes:
-        copied: Bytes of each subgroup's state that are copied before its update.
+        segments: Parts of the checkpoint, in the order of writing.
+        copied: For each subgroup, the bytes of state that are first copied in host memory, because an update
+            overwrites the state before it is written.
     """
 
     segments: tuple[Segment, ...]
@@ -81,7 +83,10 @@ def order_writing(
     rest_bytes: float = 0.0,
     turns: Sequence[int] | None = None,
 ) -> Writing:
-    """Return the order and the times of writing a checkpoint's bytes to storage, and the bytes that are copied before.
+    """Return the order and the times of writing a checkpoint's bytes to storage.
+
+    The result also tells which bytes are first copied in host memory, because an update overwrites them before they
+    are written.
 
     Args:
         sizes_bytes: Bytes of each subgroup's state.
@@ -160,9 +165,9 @@ class _Writer:
         return max(copy_s, self.now_s - at_s)
 
     def write_until(self, end_s: float) -> None:
-        """Write a checkpoint's bytes in order until the time ``end_s`` of the simulation.
+        """Simulate the writing of a checkpoint's bytes until the simulated time ``end_s``.
 
-        Bytes that belong to no subgroup come last.
+        The state of subgroups is written in the order of their updates. Bytes that belong to no subgroup come last.
         """
         while self.now_s < end_s and (self.turn or self.copying):
             while self.copying and (self.copying[0][0] <= self.now_s or not self.turn):

@@ -101,13 +101,14 @@ def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[in
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in host memory.
+    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in host
+    memory.
 
-    The elements of the layers that run are copied to the GPU, and take GPU memory all the same.
+    These are all elements in host memory, minus those that are copied to the GPU for the layers that run at the same
+    time.
 
     Args:
-        fetched: For each layer, the elements of its parameters that are kept in host memory, from
-            `fetched_elements`.
+        fetched: For each layer, the elements of its parameters that are kept in host memory, from `fetched_elements`.
     """
     live = PARAMETER_BUFFERS * max(fetched)
     if workload.live_params is not None:
@@ -145,16 +146,17 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 
 @dataclass(frozen=True)
 class Holding:
-    """The bytes per parameter in each memory for each way of updating a subgroup, and the buffers that each way
+    """The bytes per parameter that each way of updating a subgroup needs in each memory, and the buffers that each way
     uses.
 
-    A way is a combination of placement and parameter location.
+    A way is a combination of placement and parameter location. All ways are in the list `plain_ways`.
 
     Attributes:
-        rows: Bytes per parameter by memory and kind, with one value for each of `plain_ways`. Parameters in GPU
-            memory are not included, because the workload's base memory contains them.
-        users: By kind of buffer, the positions in `plain_ways` that use it: for subgroups that wait for the
-            gradient norm, and for subgroups that are updated before the norm is known.
+        rows: Bytes per parameter for each pair of a memory and a kind of data, as a tuple with one value for each of
+            `plain_ways`. Parameters in GPU memory are not included, because the workload's base memory contains them.
+        users: For each kind of buffer, two tuples of positions in `plain_ways`. The first has the ways that use the
+            buffer for updates after the gradient norm is known. The second has the ways that use it for early updates,
+            before the norm is known.
         gradient_bytes: Bytes per parameter of an accumulated gradient.
         sums: True if the gradients of micro-batches are accumulated in host memory. See `keeps_window`.
     """
@@ -265,10 +267,10 @@ class Holding:
 
         Args:
             amounts: Number of subgroups and of elements for each of `plain_ways`, from `tally`.
-            updated_early: Numbers from `tally` for the subgroups that are updated before the gradient norm is
-                known. If given, ``amounts`` does not include these subgroups.
-            summed: Number of elements whose gradients are accumulated in GPU memory. Host memory then holds only
-                their gradients of the previous accumulation window.
+            updated_early: Number of subgroups and of elements with early updates (before the gradient norm is known),
+                for each of `plain_ways`. ``amounts`` does not include these subgroups. None: no update is early.
+            summed: Number of elements with gradients that are accumulated in GPU memory. For these elements, host
+                memory holds the gradients of the previous step (see `keeps_window`), but no sum of the present step.
         """
         both = amounts, updated_early or [[0] * len(amounts[0])] * 3
         early = both[1][1]
@@ -295,9 +297,10 @@ class Holding:
         """Return the number of buffers of each kind under a plan, as a dict.
 
         Args:
-            both: Numbers and sizes of the subgroups with normal updates, and of those with early updates.
-            staging_slots: Staging buffers of the plan.
-            host_slots: Buffers in host memory for stored state.
+            both: Two results of `tally`: for the subgroups with updates after the gradient norm is known, and for the
+                subgroups with early updates.
+            staging_slots: Number of staging buffers of the plan (GPU memory for the state of one subgroup).
+            host_slots: Number of buffers in host memory for state that is stored on drives.
         """
         waiting, early = both[0][0], both[1][0]
         return {
@@ -325,12 +328,12 @@ class Holding:
         return under_way + summed * self.gradient_bytes
 
     def most_sums(self, sizes: Sequence[int], left_bytes: float) -> int:
-        """Return the number of subgroups with gradient sums that fit into the GPU memory that is left.
+        """Return how many subgroups can accumulate the gradients of all micro-batches in the free GPU memory.
 
         Args:
-            sizes: Elements of each subgroup whose gradients are copied to the host. The first ones are accumulated
-                first.
-            left_bytes: GPU memory that is left if no gradient is accumulated there.
+            sizes: Elements of each subgroup with gradients that are otherwise copied to the host. The subgroups get
+                GPU memory in this order.
+            left_bytes: GPU memory that is free if no gradient is accumulated there.
         """
         if not self.sums:
             return 0
@@ -369,9 +372,11 @@ def _users(slot: Slot, recipes: Sequence[Recipe | None]) -> tuple[int, ...]:
 
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
-    """Return a plan's numbers and sizes of subgroups, for each placement and parameter location, as `tally` does.
+    """Return the number and the sizes of a plan's subgroups for each placement and parameter location.
 
-    The first value is for updates that wait for the gradient norm, the second for early updates.
+    Returns:
+        Two results of `tally`. The first is for the subgroups with updates that wait for the gradient norm, the second
+        for those with early updates.
     """
     every = [(size, way.placement, way.parameters, way.early) for size, way in zip(sizes, plan.ways, strict=True)]
     first, second = (
@@ -417,7 +422,7 @@ def tally(
 
 
 def kept_steps(keep: int) -> int:
-    """Return the number of finished steps with state on the drives, if a plan keeps ``keep`` checkpoints.
+    """Return for how many finished steps the drives keep optimizer state, if a plan keeps ``keep`` checkpoints.
 
     The number is at least 1: even if ``keep`` is 0, the state of the latest checkpoint stays on the drives.
     """

@@ -18,9 +18,13 @@ Add = Callable[[Step, int, list[Op]], Op]
 
 
 class _Buffer(NamedTuple, Generic[Op]):
-    """A buffer for subgroups' updates in GPU or host memory, which becomes free when a given op ends.
+    """A buffer in GPU or host memory for the update of one subgroup at a time.
 
-    ``turn`` numbers all releases of buffers in order. It is 0 for a buffer that was never used.
+    Attributes:
+        number: Number of the buffer among the buffers of its kind.
+        turn: Number of the buffer's latest release, if the releases of all buffers are counted from 1 on. 0: the
+            buffer was never used.
+        behind: Op that frees the buffer when it ends. None: the buffer was never used.
     """
 
     number: int
@@ -82,7 +86,12 @@ class Issue(Generic[Op]):
         self._coming: deque[int] = deque()
 
     def ahead(self, behind: Op | None = None) -> None:
-        """Issue the ops of updates that may already start for the next optimizer step, such as reads from drives."""
+        """Issue those ops of the next optimizer step's updates that need no gradients, such as reads of state from
+        drives.
+
+        Args:
+            behind: Op that must end before these ops start. None: there is no such op.
+        """
         for subgroup in self._first(ahead=True):
             self._start(subgroup, behind)
 
@@ -167,9 +176,14 @@ class Issue(Generic[Op]):
         self._coming.clear()
 
     def _updated(self, late: set[int]) -> list[int]:
-        """Return all subgroups in the order of their updates after the gradient norm.
+        """Return all subgroups in the order of their updates after the gradient norm is known.
 
-        If subgroups in ``late`` still wait for a staging buffer, subgroups that already have one come first.
+        If a subgroup in ``late`` still needs a staging buffer (GPU memory for one subgroup), the subgroups that
+        already have one come first.
+
+        Args:
+            late: Subgroups with an early update that was not issued before the norm, or was dropped. Their whole
+                update is issued after the norm.
         """
         if not any(self.redo[s].steps[0].takes == Slot.STAGING for s in late):
             return [*self.order]

@@ -48,9 +48,10 @@ class StepTimes(NamedTuple):
 
     @property
     def break_even(self) -> float:
-        """Return the fraction of clipping steps at which early updates save as much time as they cost, on average.
+        """Return the clip rate at which early updates save as much time as they cost, on average.
 
-        In a step that clips or overflows, early updates are redone, which costs time.
+        The clip rate is the fraction of all steps that clip or overflow. In such a step, early updates are redone,
+        which costs time.
         """
         span_s = self.wrong_s - self.right_s
         return 1.0 if span_s <= 0 else min(1.0, max(0.0, (self.plain_s - self.right_s) / span_s))
@@ -92,8 +93,10 @@ class PauseRule:
 
     @property
     def on(self) -> bool:
-        """Return True if the next optimizer step may start updates before the gradient norm is known, as the balance
-        allows.
+        """Return True if the next optimizer step may start updates before the gradient norm is known.
+
+        A balance counts the time that such early updates have saved and cost so far. They may start if the balance
+        covers the cost of redoing one step's updates.
         """
         return self.balance >= max(self.times.costs, -self.times.saves)
 

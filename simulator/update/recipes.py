@@ -1,8 +1,9 @@
 """Recipes: the sequences of ops for a subgroup's gradient and update, for each placement of optimizer state.
 
-A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what it waits
-for. The builder of schedules, the compiled simulator and the computation of memory read `RECIPES`. The
-runtime's executor follows them through the schedule. The lower bounds read the same ops and `Bytes`.
+A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what it waits for. The
+builder of schedules, the compiled simulator and the computation of memory read `RECIPES`. The runtime's executor
+follows them through the schedule. The lower bound of an iteration's time is computed from the same ops and from
+`Bytes`, the bytes per parameter that ops move.
 """
 
 from __future__ import annotations
@@ -225,10 +226,11 @@ class Recipe:
 
     @cached_property
     def summed_on_device(self) -> Recipe | None:
-        """Return the recipe (the sequence of ops) of a subgroup with this placement and gradient sums on the GPU.
+        """Return this recipe, changed for gradients that are accumulated on the GPU.
 
-        The sum is copied to the host after the last micro-batch. The result is None if gradients of this placement
-        never leave the GPU.
+        A recipe is the sequence of ops for a subgroup's gradient and update. In the changed recipe, the sum of all
+        micro-batches' gradients is copied to the host once, after the last micro-batch. The result is None if this
+        recipe copies no gradients to the host.
         """
         sent = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
         if len(sent) == len(self.gradient_steps):
@@ -246,7 +248,9 @@ class Recipe:
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return a recipe's op that copies from host memory to another memory (GPU or storage), which reads DRAM.
+    """Return an op that copies from host memory to the GPU or to storage, as part of a recipe (the ops of an update).
+
+    The op reads host memory, so it uses DRAM bandwidth.
 
     Args:
         lane: Lane (queue of ops) of the copy, if it is not the usual one for copies to that memory.
@@ -430,9 +434,9 @@ def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int =
     There are never more buffers of a kind than subgroups that use this kind.
 
     Args:
-        staging_slots: Staging buffers of the plan.
+        staging_slots: Number of staging buffers of the plan (GPU memory for the state of one subgroup).
         recipes: Ops of the update of each subgroup.
-        host_slots: Buffers in host memory for stored state.
+        host_slots: Number of buffers in host memory for state that is stored on drives.
     """
     users = Counter(slot for recipe in recipes for slot in recipe.slots)
     return {slot: slot_limit(slot, staging_slots, users[slot], host_slots) for slot in Slot}
@@ -449,8 +453,8 @@ def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOS
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
     """Return a dict from each kind of buffer to the number that may be filled before the gradient norm is known.
 
-    Early updates are not counted. The plan limits staging buffers by ``prefetch``, because they share GPU
-    memory with activations. Buffers in host memory may all be taken.
+    Buffers of early updates are not included in this number. The plan limits staging buffers by ``prefetch``, because
+    they share GPU memory with activations. All buffers in host memory may be filled.
 
     Args:
         slots: Number of buffers of each kind, from `slot_limits`.

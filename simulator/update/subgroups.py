@@ -17,7 +17,10 @@ class Cut(Protocol):
 
     @property
     def subgroup_size(self) -> int:
-        """Return the number of elements of a plan's subgroups. A subgroup is complete as soon as it has this many."""
+        """Return the least number of elements of a complete subgroup under a plan.
+
+        Parameters are added to a subgroup until it has at least this many elements.
+        """
         ...
 
     @property

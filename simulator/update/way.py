@@ -97,7 +97,10 @@ class Way(NamedTuple):
 
     @property
     def can_sum_on_device(self) -> bool:
-        """Return True if a subgroup's gradients are copied to host memory, so that the GPU can sum them instead."""
+        """Return True if the GPU can accumulate a subgroup's gradients over several micro-batches.
+
+        That is so if the subgroup's gradients are otherwise copied to host memory in each micro-batch.
+        """
         return recipe_of(self.placement, self.parameters).summed_on_device is not None
 
     def fitted(self) -> Way:

@@ -1,12 +1,13 @@
-"""The rules that no plan can break, as rows of a linear program for the lower bound of an iteration's time.
+"""The constraints of the linear program for the lower bound of an iteration's time.
 
-Each function adds one rule, and proves it. The rules hold for subgroups of any sizes, also for parts of
-DeepSpeed's: they count elements, and no element is updated before its gradient is complete, or used by a
-forward before it is updated.
+Each function adds one kind of constraint that every plan obeys, and its docstring proves the constraint. The
+constraints count elements of optimizer state. So they hold for subgroups of any size, also if DeepSpeed's subgroups
+are split. No element is updated before its gradient is complete, and no forward uses an element before its update.
 
-Three moments divide an iteration: the end of the last micro-batch's backward of the last layer, the gradient
-norm, and the end of the next forward (of its first micro-batch). The time between the last two is the
-*window*. A steady iteration takes the window, the other passes, and the waits of those passes.
+Three moments divide an iteration: the end of the last layer's backward in the last micro-batch, the gradient norm, and
+the end of the next forward (of its first micro-batch). The time between the last two moments is the *window*. The time
+of a steady iteration is the sum of three parts: the window, the forward and backward passes outside the window, and
+the time for which these passes wait for other work, such as copies.
 """
 
 from __future__ import annotations
@@ -91,20 +92,26 @@ class Blocks:
 
 @dataclass
 class Problem:
-    """The linear program for the lower bound of an iteration's time: the facts that it follows from, and its
-    variables.
+    """The linear program for the lower bound of an iteration's time: its variables, and the data of its constraints.
+
+    A way of updating is a combination of placement, parameter location and flags (`Way`).
 
     Attributes:
-        given: The workload as it trains.
-        work: A ZeRO-3 workload that takes no longer under any plan (`Workload.serial`).
+        given: The workload.
+        work: A ZeRO-3 workload that `Workload.serial` derives from ``given``. Under any plan, an iteration of ``work``
+            takes no longer than an iteration of ``given``. So a lower bound for ``work`` is also one for ``given``.
         ways: Ways of updating that plans may use.
-        x: Fraction of all elements that are in a block and are updated in a way: shape (blocks, ways).
+        x: For each block of layers and each way, the fraction of all elements that belong to the block and are updated
+            in this way: shape (blocks, ways).
         window: Seconds from the gradient norm to the end of the next forward.
-        waited: Seconds for which forward and backward wait outside the window.
-        slots: By kind of buffer, the fraction of all elements that all buffers of this kind can hold.
-        held: By way of updating, the kind of buffer that its state is copied to.
-        early, kept: By way, the fraction of all elements that are in a block, and in such a buffer when the
-            norm is known (``early``), or when the next forward has ended (``kept``).
+        waited: Seconds for which forward and backward passes outside the window wait.
+        slots: For each kind of buffer, the elements that all buffers of this kind can hold together, as a fraction of
+            all elements.
+        held: For each way that can copy state to a buffer before the gradient norm is known, the kind of this buffer.
+        early: For each such way and each block, the fraction of all elements with state in the buffer when the
+            gradient norm is known.
+        kept: For each such way and each block, the fraction of all elements with state that is still in the buffer
+            when the next forward has ended.
     """
 
     given: Workload
@@ -129,14 +136,15 @@ class Problem:
         self.early, self.kept = ({way: self.rows.new(shape[0]) for way in self.held} for _ in range(2))
 
     def mean(self, weight: float) -> list[Term]:
-        """Return the linear program's terms for the mean seconds of a step, without its forwards and backwards outside
-        the window.
+        """Return the terms of the linear program's objective for the mean seconds of a step.
 
-        The terms are the window, from the gradient norm to the end of the next forward, and waits outside the
-        window.
+        The terms are two variables with their weights: the window, which lasts from the gradient norm to the end of
+        the next forward, and the waits of forward and backward passes outside the window. The compute time of the
+        passes outside the window is constant, so it is left out.
 
         Args:
-            weight: Fraction of all steps that are of this program's kind (steps that clip, or steps that do not).
+            weight: Fraction of all steps that clip, or of all steps that do not clip, according to which kind of step
+                this program describes.
         """
         return [(self.window, weight), (self.waited, weight)]
 
@@ -145,17 +153,24 @@ class Problem:
         return list(dict.fromkeys(r for op in self.ops for r, seconds in op.seconds.items() if seconds))
 
     def used_by_passes(self, resource: Resource) -> bool:
-        """Return True if forward and backward use all of a resource: of the GPU, or of the cores without a GPU."""
+        """Return True if forward and backward leave nothing of a resource for other work while they run.
+
+        That is so for the GPU and, on a machine without a GPU, for the CPU cores.
+        """
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
-        """Return the linear program's terms for a resource's work (in seconds) before the next forward of some blocks.
+        """Return terms of the linear program that add up to a resource's busy seconds for the updates of some blocks
+        of layers.
+
+        Work counts only if it must be done between the moment ``least`` and the next forward of these blocks. Copies
+        of state into a buffer count only for state that is not yet in its buffer when the gradient norm is known.
 
         Args:
-            resource: Lane or shared capacity that does the work.
+            resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
             least: Moment of the step. Work that can start before this moment does not count.
-            blocks: Blocks of layers that are updated by the work. If these are all, work is included that may end
-                after the next forward, if a buffer must be emptied for another subgroup.
+            blocks: Blocks of layers that are updated. If these are all blocks, copies of state out of a buffer count
+                too. They count only for state that has left its buffer when the next forward ends.
         """
         terms: list[Term] = []
         total = self.work.params
@@ -172,12 +187,15 @@ class Problem:
         return terms
 
     def fetched(self, resource: Resource, blocks: slice, times: Floats | float) -> Iterator[Term]:
-        """Yield the linear program's terms for copying parameters from host memory to the GPU for forward and backward.
+        """Yield terms of the linear program that add up to a resource's busy seconds for copies of parameters to the
+        GPU.
+
+        The copies bring parameters from host memory to the GPU, for forward and backward.
 
         Args:
-            resource: Lane or shared capacity whose seconds are counted.
-            blocks: Blocks of layers whose parameters are copied.
-            times: Number of copies of each parameter, for all blocks or by block.
+            resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that the copies use.
+            blocks: Blocks of layers with the parameters to copy.
+            times: Number of copies of each parameter: one number for all blocks, or one number for each block.
         """
         each = self.costs.fetch().get(resource, 0.0) * self.work.params
         for n, way in enumerate(self.ways):
@@ -195,11 +213,12 @@ def every_element_is_updated_once(p: Problem) -> None:
 
 
 def buffers_hold_what_is_in_them(p: Problem) -> None:
-    """Add the rule to the lower bound that buffers never hold more elements of optimizer state than fit into them.
+    """Add constraints to the linear program for the lower bound of an iteration's time: buffers have room for their
+    contents.
 
-    The rule holds at two moments. When the gradient norm is known, state that was copied in before is still in
-    a buffer, since its update follows the norm. When the next forward has ended, state that has not been copied
-    out is still in a buffer, since its update came before.
+    The contents are optimizer state. The constraints are for two moments. When the gradient norm is known, a buffer
+    holds all state that was copied into the buffer before and that is updated after the norm. When the next forward
+    has ended, a buffer holds all updated state that has not been copied out yet.
     """
     for some in (p.early, p.kept):
         for slot, size in p.slots.items():
@@ -219,17 +238,20 @@ def the_window_has_a_forward(p: Problem) -> None:
 
 
 def work_follows_what_it_waits_for(p: Problem) -> None:
-    """Add the rule to the lower bound that a resource has time for its work between a moment and the next forward.
+    """Add constraints to the linear program for the lower bound of an iteration's time: each resource has time for the
+    updates.
 
-    Consider the elements of the first few blocks. Their work must end before forward reaches the last layer of
-    these blocks, when ``tail_s`` of the window is left. The work cannot start before the moment. Between the
-    moment and the norm there are only passes and their waits: none if the moment is the norm, the rest of the
-    backward after the last of these layers if it is the completion of their gradients. A resource that the
-    passes use entirely has no time for other work while they run.
+    Each constraint is for one resource, the first k blocks of layers, and one moment of the step. The resource's work
+    for the updates of these blocks cannot start before the moment. It must end before the next forward reaches the
+    last layer of these blocks, which is ``tail_s`` seconds before the end of the forward.
 
-    State that is copied in early needs no time after the norm. State that stays in a buffer need not leave. If
-    all blocks are considered, state must leave for what comes in after the norm: in a buffer for each element
-    that comes in, either no other element was before, or its state has left.
+    The moment is the gradient norm, the completion of the blocks' gradients, or the end of the last layer's backward.
+    The time from the moment to the norm consists of the rest of the backward and the waits of forward and backward. If
+    forward and backward use the resource completely, the time in which they run does not count.
+
+    State that is copied to a buffer before the norm needs no copy after the norm. State that stays in its buffer needs
+    no copy out of the buffer before the forward ends. For all other state, these copies are a part of the work. Copies
+    out of buffers count only if all blocks are considered, because they make room for state of any block.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -245,10 +267,11 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
 
 
 def all_work_fits_into_the_iteration(p: Problem) -> None:
-    """Add the rule to the lower bound that each resource has time for all work of an iteration within the iteration.
+    """Add constraints to the linear program for the lower bound of an iteration's time: a resource's work fits into
+    the iteration.
 
-    In a steady state an iteration contains one iteration's amount of work, though some belongs to the step
-    before. A resource that forward and backward use entirely has no time for other work while they run.
+    In a steady state, an iteration contains the amount of work of one step, though some of the work belongs to the
+    previous step. A resource that forward and backward use completely has no time for other work while they run.
     """
     for resource in p.resources:
         each = [(p.x[:, op.way], op.times * op.seconds.get(resource, 0.0) * p.work.params) for op in p.ops]
@@ -259,13 +282,18 @@ def all_work_fits_into_the_iteration(p: Problem) -> None:
 
 
 def backward_waits_for_gradients(p: Problem) -> None:
-    """Add the rule to the lower bound that few gradients are still being copied to the host when backward has ended.
+    """Add constraints to the linear program for the lower bound of an iteration's time: backward waits for copies of
+    gradients.
 
-    A pass starts only if the gradients under way take no more than `GRADIENTS_UNDER_WAY_BYTES` and half of the
-    oldest one, or if there is only one (`EbbtideLoop._make_room`). One is at most a layer's. All others were
-    copied after the last layer's backward of their micro-batch, and before its end: within the backward of the
-    other layers and its waits. Elements of the first few blocks have even less of it. So it is in the last
-    micro-batch, which copies the sums that the GPU accumulates, and in all micro-batches together.
+    The runtime starts a layer's backward only if few gradients are still being copied to the host: at most
+    `GRADIENTS_UNDER_WAY_BYTES` plus half of the oldest gradient, or only one gradient (`EbbtideLoop._make_room`). A
+    single gradient is at most as large as all gradients of one layer. So no more gradients than that are left when a
+    micro-batch's backward ends. All other gradients of the first k blocks of layers were copied between two moments:
+    the end of the backward of these blocks' last layer, and the end of the whole backward. Waits of backward lengthen
+    the time between these moments.
+
+    The constraints are added for the last micro-batch alone, and for all micro-batches together. The last micro-batch
+    also copies the gradient sums that the GPU accumulates.
     """
     w, each = p.work, p.costs.bytes.gradient
     largest = max(layer.params for layer in w.layers) * each
@@ -281,14 +309,20 @@ def backward_waits_for_gradients(p: Problem) -> None:
 
 
 def what_is_held_fits_into_memory(p: Problem) -> None:
-    """Add the rule to the lower bound that state, gradients, parameters and buffers fit into each memory.
+    """Add constraints to the linear program for the lower bound of an iteration's time: all data fits into each
+    memory.
 
-    They are the bytes that `Holding` counts, but for some that are not linear or not common to all plans. All
-    buffers of a kind together hold at least the elements that are in them. Only plans for parts of DeepSpeed's
-    subgroups keep space in host memory for state on the GPU (`Workload.state_stays`). Gradients under way take the
-    smaller of their bytes and a limit, which is at least that limit's share of all gradients. Of parameters that are
-    kept in host memory, those of two layers are on the GPU at a time: of the largest ones, so at least two of all
-    layers' mean.
+    The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Some bytes
+    are replaced by smaller ones, because they are not linear or not common to all plans:
+
+    - All buffers of one kind together hold at least the state that is in them.
+    - Host memory that is reserved for state in GPU memory does not count, because only plans that split DeepSpeed's
+      subgroups reserve such memory (`Workload.state_stays`).
+    - The gradients that are being copied to the host take at most a limit. If all gradients together are larger than
+      this limit, each gradient counts with the same fraction of its bytes, so that all gradients together count as the
+      limit.
+    - Of the parameters in host memory, the GPU holds copies for two layers at a time. The largest two layers may be
+      among them, but two layers of mean size count.
     """
     w = p.given
     held = Holding.of_workload(w.model_copy(update={"state_stays": False}))

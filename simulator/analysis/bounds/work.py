@@ -30,18 +30,23 @@ class Since(IntEnum):
 
 @dataclass(frozen=True)
 class Work:
-    """One op of a way of updating, for one parameter element. A way is a placement, a parameter location and flags.
+    """One op, such as a copy, in the update of a single parameter element in a given way of updating.
+
+    A way of updating is a combination of placement, parameter location and flags (`Way`). A resource is a lane (queue
+    of ops), or a shared capacity such as DRAM bandwidth.
 
     Attributes:
-        way: Position of the way among the ways that the lower bound considers.
-        seconds: Least seconds of each resource: of the op's lane, and of each capacity if the op had all of it.
+        way: Index of the way of updating among the ways that the lower bound considers.
+        seconds: Least seconds for which the op occupies each resource. For a shared capacity, they are computed as if
+            the op used the whole capacity.
         since: Earliest moment at which the op can start.
         published: True if the op must end before the next forward of the element's layer.
         times: Number of such ops in an iteration.
-        taken: Kind of buffer that the op fills before the gradient norm is known, if one is free.
-        given: Kind of buffer that the op empties. If no other subgroup needs the buffer, the op may end after the
-            next forward.
-        gradient: True for a copy of a gradient between the memories.
+        taken: Kind of the buffer that the op fills. If such a buffer is free, the op can run before the gradient norm
+            is known. None for all other ops.
+        given: Kind of the buffer that the op empties. If no other subgroup needs the buffer, the op may end after the
+            next forward. None for all other ops.
+        gradient: True for a copy of a gradient between GPU and host memory.
     """
 
     way: int
@@ -55,9 +60,11 @@ class Work:
 
 
 class Costs:
-    """A calculator of the least seconds that an op takes for one parameter element, for the lower bound.
+    """A calculator of the least seconds that an op takes per parameter element, for the lower bound of an iteration's
+    time.
 
-    Latencies are left out, because a plan may have subgroups of any size.
+    Latencies of copies and kernel launches are left out. A plan may have subgroups of any size, so the number of ops
+    per element has no lower limit.
     """
 
     def __init__(self, w: Workload, machine: Machine) -> None:
@@ -69,10 +76,12 @@ class Costs:
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
     def step(self, step: Step) -> dict[Resource, float]:
-        """Return the least seconds that one op of an update takes for one parameter element, as a dict by resource.
+        """Return the least seconds that one op of an update occupies each resource per parameter element, as a dict.
 
-        The op takes no less than alone, and no less than its use of a shared capacity demands. An op on the CPU may
-        use any number of threads, so each resource's least value over these numbers is taken.
+        A resource is the op's lane (queue of ops), or a shared capacity such as DRAM bandwidth. The lane is occupied
+        for at least two times: the time of the op if no other op runs, and the time that a shared capacity needs for
+        the op at its full rate. An op on the CPU may use any number of threads. So the smallest value over all numbers
+        of threads is returned for each resource.
         """
         some = [
             self._of(
@@ -104,12 +113,13 @@ class Costs:
 
 
 def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield the ops for updating one parameter element in a way, except copies of its 16-bit parameter for the passes.
+    """Yield the ops that update one parameter element with a given placement, parameter location and flags (`Way`).
 
-    A way is a combination of placement, parameter location and flags.
+    Copies of the element's gradient are included. Copies of its 16-bit parameter from host memory to the GPU, for
+    forward and backward, are not.
 
     Args:
-        number: Position of the way among the ways that the lower bound considers.
+        number: Index of ``way`` among the ways that the lower bound considers.
     """
     recipe = way.recipe
     yield from _gradients(number, recipe, costs, micro_batches)
@@ -128,8 +138,9 @@ def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator
 
 
 def _gradients(number: int, recipe: Recipe, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield the ops that copy one element's gradient between GPU and host memory, in the last micro-batch and in
-    all others.
+    """Yield the copies between GPU and host memory that the gradient of one parameter element needs in a step.
+
+    The copies in the last micro-batch and the copies in all other micro-batches are different `Work` objects.
     """
     for step in recipe.gradient_steps:
         summed, last = (wait in step.waits for wait in (Wait.SUM, Wait.LAST))

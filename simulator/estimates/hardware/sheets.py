@@ -88,18 +88,18 @@ class Sheet:
     """The figures of one machine from data sheets and publications, from which its preset is computed.
 
     Attributes:
-        dram_bytes_per_s: Memory bandwidth of the CPU sockets that a run uses, by their number of channels.
+        dram_bytes_per_s: Memory bandwidth, by data sheet, of all memory channels of the CPU sockets that a run uses.
         link_raw_bytes_per_s: Rate of the link between host and GPU in one direction, before protocol overhead.
         link: Rate of copies between pinned host memory and the GPU, with its source.
         core: Bytes per second that a single CPU core can read and write in memory, and the name of the core.
         ranks_per_uplink: Number of neighboring GPUs that share one PCIe path to the host.
-        stock_update: Published rates of DeepSpeed's update on the CPU, in parameters per second of one rank.
-            They include the copy of new parameters to the GPU. For each number of concurrent ranks: the lowest
-            rate, the highest rate, and the source. Empty: the update uses ``alone`` of a NUMA node's bandwidth.
+        stock_update: Published rates of DeepSpeed's update on the CPU, in parameters per second of one rank. They
+            include the copy of new parameters to the GPU. The dict maps each number of concurrent ranks to the lowest
+            rate, the highest rate, and the source. If it is empty, the rate is computed from ``alone``.
         stock_source: ``assumed`` if the rates in ``stock_update`` were published for a similar machine.
-        alone: Fraction of a NUMA node's memory bandwidth that the update of one rank alone uses, if
-            ``stock_update`` is empty. A server's many channels: half, as published for the A100 node. A
-            desktop's two channels: all.
+        alone: Fraction of a NUMA node's memory bandwidth that the CPU update of a single rank uses, if
+            ``stock_update`` is empty. It is 0.5 for a server with many memory channels, as published for the A100
+            node, and 1 for a desktop with two channels.
     """
 
     device_name: str
