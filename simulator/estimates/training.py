@@ -15,6 +15,11 @@ from ebbtide.simulator.workload import WireDtype, ZeroStage
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
 
 MOST_RANKS, MOST_TOKENS = 10**7, 10**8
+_LONG = 2**14  # tokens: from here on, attention takes a large part of the time
+_OLD_ATTENTION = (
+    "attention is as fast as the kernels of 2023 that preset rates were found with, and newer ones are up to three "
+    "times faster: give the version of FlashAttention (flash_version, --flash-version)"
+)
 
 
 def _whole(most: int) -> Callable[[Any, ValidationInfo], Any]:
@@ -229,8 +234,10 @@ class Training(BaseModel):
     def told(self) -> tuple[str, ...]:
         """Return sentences for the user about a training job.
 
-        They tell which values were assumed for settings that were ``"auto"`` or missing, and which config keys the
-        simulator ignores.
+        They tell which values were assumed for settings that were ``"auto"`` or missing, that attention in a long
+        sequence is timed without its kernel being known, and which config keys the simulator ignores.
         """
         keys = unread(self.config, self.offload, self.zero_stage)
-        return (*self.notes, *([f"not simulated: {', '.join(keys)}"] if keys else []))
+        ignored = [f"not simulated: {', '.join(keys)}"] if keys else []
+        old = [_OLD_ATTENTION] if self.flash_attention and not self.flash_version and self.sequence >= _LONG else []
+        return (*self.notes, *old, *ignored)

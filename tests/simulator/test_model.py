@@ -6,6 +6,7 @@ import json
 
 import pytest
 from ebbtide.simulator import ModelError, Quantity, architecture, preset, workload_from_model
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.update.subgroups import cut
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -292,6 +293,16 @@ def test_a_newer_version_of_flash_attention_computes_scores_faster():
     assert h100 == sorted(h100, reverse=True)
     assert h100[2] < 0.6 * h100[0]
     assert forward_s("rtx4090", flash_version=2) == forward_s("rtx4090")
+
+
+def test_a_long_sequence_without_a_version_of_flash_attention_is_told():
+    def told(**given):
+        return " ".join(Job.of_deepspeed(LLAMA, None, **given).told)
+
+    assert "--flash-version" in told(sequence=16384)
+    assert "--flash-version" not in told(sequence=16383)
+    assert "--flash-version" not in told(sequence=16384, flash_version=2)
+    assert "--flash-version" not in told(sequence=16384, flash_attention=False)
 
 
 @pytest.mark.parametrize(("name", "version"), [("a100-80gb", 3), ("b200", 3), ("h100", 4), ("rtx4090", 4)])
