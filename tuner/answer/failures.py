@@ -58,18 +58,23 @@ def checkpointed(
 def goodput_of(
     predicted: Mapping[Role, Prediction], workload: Workload, machine: Machine, choice: Choice | None, mtbf_s: float
 ) -> dict[str, Any]:
-    """Return a dict with the goodput (useful share of the time) of training under a plan and under the
-    baselines, by role (``plan``, ``stock``, ``no offload``), and with the times that describe the failures.
+    """Return a dict with the goodput of training under a plan, with stock DeepSpeed, and without offload.
 
-    Under a plan, checkpoints are written while training goes on. The baselines wait for each checkpoint,
-    and each has its best checkpoint interval.
+    Goodput is the useful share of the time if failures and checkpoints cost time. Under a plan, checkpoints are
+    written while training goes on. Training with stock DeepSpeed or without offload waits for each checkpoint, and
+    has its own best checkpoint interval.
 
     Args:
-        predicted: Predicted iteration by kind: the plan, stock DeepSpeed and no offload.
+        predicted: Predicted iteration by role: ``plan``, ``stock`` or ``no offload``.
         workload: Training job of one rank.
         machine: Machine that trains.
         choice: Checkpoint settings of the plan, or None if there is no plan.
         mtbf_s: Mean time between failures in seconds.
+
+    Returns:
+        A dict with three keys. ``by_role``: For each role, the goodput, the checkpoint interval and the time that
+        training waits for a checkpoint. ``mtbf_s``: The mean time between failures in seconds. ``restart_s``: The
+        assumed time to restart after a failure in seconds.
     """
     result = dict(_waiting(predicted, workload, machine, mtbf_s))
     if choice is not None:

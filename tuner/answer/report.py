@@ -152,8 +152,11 @@ _PLACED: Mapping[Placement, str] = {
 
 
 def placed_in_words(plan: Plan) -> str:
-    """Return sentences on where a plan keeps its subgroups' optimizer state, on early updates, on buffers, and
-    on a missing overlap with the next forward.
+    """Return sentences for the user about a plan.
+
+    They say in which memory the subgroups keep their optimizer state, how many subgroups are updated before the
+    gradient norm is known, and how many accumulate gradients on the GPU. They give the numbers of buffers. If updates
+    do not overlap with the next forward, a sentence says so.
     """
     counts = [(p, plan.count(p)) for p in get_args(Placement) if plan.count(p)]
     early, summed = sum(plan.updated_early), sum(plan.summed_on_device)

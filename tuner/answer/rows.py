@@ -216,10 +216,14 @@ def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
 
 
 def role_of(label: str) -> Role:
-    """Return the role of a way to train (such as stock DeepSpeed, no offload, or a variant of the plan), given
-    the label that a plan's file stores.
+    """Return the kind of training that a label in a plan's file names.
 
-    Older versions of the planning service stored the strategy's name instead of a label.
+    Older versions of the planning service stored the name of a strategy, such as ``zero3_offload``, instead of a
+    label. Such names are accepted too.
+
+    Returns:
+        ``stock`` (DeepSpeed without a plan), ``no offload``, ``variant`` (a variant of the plan), or ``peer``
+        (another system, or DeepSpeed with other settings).
     """
     if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
         return "stock"

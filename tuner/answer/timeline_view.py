@@ -45,19 +45,19 @@ GROUPS: dict[OpKind, str] = {
 
 
 def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]:
-    """Return one iteration of a timeline as JSON data, from the end of one backward pass to the end of the
-    next.
+    """Return one iteration of a timeline as JSON data, from the end of one backward pass to the end of the next.
 
     Args:
         timeline: Simulated or measured timeline.
         schedule: Schedule that was simulated. If None, the result has no critical path.
 
     Returns:
-        A dict with these keys. ``duration_s``: Seconds of the iteration. ``lanes``: For each lane (a resource
-        that runs one operation at a time), its name, the fraction of time in which it is ``idle``, and its spans
-        ``[start_s, end_s, group, label]``. Times start at 0. ``critical``: The critical path as spans
-        ``[start_s, end_s, group, lane]`` without gaps. ``memory``: The lists ``t_s``, ``device_bytes`` and
-        ``host_bytes`` of equal length.
+        A dict with these keys. ``duration_s``: Seconds of the iteration. ``lanes``: For each lane (a resource that
+        runs one operation at a time), its name, the fraction of time in which it is ``idle``, and its spans
+        ``[start_s, end_s, group, label]``. A span is one operation, or several in a row. ``start_s`` and ``end_s``
+        count from the start of the iteration, ``group`` is a category such as ``forward`` or ``gradients``, and
+        ``label`` is a text to show. ``critical``: The critical path as spans ``[start_s, end_s, group, lane]``
+        without gaps. ``memory``: The lists ``t_s``, ``device_bytes`` and ``host_bytes`` of equal length.
     """
     start_s, end_s = window(timeline)
     shown = [

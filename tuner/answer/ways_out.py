@@ -157,9 +157,12 @@ class _Tried:
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     """Return a list of the smallest changes that make a training job fit into memory, the cheapest first.
 
-    Among equally cheap changes, the one with the fastest training comes first. If one change of the job's
-    own fields is enough, changes are not combined. Otherwise they are combined, and combinations that leave
-    all training samples as they are come first. No change needs more GPU memory than the card has.
+    Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than
+    the card has.
+
+    If one change to the job itself (not to memory or storage) is enough, such as ZeRO-3 or a shorter sequence,
+    changes are combined only to shorten the sequence less. Otherwise, all kinds of changes are combined. Combinations
+    that train on the same samples are tried first, and those with smaller batches or shorter sequences last.
 
     Args:
         job: Training job that does not fit.
@@ -186,9 +189,10 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
 
 
 def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
-    """Return a sentence that names the smallest common GPU memory with which a job fits without changes.
+    """Return a sentence that names the smallest usual size of GPU memory in which an unchanged training job fits.
 
-    Return an empty string if no GPU is large enough.
+    The usual sizes are those of common GPUs, such as 24, 40 or 80 GiB. Return an empty string if no size is large
+    enough, or if the GPU shares its memory with the CPU.
     """
     tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
     sizes = [n * GIB for n in DEVICE_GIB if n * GIB > machine.device_memory_bytes]

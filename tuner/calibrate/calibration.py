@@ -280,11 +280,11 @@ def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
 
 
 def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
-    """Return the correction factors that calibration may fit for a machine: one for each group of rates with a
-    common cause, such as the bandwidths of copies.
+    """Return descriptions of the correction factors that calibration may fit for a machine.
 
-    Rates that the machine does not have are left out. In addition, there is one factor for each known
-    number of ranks that share the machine's DRAM bandwidth.
+    One factor corrects a group of similar rates, such as all bandwidths of copies. Rates that the machine does not
+    have are left out. Further factors correct the DRAM bandwidth per rank: one factor for each number of concurrent
+    ranks in the machine's data.
     """
     known = [
         replace(knob, fields=fields)

@@ -76,9 +76,10 @@ def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[
 def workload_interval_s(
     build: Callable[[Workload], Schedule], workload: Workload, machine: Machine
 ) -> tuple[float, float]:
-    """Return the interval (low, high) in seconds that holds the iteration time of nine runs of a workload in ten.
+    """Return the interval (low, high), in seconds, that holds the iteration times of nine in ten runs of a workload.
 
-    Layer times that were estimated from a model's config are as uncertain as the machine's rates for them.
+    If layer times were estimated from a model's config, their uncertainty is included. It is derived from the
+    uncertainty of the GPU's compute speed.
 
     Args:
         build: Function from a workload to a schedule. It is called with workloads that differ in layer times.
@@ -140,8 +141,14 @@ def _published_host(machine: Machine) -> bool:
 
 
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
-    """Return the standard deviation of the logarithm of a predicted time that follows from the spread of a
-    machine's rates. ``seconds`` predicts the time for a given machine.
+    """Return how much a predicted time varies because the machine's rates are uncertain.
+
+    Args:
+        seconds: Function that predicts the time for a given machine.
+        machine: Machine with rates and their spread.
+
+    Returns:
+        The standard deviation of the logarithm of the predicted time.
     """
     variance = 0.0
     for knob in (*knobs_of(machine, APART), *BESIDE):
@@ -160,10 +167,10 @@ def _secant(of: Callable[[float], float], width: float) -> float:
 
 
 def knob_sigma(machine: Machine, knob: Knob) -> float:
-    """Return the standard deviation, in log units, of the group of a machine's rates that one calibration
-    factor corrects.
+    """Return how uncertain a group of a machine's rates is, as a standard deviation in log units.
 
-    The result is taken from the first rate of the group alone.
+    The group has all rates that one calibration factor corrects. The result is the standard deviation of the group's
+    first rate.
     """
     value = getattr(machine, knob.fields[0])
     quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value

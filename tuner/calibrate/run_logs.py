@@ -49,8 +49,12 @@ class Described:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, machine: Machine) -> Schedule:
-        """Return the schedule (all operations and waits) of one iteration of the measured training, for
-        simulation on a machine.
+        """Return the schedule of one iteration of a training job that was measured to calibrate a machine.
+
+        The schedule has all operations and waits, so that the iteration can be simulated.
+
+        Args:
+            machine: Machine for which layer times are estimated, if the job is described by a model's config.
         """
         work = self.workload
         if work is None:

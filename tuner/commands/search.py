@@ -88,7 +88,7 @@ def search(
     storage: tuple[tuple[str, int], ...],
     **base: Any,
 ) -> None:
-    """Search by simulation for the fastest training configuration, which takes seconds."""
+    """Search for the fastest training configuration. Configurations are simulated, so the search takes seconds."""
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.answer.report import wide_console
     from ebbtide.tuner.configurations import report

@@ -43,7 +43,8 @@ class Promise:
         missing_bytes: Lower bound of the bytes that GPU and host memory lack together. Above 0, the configuration
             cannot fit.
         refused: Reason that the configuration cannot be simulated, or empty.
-        tight: True if the slow, closer bound over all plans is already included.
+        tight: True if ``tokens_per_s`` takes into account the lower bound of the iteration time over all plans.
+            Computing this lower bound takes milliseconds, so it is left out at first.
     """
 
     tokens_per_s: float = 0.0
@@ -75,9 +76,10 @@ def promise(question: Question, c: Configuration) -> Promise:
 
 
 def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
-    """Return bounds on a training configuration with a closer upper bound of its throughput than ``loose`` has.
+    """Return the bounds ``loose`` of a training configuration, with the upper bound of its throughput lowered if
+    possible.
 
-    The closer bound follows from the lower bound of the iteration time over all plans. This takes milliseconds.
+    The lower bound of the iteration time over all plans gives the new upper bound. Computing it takes milliseconds.
     """
     if loose.tight or loose.refused:
         return loose
@@ -172,15 +174,14 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return True if a training configuration is clearly faster than the fastest simulated
-        configuration in at least one of its groups.
+        """Return True if a training configuration is faster, by more than a small margin, than the fastest simulated
+        configuration of at least one of its groups.
 
-        If the speed is an upper bound, the configuration may be the fastest of the group, and is worth a
-        simulation.
+        A group is all configurations, or those with the same value of one setting, such as the micro-batch size. If
+        the given speed is an upper bound, True means that the configuration is worth a simulation.
 
         Args:
-            c: Configuration. Its groups are those of `of`, such as all configurations with its
-                micro-batch size.
+            c: Training configuration.
             tokens_per_s: Speed of the configuration, or an upper bound of its speed.
         """
         shown = SHOWN * self._leaders.get("all", 0.0)
@@ -203,11 +204,11 @@ class Contests:
         return any(o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean for o in found)
 
     def open(self, contest: object) -> bool:
-        """Return True if a search has not yet simulated a training configuration of a group that fits into
-        memory.
+        """Return True as long as no simulated training configuration of a group fits into memory.
 
-        A group is all configurations, or those with the same value of one setting, such as the
-        micro-batch size.
+        Args:
+            contest: Group of configurations: all of them, or those with the same value of one setting, such as the
+                micro-batch size.
         """
         return contest not in self._leaders
 

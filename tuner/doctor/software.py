@@ -1,4 +1,6 @@
-"""The checks in ``tune doctor`` of the compiler, package versions, and DeepSpeed's internal names."""
+"""Checks that ``tune doctor`` makes of the software: the compiler, the versions of packages, and the DeepSpeed
+internals that ebbtide uses by name.
+"""
 
 import os
 import shutil

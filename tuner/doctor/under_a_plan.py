@@ -1,5 +1,5 @@
-"""A check in ``tune doctor`` of a DeepSpeed config: if ebbtide would refuse it, leave it to DeepSpeed
-alone, or train under a plan. Nothing is trained.
+"""The check in ``tune doctor`` that reports what ebbtide does with a DeepSpeed config: refuse it, leave the
+training to DeepSpeed alone, or train under a plan. Nothing is trained.
 """
 
 from collections.abc import Mapping
@@ -30,11 +30,11 @@ _SWAPPED = (
 
 
 def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
-    """Report if `ebbtide.initialize` would refuse a DeepSpeed config, leave it to DeepSpeed alone, or train
-    under a plan.
+    """Report what `ebbtide.initialize` does with a DeepSpeed config: refuse it, leave the training to DeepSpeed
+    alone, or train under a plan.
 
-    Nothing is trained. The report includes config keys that have another effect under a plan than with
-    DeepSpeed alone.
+    Nothing is trained. The report includes config keys that have another effect under a plan than with DeepSpeed
+    alone.
     """
     from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
     from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at

@@ -67,8 +67,8 @@ def _near(search: Search) -> bool:
 
 
 def settings(search: Search) -> None:
-    """Try other values of one setting after the other for the best plan of a plan search, and add the
-    scores to the search.
+    """Vary the best plan of a plan search, one setting at a time. Simulate each variant, and add its result to
+    the search's scores.
     """
     best = search.best()
     most = max(1, min(MOST_SLOTS, sum(p in STAGED for p in best.placements)))

@@ -91,16 +91,19 @@ class Question:
         effort: float | None = None,
         pieces: bool = False,
     ) -> "Question":
-        """Build the input of the decision on a plan from a planning command's arguments, with defaults for
-        the arguments that are not given.
+        """Build the input of a plan search from the arguments of a planning command, with defaults for the arguments
+        that are not given.
 
         Args:
-            subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If
-                None, `SIZES`. If empty, only the workload's own size is used.
+            storage: Bytes that optimizer state may take on drives, by directory.
+            subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, `SIZES`.
+                If empty, only the workload's own size is used.
+            pieces: True if DeepSpeed keeps its own subgroup size, and the plan may divide DeepSpeed's subgroups.
+                Ignored below ZeRO-3.
 
         Raises:
-            ValueError: effort is not in (0, 1], a memory limit cannot be used, or ``pieces`` is combined
-                with ``storage``.
+            ValueError: effort is not in (0, 1], a memory limit cannot be used, or ``pieces`` is combined with
+                ``storage``, which is not supported.
         """
         limits, machine, folders = with_storage(
             workload,
@@ -210,13 +213,15 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
 
 
 def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tuple[Decision, list[Search]]:
-    """Return the decision of a quick plan search, and the list of searches at all subgroup sizes that were
-    compared.
+    """Find a plan by a quick plan search.
 
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the name of the current phase.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
+
+    Returns:
+        The chosen plan with its subgroup size, and a list with one search for each subgroup size that was compared.
 
     Raises:
         ImpossibleError: No plan fits into memory.
@@ -232,10 +237,10 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
 
 
 def _decided(question: Question, best: Search) -> Decision:
-    """Return the decision for the best plan that a plan search has found.
+    """Return the best plan of a plan search, together with the search.
 
-    If early updates or on-device gradient accumulation save almost no time, they are removed from the
-    plan.
+    If early updates (updates that start before the gradient norm is known) or on-device gradient accumulation save
+    almost no time, the returned plan does without them.
     """
     return Decision(question, best, fewest(best, best.best()))
 
@@ -329,10 +334,11 @@ def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
 
 
 def follow(search: Search, coarser: Sequence[Search]) -> None:
-    """Try three kinds of plans in a plan search: the best plans of searches with larger subgroups, adapted
-    to this search's smaller ones, evenly spread plans, and plans with early updates.
+    """Try further plans in a plan search.
 
-    An early update starts before the gradient norm is known.
+    The first plans are the best ones of searches with larger subgroups, converted to this search's smaller subgroups.
+    Then plans follow that spread their placements evenly over the model. Plans with early updates are last. An early
+    update starts before the gradient norm is known.
 
     Args:
         search: Plan search, to which the results are added.
@@ -393,8 +399,9 @@ def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = No
 
 
 def about_subgroups(search: Search) -> list[str]:
-    """Return advice to use a smaller subgroup size, if the plan's subgroups are large. A quick decision
-    finds the size.
+    """Return advice to use a smaller subgroup size, if the plan's subgroups are large.
+
+    A quick plan search finds the smaller size.
 
     Returns:
         A list with one sentence, or an empty list if a smaller size would gain little.

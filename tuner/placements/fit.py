@@ -1,10 +1,10 @@
-"""A check of whether the memory limits can hold a training job's state, without a simulation.
+"""A check, without a simulation, of whether a training job's state fits within the memory limits.
 
-A plan divides the parameters among placements (memories for optimizer state) and among locations of the
-16-bit parameters. The check assumes any division, even of parts of subgroups, and staging buffers
-without size. A small linear program then gives the least memory that is missing. No real plan misses
-less, so a job is refused immediately if bytes are missing. The solution also shows where to look for
-plans.
+A plan divides the parameters among placements (memories for optimizer state) and among locations of the 16-bit
+parameters. The check allows every division, even one that cuts subgroups, and counts staging buffers as zero bytes. A
+small linear program finds the division that exceeds the memory limits by the fewest bytes. Every real plan exceeds
+the limits by at least as many bytes. If this number is above zero, the job is therefore refused immediately. The
+division also shows where to look for plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,21 +41,22 @@ class Fit:
     shares: Mapping[tuple[Placement, ParameterLocation], float]
 
     def of(self, placement: Placement) -> float:
-        """Return the fraction of the model's parameters with optimizer state in a given placement, in this
-        division.
-        """
+        """Return the fraction of the model's parameters whose optimizer state has the given placement."""
         return sum(share for (p, _), share in self.shares.items() if p == placement)
 
     @property
     def away(self) -> float:
-        """Return the fraction of the model's 16-bit parameters that live in host memory, in this division."""
+        """Return the fraction of the model's 16-bit parameters that live in host memory."""
         return sum(share for (_, location), share in self.shares.items() if location == "host")
 
 
 def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float | None = None) -> Fit:
-    """Return the division of a model's parameters among placements that leaves the most room in memory.
+    """Return the division of a model's parameters among placements that leaves the most free bytes in the fullest
+    memory.
 
-    Only placements that a plan search may choose are used.
+    The memories are the GPU's, the host's and, if optimizer state may be stored on drives, the drives. If no division
+    fits, return the one that exceeds the limits by the fewest bytes, where bytes of GPU memory count twice. Only
+    placements that a plan search may choose are used.
 
     Args:
         away: Fraction of the 16-bit parameters that must live in host memory. If None, any fraction.

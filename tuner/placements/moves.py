@@ -147,10 +147,10 @@ class Moved:
         Args:
             codes: Code of each subgroup's placement, parameter location and flags (`Way.code`).
             order: Order of the subgroups' updates. If None, the order in which forward needs them.
-            slots: Number of staging buffers on the GPU.
-            prefetch: Number of subgroups that are copied to the GPU ahead of time.
+            slots: Number of staging buffers. Each is GPU memory for one subgroup's optimizer state.
+            prefetch: Number of staging buffers that are filled during backward.
             free: Changes that the search may make.
-            host_slots: Number of buffers in host memory for stored subgroups.
+            host_slots: Number of buffers in host memory for subgroups with optimizer state on a drive.
             threads: Number of CPU threads for updates, or 0 for the default.
         """
         codes = [int(code) for code in codes]
@@ -215,8 +215,9 @@ class Moved:
     def _place(self, rng: Random) -> None:
         """Give a random subgroup of this plan another placement.
 
-        If the update thereby moves from the GPU to the CPU, or the reverse, the subgroup's position in
-        the new update order mostly follows its layer, and otherwise is random.
+        If the update thereby moves from the GPU to the CPU, or the reverse, the subgroup gets a position in the new
+        update order. With a probability of 70% this is the position that follows from the order of layers. Otherwise
+        the position is random.
         """
         subgroup = rng.randrange(len(self.codes))
         before, code = self._sequence(subgroup), self.codes[subgroup]

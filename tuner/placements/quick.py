@@ -53,24 +53,24 @@ def quick_plan(
     seed: int = 0,
     move_parameters: bool = False,
 ) -> QuickPlan:
-    """Return the best plan of a short search during training, which keeps the subgroups, threads and
-    overlap of the plan in force.
+    """Search briefly for a better plan while training runs, and return the best plan found.
 
-    `ebbtide.tuner.plan` decides in the same way, but also varies subgroup sizes, threads and overlap.
-    The result is deterministic for a given ``seed``.
+    The new plan has the same subgroups and the same number of CPU threads as the plan in force. It overlaps updates
+    with the next forward only if the plan in force does. `ebbtide.tuner.plan` searches in the same way, but may
+    change these settings too. The result is deterministic for a given ``seed``.
 
     Args:
         workload: Training job of one rank.
         machine: Machine that trains.
-        current: Plan in force. The result is no slower in simulation. It stores only subgroups that
-            ``current`` also stores, since storage has no room for others.
-        device_bytes: GPU memory in bytes that this rank's training may use. If None, the memory that
-            ``current`` uses.
-        host_bytes: Host memory of this rank in bytes. If None, its share of the machine's, or the
-            memory that ``current`` uses if that is more.
+        current: Plan in force. The result is no slower in simulation. It stores only subgroups that ``current`` also
+            stores, since storage has no room for others.
+        device_bytes: GPU memory in bytes that this rank's training may use. If None, the memory that ``current``
+            uses.
+        host_bytes: Host memory of this rank in bytes. If None, its share of the machine's, or the memory that
+            ``current`` uses if that is more.
         effort: Fraction of a full search's evaluations.
-        move_parameters: Let 16-bit parameters change between GPU and host memory. Otherwise they
-            stay as in ``current``.
+        move_parameters: Let 16-bit parameters change between GPU and host memory. Otherwise they stay as in
+            ``current``.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
     now = current.parameter_locations if "host" in current.parameter_locations else ()

@@ -146,8 +146,10 @@ class Candidate:
         return replace(self, ways=codes.tobytes())
 
     def with_placements(self, placements: Sequence[Placement]) -> Self:
-        """Return a copy of this plan with other placements, one per subgroup. Flags that a new placement
-        does not allow are removed.
+        """Return a copy of this plan with other placements, one per subgroup.
+
+        If a subgroup's new placement does not allow an early update or on-device gradient accumulation, the subgroup
+        loses that option. An early update starts before the gradient norm is known.
         """
         pairs = zip(self.ways, placements, strict=True)
         codes = (code - code % SUMMED + PLACEMENT_CODES[placement] for code, placement in pairs)
@@ -225,7 +227,8 @@ class Search:
             locations: Location of each subgroup's 16-bit parameters in the first plans. If empty, the GPU.
             storable: Subgroups with state that may be on a drive. If None, all may, if a drive is given.
             effort: Fraction of a full search's evaluations. If None, 1.
-            bounds: Lower bounds that searches for the same job with other subgroups have found.
+            bounds: Lower bounds of the iteration time, computed by searches for the same job with other subgroup
+                sizes. They hold for all subgroup sizes, so this search reuses them and adds its own.
 
         Raises:
             ValueError: ``effort`` is not in (0, 1].
@@ -332,11 +335,16 @@ class Search:
         return replace(candidate, **changed) if changed else candidate
 
     def fitted(self, codes: Codes, slots: int, host_slots: int = HOST_SLOTS) -> tuple[Codes, int]:
-        """Reduce a plan's staging buffers and on-device gradient sums to what GPU memory can hold. Return
-        the codes of the subgroups and the number of staging buffers.
+        """Reduce a plan's staging buffers and on-device gradient sums to what GPU memory can hold.
 
-        If memory is short, first the staging buffers are reduced, then on-device gradient sums of later
-        subgroups.
+        If memory is short, first the staging buffers are reduced, then on-device gradient sums of later subgroups.
+
+        Args:
+            codes: For each subgroup, the code of its placement, parameter location and flags (`Way.code`).
+            slots: Number of staging buffers. Each is GPU memory for one subgroup's optimizer state.
+
+        Returns:
+            The reduced ``codes`` and ``slots``.
         """
         crossing = codes & ~SUMMED
         taken = self._taken(crossing, slots, host_slots)[0]
@@ -548,9 +556,10 @@ class Search:
     def try_first(self, locations: tuple[ParameterLocation, ...] | None = None) -> float:
         """Try simple plans, and return the seconds per iteration of the fastest one, or ``inf`` if none fits.
 
-        Tried are CPU updates of all subgroups and evenly spread mixtures of placements. If none of them fits, mixtures
-        near the one that leaves the most room follow. A subgroup that is far larger than the others, such as an
-        embedding's, is then tried in every placement.
+        Simple plans update all subgroups on the CPU, or spread a mixture of placements evenly over the subgroups. If
+        none of them fits, the search tries plans near the mixture that leaves the most free bytes in the fullest
+        memory. Each of these plans is tried with every placement of those few subgroups that are far larger than the
+        others, such as an embedding's.
 
         Args:
             locations: Location of each subgroup's 16-bit parameters. If None, those of the last call.
@@ -637,8 +646,8 @@ class Search:
 
     @property
     def _division(self) -> Fit:
-        """Return the division of the model's parameters among placements that leaves the most room in
-        memory.
+        """Return the division of the model's parameters among placements that leaves the most free bytes in the
+        fullest memory: the GPU's, the host's or a drive.
 
         As many 16-bit parameters are in host memory as in the plans that this search begins with.
         """

@@ -60,16 +60,16 @@ def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
 
 @dataclass(frozen=True)
 class Shares:
-    """A description of a plan with evenly spread placements by a few numbers, mainly the fraction of the
-    parameters with each placement.
+    """A description of a plan by a few numbers, mainly the fraction of the parameters with each placement. The plan
+    spreads its placements evenly over the model.
 
     Attributes:
         of: Fraction of the parameters for each placement, without the large subgroups.
         large: Placement of each subgroup that is far larger than the others.
-        early: For each placement, the fraction of its subgroups that are updated before the gradient
-            norm is known, counted from the last subgroup.
-        slots: Number of staging buffers: GPU memory for one staged subgroup each.
-        host_slots: Number of buffers in host memory for stored subgroups.
+        early: For each placement, the fraction of its subgroups that are updated before the gradient norm is known.
+            The last subgroups with this placement are chosen.
+        slots: Number of staging buffers. Each is GPU memory for one subgroup's optimizer state.
+        host_slots: Number of buffers in host memory for subgroups with optimizer state on a drive.
         locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.
     """
 
@@ -95,8 +95,8 @@ class Shares:
 
     @classmethod
     def from_bound(cls, search: Search) -> "Shares":
-        """Return the shares of the ideal plan that has the lower bound of the iteration time. Such a plan
-        may divide subgroups, so no real plan need be as fast.
+        """Return the fraction of the parameters with each placement in the ideal plan, which reaches the lower
+        bound of the iteration time. The ideal plan may divide subgroups, so every real plan may be slower.
         """
         params = search.workload.params
         of = {p: n / params for p, n in search.bound_with(search.locations).params.items()}
@@ -125,16 +125,21 @@ class Shares:
         return made
 
     def seconds(self, search: Search) -> float:
-        """Return the predicted seconds per iteration of the plan that these shares describe, or ``inf`` if
-        the plan does not fit into memory.
+        """Return the predicted seconds per iteration of the plan that this object describes, or ``inf`` if the
+        plan does not fit into memory.
         """
         return search.score(self.plan(search)).iteration_s
 
     def near(self, step: float, search: Search) -> Iterator["Shares"]:
-        """Yield descriptions of similar plans. Each differs from this one in one number, or in a share and
-        a number of buffers.
+        """Yield descriptions of plans that are similar to the plan that this object describes.
 
-        A share of the parameters changes by at most ``step``.
+        A similar plan has one change: in the placements, the early updates, the number of buffers or the parameter
+        locations. A change of placements may come with another number of buffers. An early update starts before the
+        gradient norm is known.
+
+        Args:
+            step: Size of a change, such as the fraction of the parameters that get another placement.
+            search: Plan search that says which placements and memory may be used.
         """
         moves = [*self._moved(step, search)]
         yield from moves
@@ -162,8 +167,11 @@ class Shares:
         yield from self._large_moved(search)
 
     def _large_moved(self, search: Search) -> Iterator["Shares"]:
-        """Yield descriptions of plans with large subgroups (far larger than the others) in another
-        placement: all of them, one, or one in exchange for small subgroups.
+        """Yield variants of this description of a plan, in which large subgroups get a new placement. A subgroup is
+        large if it has far more elements than the others.
+
+        In a variant, all large subgroups get the same placement, one of them gets a new placement, or one of them
+        swaps placements with small subgroups.
         """
         if len(self.large) > 1:
             yield from (replace(self, large=dict.fromkeys(self.large, p)) for p in search.choices)
@@ -189,12 +197,12 @@ class Shares:
 
 
 def descend(search: Search, most: int) -> None:
-    """Improve the evenly spread plans of a plan search by changing one number of a plan at a time, for as
-    long as the predicted iteration gets shorter.
+    """Improve plans that spread their placements evenly over the model, by changing one number of a plan at a time
+    for as long as the predicted iteration gets shorter.
 
-    The descent starts from the best plan, the best plan without early updates, and the ideal plan with
-    the lower bound of the iteration time. Each is improved by large steps, and the best two are then
-    improved by ever smaller ones.
+    The search starts from three plans: the best plan so far, the best plan without early updates (updates before the
+    gradient norm is known), and the ideal plan, which reaches the lower bound of the iteration time. Large changes
+    improve each of these plans. Ever smaller changes then improve the best two results.
 
     Args:
         search: Plan search with at least one plan that fits.
@@ -208,15 +216,14 @@ def descend(search: Search, most: int) -> None:
 
 
 def free_parameters(search: Search, most: int) -> None:
-    """Allow a plan search to move 16-bit parameters to host memory, if the best evenly spread plan then
-    becomes at least 1% faster.
+    """Allow a plan search to move 16-bit parameters to host memory, if its best plan with evenly spread placements
+    then becomes at least 1% faster.
 
     This needs ZeRO-3 and separate GPU and host memory.
 
     Args:
-        search: Plan search with plans that keep all parameters on the GPU, and that `descend` has
-            improved.
-        most: Largest number of changes to try.
+        search: Plan search whose plans keep all parameters on the GPU. Its plans were already improved by `descend`.
+        most: Largest number of changes to a plan that are tried.
     """
     now: Shares | None = search.spread
     if now is None or search.moves_parameters or not search.can_move_parameters:

@@ -23,15 +23,17 @@ YEAR_DAYS = 365.0
 def with_storage(
     workload: Workload, machine: Machine, storage: Mapping[str, int] | None, **asked: Any
 ) -> tuple[Limits, Machine, dict[str, Any]]:
-    """Return a tuple: the memory limits of plans, a machine with the rates of the given storage
-    directories, and the plan file's fields that name these directories.
-
-    The directories hold optimizer state that memory cannot hold.
+    """Return the limits, the machine and the plan fields for plans that may keep optimizer state in given directories
+    on drives.
 
     Args:
-        storage: Bytes by directory. An empty name means any directory, as fast as the machine's
-            storage.
-        asked: Further arguments of `Limits.of`.
+        storage: Bytes that optimizer state may take, by directory. The empty name stands for a directory that the
+            plan does not name. It is as fast as the machine's storage for checkpoints. If None, no directory is used.
+        asked: Further arguments of `Limits.of`, such as memory limits.
+
+    Returns:
+        Three values: the memory and storage limits of plans, a copy of the machine with the speed of these
+        directories, and the fields of a plan file that name the directories.
     """
     if not storage:
         return Limits.of(workload, machine, **asked), machine, {}

@@ -63,12 +63,13 @@ class UpdateOrders:
         return UpdateOrder(host=compact(self.best(arrived)))
 
     def best(self, arrived: dict[int, float]) -> list[int]:
-        """Return the order of CPU updates that lets the next forward end first, estimated from the seconds
-        of updates and copies.
+        """Return the order of CPU updates for which the next forward is estimated to end earliest.
+
+        The estimate uses the times of updates and copies.
 
         Args:
-            arrived: Seconds, relative to the moment at which the gradient norm is known, at which the
-                gradient is in host memory, by subgroup.
+            arrived: For each subgroup, the time at which its gradient is in host memory, in seconds after the
+                gradient norm is known. The time is negative if the gradient arrives before that.
         """
         return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived))
 

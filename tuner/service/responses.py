@@ -77,7 +77,8 @@ class RowTold(Figures):
 class LaneTold(Answered):
     """One lane of a timeline: a resource that runs operations one after the other, such as a copy direction.
 
-    Its spans are `[start_s, end_s, group, label]`.
+    Its spans are `[start_s, end_s, group, label]`. A span is an operation, or several in a row. Its `group` is a
+    category such as `forward` or `gradients`. Its `label` is a text to show.
     """
 
     name: str
@@ -98,7 +99,8 @@ class SamplesTold(Answered):
 class TimelineTold(Answered):
     """A timeline of one training iteration.
 
-    `critical` is its critical path: spans `[start_s, end_s, group, lane]` without gaps.
+    `critical` is its critical path: spans `[start_s, end_s, group, lane]` without gaps. The `group` of a span is the
+    category of its operation, such as `forward` or `gradients`.
     """
 
     strategy: str

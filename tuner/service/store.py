@@ -292,14 +292,14 @@ class Store:
         return {row["name"]: row["machine"] for row in rows}
 
     def expire(self, keep_s: float, run_keep_s: float, kept_rows: int, kept_machines: int = 200) -> None:
-        """Delete ended background jobs, training runs and machines from the database that are too old or
-        too many. Jobs that wait or run are kept.
+        """Delete old rows from the database: finished background jobs, training runs and machines. Jobs that wait or
+        run are kept.
 
         Args:
             keep_s: Age in seconds at which finished jobs are deleted.
-            run_keep_s: Age in seconds at which training runs are deleted.
-            kept_rows: Number of finished jobs that are kept, and of training runs.
-            kept_machines: Number of machines that are kept.
+            run_keep_s: Age in seconds at which training runs and machines are deleted.
+            kept_rows: Number of the newest jobs that are kept, and number of the newest training runs that are kept.
+            kept_machines: Number of the newest machines that are kept.
         """
         now_s = time.time()
         with self._transaction() as db:

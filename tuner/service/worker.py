@@ -2,9 +2,12 @@
 
     python -m ebbtide.tuner.service.worker NICENESS BYTES
 
-Data is JSON in both directions and never pickled, so that no part of a request can be executed. A
-message is a tag, a length and that many bytes. The server stops a worker by killing it. A worker ends by
-itself when its server has ended (stdin is closed), even during a computation.
+NICENESS is added to the niceness of the process, which lowers its CPU priority. BYTES limits how much the address
+space of the process may grow.
+
+Data is JSON in both directions and never pickled, so that no part of a request can be executed. A message is a tag, a
+length and that many bytes. The server stops a worker by killing it. A worker ends by itself when its server has ended
+(stdin is closed), even during a computation.
 """
 
 import gc

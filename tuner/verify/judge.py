@@ -72,10 +72,13 @@ class Noise:
     others: tuple[Run, ...]
 
     def explained(self, difference: Difference) -> float:
-        """Return the largest relative difference between two training runs that chance explains, for the
-        tensor or scalar of a given difference.
+        """Return how much chance alone can make one tensor or scalar differ between two training runs, as a relative
+        difference.
 
         The result is derived from the differences of similar tensors or scalars between repeated runs.
+
+        Args:
+            difference: Difference that names the tensor or scalar and the step.
         """
         if not difference.is_tensor:
             return self._of_sums(_kind(difference))
@@ -96,11 +99,12 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return the relative difference that chance causes in nearly all fp32 masters of two training runs
-        in one step.
+        """Return the relative difference that nine in ten fp32 masters of two training runs reach by chance alone at
+        a given step.
 
-        In repeated runs of one training, nine in ten masters differ by at least this much, relative to
-        their updates. The result is at least a quarter of the expected rounding error.
+        A master's difference is relative to the size of its update. The result is measured between repeated runs of
+        one training, and is at least a quarter of the expected rounding error. A defect is suspected if nine in ten
+        masters differ by more than ten times the result.
         """
         found = [self._floor() / 4]
         for run in self.others:
@@ -132,9 +136,10 @@ def judge(run: Run, other: Run, noise: Noise | None, *, same_bits: bool) -> Find
 
     Args:
         run: Run to judge.
-        other: Run that is taken as right if nothing else decides.
-        noise: Differences that chance explains. None if no bit differs, or if all bits must agree.
-        same_bits: True if any difference is a defect.
+        other: More trusted run. In case of a defect, ``run`` is called wrong unless recorded evidence shows that
+            ``other`` is.
+        noise: Size of the differences that chance explains, measured with repeated runs. None if no run was repeated.
+        same_bits: True if the two runs must agree bit by bit, so that any difference is a defect.
     """
     steps = len(common_steps(run, other)) - 1
     finding = Finding(run.name, other.name, "identical", max(0, steps))
@@ -220,12 +225,12 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
 
 
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return a difference in a few tensors of two training runs that rounding cannot explain, or None if
-    there is none.
+    """Return a difference in a few tensors between two training runs that rounding cannot explain, or None.
 
-    The difference is a defect only if all tensors agreed before this step. If losses and gradient norm
-    still agree bit by bit, only the rounding of one update is allowed. Otherwise gradients may have been
-    summed in another order.
+    The runs are compared after one step. The result is None unless all tensors agreed after all earlier steps and
+    less than half of them differ now. If losses and gradient norms agree bit by bit up to this step, a difference is
+    returned if it exceeds the rounding of one update. Otherwise gradients may have been summed in another order, so a
+    difference is returned only if it exceeds a quarter of the step's update.
     """
     tensors = [d for d in found if d.is_tensor]
     earlier = [d for k in range(step) for d in differences(run, other, k)]

@@ -87,11 +87,11 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
         side: Changes to the command, such as training without offload.
         steps: Number of optimizer steps.
         seed: Seed of the random generators that the script does not seed itself.
-        deterministic: True if torch may use only deterministic kernels, and must fail if there is none. The field
-            of the same name in `Side` only makes torch warn.
+        deterministic: True if an operation without a deterministic kernel must fail. If `Side.deterministic` is True,
+            torch only warns about such an operation.
 
     Raises:
-        NotDeterministicError: With ``deterministic``, an operation has no such kernel.
+        NotDeterministicError: An operation has no deterministic kernel, and ``deterministic`` is True.
         VerifyError: No rank took a step, or the command failed before its last step.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
