@@ -99,13 +99,13 @@ class Completion:
 
 
 class Lane:
-    """A worker that runs its operations in order, on a thread of its own or on the submitting thread.
+    """A lane: a queue of operations that run in order, on a thread of the lane or on the submitting thread.
 
     With a CUDA ``stream`` the thread only issues work to the stream. Without a stream the thread does the work
     itself. No other thread submits work to the stream.
 
-    The first error stops the lane. Every later operation on it, and all code that waits for one, raises that
-    error.
+    The first error stops the lane. Every later operation on the lane raises that error, and so does all code that
+    waits for such an operation.
     """
 
     def __init__(

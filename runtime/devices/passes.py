@@ -127,11 +127,11 @@ class WatchedPasses:
         self._now: _Noted | None = None
 
     def begins(self, kind: OpKind, iteration: int) -> None:
-        """Record the start of a forward, a backward or an exchange of parameters in a training iteration.
+        """Record the start of a forward, of a backward, or of the exchange of updated parameters among ranks.
 
-        A forward is recorded if no backward of the iteration has begun. It takes the place of an earlier
-        one, which was an evaluation or has failed. Of the other kinds, the first one of an iteration is
-        recorded. DeepSpeed may call this method several times in one backward.
+        A forward is recorded if no backward of the iteration has begun. It replaces an earlier forward of the
+        iteration, which was an evaluation or has failed. Only the first backward and the first exchange of an
+        iteration are recorded, because DeepSpeed may call this method several times in one backward.
         """
         last = OpKind.BACKWARD if kind == OpKind.FORWARD else kind
         if (last, iteration) in self._noted:

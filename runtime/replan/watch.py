@@ -38,13 +38,15 @@ _EARLY_KINDS = (OpKind.UPDATE_HOST_EARLY, OpKind.UPDATE_DEVICE_EARLY)
 
 
 def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> dict[str, float]:
-    """Return the median rate of each kind of operation in a measured timeline, as a dict by the field name
-    in `Machine`.
+    """Return the median rate of each kind of operation in a measured timeline, as a dict by the field name in
+    `Machine`.
 
-    Concurrent operations are slower than single ones. The rates are those under the present plan, whose
-    operations share memory and links. A similar plan will share them in the same way. Updates before the
-    gradient norm is known write to other memory than they read, which is slower. They count as CPU updates
-    after a correction by the factor in ``machine``, unless their state is in a host buffer for a drive.
+    Concurrent operations are slower than single ones. The rates are those under the present plan, whose operations
+    share memory and links. A similar plan will share them in the same way.
+
+    A CPU update that starts before the gradient norm is known writes to other memory than it reads, which is slower.
+    Its rate is divided by ``machine.out_of_place`` to get the rate of an ordinary CPU update. An update of state on a
+    drive needs no such correction, because it writes to the host buffer that it reads.
     """
     amounts = Bytes.of(workload)
     recipes = {early: [way.recipe for way in ways() if way.early is early] for early in (False, True)}

@@ -36,10 +36,11 @@ class ExtentRecord(Page):
 
 
 class StepRecord(Page):
-    """The record of an optimizer step that has all its state in a store on drives.
+    """The entry of one committed optimizer step in a store that keeps optimizer state on drives.
 
     Attributes:
         name: Unique name of the step.
+        extents: Place of each stored subgroup's state after the step, with the hashes of its tensors.
         data: Text that the caller keeps with the step, such as JSON.
     """
 

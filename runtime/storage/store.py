@@ -302,7 +302,9 @@ class ExtentStore:
             return self._versions.announce(version, subgroups)
 
     def abandon(self, version: int) -> None:
-        """Stop protecting a version of the state on the drives that was announced for a commit."""
+        """Give up the commit of a version of the optimizer state on the drives, so that later updates may
+        overwrite the version. `announce` had protected it.
+        """
         with self._condition:
             self._versions.announced.pop(version, None)
             self._notify()

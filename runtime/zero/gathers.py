@@ -148,10 +148,14 @@ class Gathers:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether stock DeepSpeed would have gathered the small parameters by now, until the next
-        forward.
+        """Set whether small parameters are gathered in their own precision from now on, instead of the precision in
+        which forward computes.
 
-        If so, a later gather of these parameters uses their own precision, as DeepSpeed's gather would.
+        After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision and keeps them
+        gathered.
+
+        Args:
+            stay: True if stock DeepSpeed would have gathered the small parameters by now.
         """
         self._together.stay_gathered(stay)
 

@@ -87,8 +87,8 @@ class Pieces:
     def joined(self) -> list[torch.Tensor]:
         """Return one flat tensor for each of DeepSpeed's subgroups, with all parameters of the subgroup.
 
-        If the parameters are in separate tensors (`apart`), the flat tensors are rebuilt as copies in host memory.
-        The copies stay valid until the next call of `part`, which releases them.
+        If each of the plan's subgroups has a tensor of its own (`apart`), the flat tensors are rebuilt as copies in
+        host memory. The next call of the method `part` releases these copies.
         """
         if self.apart and not any(wire.numel() for wire in self._flat()):
             groups = [group for group, _, _ in self.cuts]

@@ -291,7 +291,10 @@ class BlockWriter:
     # -- the coordinator's side
 
     def finish(self) -> list[FileRecord]:
-        """Wait until all blocks of the checkpoint are written and durable. Return the records of its files.
+        """Wait until all blocks of the checkpoint are written and durable.
+
+        Returns:
+            The manifest's entry for each file of the checkpoint: the path, the size and the hashes of the blocks.
 
         Raises:
             BaseException: The error of a writer thread, or `Cancelled`.
