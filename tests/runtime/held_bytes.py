@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class HeldBytes(TorchDispatchMode):
-    """A dispatch mode that tracks every tensor returned by an operation of this thread until it is freed.
+    """A dispatch mode that tracks CPU tensors until they are freed: the tensors that exist when it is created, and
+    every tensor returned by an operation of this thread.
 
     Attributes:
-        peak: Largest number of bytes held at one time after an operation, including earlier tensors.
+        peak: Largest number of bytes that all tracked tensors together have held so far.
     """
 
     def __init__(self) -> None:

@@ -89,12 +89,14 @@ def executor_for(workload, plan):
 
 
 def executed(workload, plan):
-    """Run a few steps of the runtime's executor on recording lanes, and return the ops that it submitted.
+    """Run a few steps of the runtime's executor on lanes that record ops instead of running them.
+
+    An op is named by a tuple: the step, the kind, the subgroup, and the number of earlier ops of this kind and
+    subgroup in the step.
 
     Returns:
-        Two dicts. The first has the names of the ops and events that each op waits for, where an op is
-        named (step, kind, subgroup, count of this kind so far in the step). The second has the ops of
-        each lane in order.
+        Two dicts. The first has, for each op, the names of the ops and events that it waits for. The second has, for
+        each lane, its ops in order.
     """
     executor = executor_for(workload, plan)
     names, waits, lanes = {}, {}, {}

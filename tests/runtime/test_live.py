@@ -324,9 +324,11 @@ def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank
 
 
 def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch):
-    """Check that the watch, the part of the runtime that replans from measured rates, does not wait for the
-    step just launched: this would end the overlap of that step. While states are offloaded, the watch does
-    nothing.
+    """Check that the watch, the part of the runtime that replans from measured rates, does not wait for the step just
+    launched.
+
+    If the watch waited, the step's updates could not overlap with the next forward. Between the calls of DeepSpeed's
+    `offload_states` and `reload_states`, the watch does nothing.
     """
     from ebbtide.runtime.execution.executor import Executor
 

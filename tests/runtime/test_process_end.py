@@ -100,7 +100,10 @@ ABANDONED = {
 
 
 def daemon_threads():
-    """Return each function of ebbtide's packages that starts a daemon thread, with the names that its module uses."""
+    """Return a dict from each function of ebbtide's packages that starts a daemon thread to all names in its module.
+
+    A daemon thread must enter PyTorch through ``native_work``, so a test looks for this name.
+    """
     found = {}
     for package in ("ebbtide", "profiler", "runtime", "simulator", "tuner"):
         for path in sorted((ROOT / package).rglob("*.py")):

@@ -141,8 +141,9 @@ def test_the_byte_gpt_of_the_studies_is_counted_as_torch_counts_it():
 
 
 def unlimited(name, **changes):
-    """Return a machine preset with GPU memory and issuing of layers so fast that only matrix products take
-    time.
+    """Return a machine preset on which only matrix products take time.
+
+    Its GPU memory bandwidth is nearly unlimited, and the host launches a layer in almost no time.
     """
     far = {"device_memory_bytes_per_s": 1e15, "layer_issue_s": 1e-12}
     fields = {key: Quantity.exact(value) for key, value in {**far, **changes}.items()}

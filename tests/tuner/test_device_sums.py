@@ -53,8 +53,9 @@ def test_none_stay_where_there_is_nothing_to_add_up_or_to_save():
 
 
 def test_evenly_spread_plans_have_sums_on_the_device_too():
-    """Check that evenly spread plans, which the web page's sliders show without a search, keep as many gradient
-    sums on the GPU as fit.
+    """Check that plans made without a search keep as many gradient sums on the GPU as fit.
+
+    `what_if` makes such plans if it has no planner. They spread their placements evenly over the model.
     """
     hosted = {"device_share": 0.0, "resident_share": 0.0}
     crossing = build_strategy("ebbtide", accumulating(), **hosted)

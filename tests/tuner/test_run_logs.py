@@ -266,8 +266,10 @@ def test_another_unit_is_refused_by_what_the_machine_predicts(tmp_path):
 
 
 def test_what_is_left_is_told_as_a_ratio(tmp_path):
-    """Check what calibration reports about runs that no rates explain together: the ratio between measured and
-    predicted time that is left, and the runs that contradict each other.
+    """Check what calibration reports if no set of machine rates fits all measured runs.
+
+    The report names the ratio of measured to predicted time that remains after calibration, and the runs that
+    contradict each other.
     """
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items() if phase != "iteration"}
     rows = [[f * v for v in ms.values()] for f in (0.25, 4.0)]

@@ -66,10 +66,15 @@ def saved(folder, step):
 
 
 def rotate_while_saving(root, at, then, rotate=shutil.rmtree):
-    """Save the checkpoint of step 20 into its own folder, delete the folder of step 10 during this save, and
-    return the save.
+    """Save the checkpoint of step 20 into its own folder, and delete the folder of step 10 while this save is paused.
+    Return the save's job after its end.
 
-    A trainer with one folder per checkpoint does so. The save pauses at ``at`` and then calls ``then``.
+    A trainer with one folder per checkpoint deletes an old checkpoint at this moment.
+
+    Args:
+        at: Name of the point of the save at which it pauses.
+        then: Function that is called after the pause.
+        rotate: Function that deletes the old folder.
     """
     (root / "checkpoint-20").mkdir()
     gate = Gate(at, then)

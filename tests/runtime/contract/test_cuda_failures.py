@@ -59,10 +59,11 @@ def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
 
 
 def test_a_device_that_is_dropped_unlocks_its_pages(fake):
-    """Check that a `CudaDevice` object that is no longer used unlocks the pages of its host buffers, while the
-    buffers stay valid.
+    """Check that a `CudaDevice` unlocks the pages of its host buffers when it is garbage-collected, and that the
+    buffers stay usable.
 
-    If pages are unmapped while they are locked, CUDA takes later pages at the same address for them.
+    Pages must be unlocked before their memory is freed. Otherwise CUDA would treat other memory that later gets the
+    same address as locked.
     """
     device = CudaDevice()
     buffer = device.host_empty(4096, torch.float32).fill_(1.0)

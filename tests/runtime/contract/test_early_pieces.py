@@ -70,8 +70,8 @@ def early(engine):
 
 
 def away(engine):
-    """Return the number of parts of subgroups whose optimizer state an early update has left outside
-    DeepSpeed's tensors.
+    """Return the number of the plan's subgroups whose current optimizer state is in a spare buffer of early
+    updates, so that the state in DeepSpeed's tensors is outdated.
     """
     executor = engine.optimizer._ebbtide.executor
     return len(executor.early_updates.away(executor.states))

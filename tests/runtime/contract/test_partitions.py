@@ -107,12 +107,11 @@ def test_gradients_are_shown_as_stock_shows_them():
 
 
 def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
-    """Check that DeepSpeed's gradient getter returns under a plan what it returns in stock DeepSpeed, even if
-    that is wrong.
+    """Check that DeepSpeed's gradient getter returns under a plan what it returns in stock DeepSpeed, even if that is
+    the gradient of another parameter.
 
-    With ``round_robin_gradients`` and several ranks, a parameter and its gradient have different positions,
-    as the test simulates. A getter that corrects this on one rank fails if sizes differ, and the other
-    ranks wait.
+    With ``round_robin_gradients`` and several ranks, DeepSpeed may list gradients in another order than parameters.
+    The test gets such a case by exchanging the indices of two parameters.
     """
     from deepspeed.utils import safe_get_full_grad
 

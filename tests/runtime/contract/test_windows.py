@@ -210,8 +210,11 @@ def test_masters_of_16_bits_show_their_gradient_within_a_window():
 
 
 def test_sums_in_another_precision_than_the_parameters(monkeypatch):
-    """Check training with bf16 gradient sums and fp16 parameters under a plan: ZeRO-1 rounds each sum to both
-    precisions, as in stock DeepSpeed.
+    """Check that training with bf16 gradient sums and fp16 parameters gives the same results under a plan as with
+    stock DeepSpeed.
+
+    Under ZeRO-1, stock DeepSpeed adds micro-batches in bf16 and keeps the sum in fp16 until the next micro-batch.
+    Each sum is thus rounded to both precisions.
     """
     from deepspeed.accelerator import get_accelerator
 

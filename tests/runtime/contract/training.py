@@ -47,12 +47,14 @@ def slowed(*rates: float) -> Device:
 
 
 def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: bool = False, **fields: Any) -> Plan:
-    """Return a plan that repeats a pattern of placements over the engine's subgroups, or over parts of
-    them.
+    """Return a plan that repeats a pattern of placements over the engine's subgroups.
 
-    Below ZeRO-3 the plan cuts the subgroups, and none is stored. With ``order_seed`` updates have a
-    random order. ``locations`` is a pattern of parameter locations. Without it, parameters stay where
-    the config puts them.
+    Args:
+        pattern: Placements of subgroups. Under ZeRO-1 and ZeRO-2, ``stored`` (on a drive) is left out.
+        subgroup: Number of elements per subgroup, if DeepSpeed has no subgroups of its own or ``pieces`` is True.
+        pieces: True if the plan may divide DeepSpeed's subgroups.
+        fields: Further fields of the plan. With ``order_seed``, updates have a random order. ``locations`` is a
+            pattern of parameter locations. Without it, parameters stay where the config puts them.
     """
     own = subgroup if pieces else getattr(engine.optimizer, "sub_group_size", subgroup)
     count = len(subgroups_of(engine.optimizer, own))

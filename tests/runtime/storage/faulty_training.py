@@ -178,8 +178,10 @@ def steps(engine, first, told, last=STEPS, drive=None, at=None, save_in=None):
 
 
 def stock(path):
-    """Train with stock DeepSpeed. Write to a file the losses by step, and the training state after each step
-    that may be the last.
+    """Train with stock DeepSpeed, and write the loss of each step to a file.
+
+    The file also has the training state after two steps: the last step of a run from the beginning, and the last step
+    of a resumed run. A run under a plan ends at one of these steps, unless it fails, and its state is then compared.
     """
     from tests.runtime.contract.training import start
 
