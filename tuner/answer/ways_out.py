@@ -189,7 +189,7 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
 
 
 def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
-    """Return a sentence that names the smallest usual size of GPU memory in which an unchanged training job fits.
+    """Return a sentence with the smallest usual size of GPU memory that is enough for an unchanged training job.
 
     The usual sizes are those of common GPUs, such as 24, 40 or 80 GiB. Return an empty string if no size is large
     enough, or if the GPU shares its memory with the CPU.

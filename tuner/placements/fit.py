@@ -41,7 +41,7 @@ class Fit:
     shares: Mapping[tuple[Placement, ParameterLocation], float]
 
     def of(self, placement: Placement) -> float:
-        """Return the fraction of the model's parameters whose optimizer state has the given placement."""
+        """Return the fraction of the model's parameters that have the given placement of their optimizer state."""
         return sum(share for (p, _), share in self.shares.items() if p == placement)
 
     @property

@@ -167,8 +167,8 @@ class Shares:
         yield from self._large_moved(search)
 
     def _large_moved(self, search: Search) -> Iterator["Shares"]:
-        """Yield variants of this description of a plan, in which large subgroups get a new placement. A subgroup is
-        large if it has far more elements than the others.
+        """Yield variants of this plan description with new placements of large subgroups. A subgroup is large if it
+        has far more elements than the others.
 
         In a variant, all large subgroups get the same placement, one of them gets a new placement, or one of them
         swaps placements with small subgroups.

@@ -63,7 +63,7 @@ class UpdateOrders:
         return UpdateOrder(host=compact(self.best(arrived)))
 
     def best(self, arrived: dict[int, float]) -> list[int]:
-        """Return the order of CPU updates for which the next forward is estimated to end earliest.
+        """Return the order of CPU updates with the earliest estimated end of the next forward.
 
         The estimate uses the times of updates and copies.
 
