@@ -77,8 +77,8 @@ def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
 def measured(model: str, steps: int, writers: tuple[str, ...]) -> list[dict[str, Any]]:
     """Measure each checkpoint writer in training of one model. Return a list with a row per writer.
 
-    A row has the throughput (bytes per second that training waits), and the slowdown of training with a
-    checkpoint after every step and after every tenth.
+    A row has the throughput, which is the bytes of a checkpoint divided by the seconds that training waits for it. A
+    row also has two slowdowns of training: with a checkpoint after every step, and with one after every tenth step.
     """
     workload = Workload(model, 32, steps)
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-checkpointing-"))

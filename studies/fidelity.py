@@ -110,15 +110,16 @@ def _summary(rows: list[dict[str, Any]], seed: int, plans: int, steps: int, *, s
 
 
 def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict[str, Any]:
-    """Execute plans with several layers per subgroup, and return their iteration times next to predicted
-    ones.
+    """Train under plans with several layers per subgroup on an emulated device. Return measured and predicted
+    iteration times.
 
-    Half of the plans accumulate gradients. All plans are executed in turn, in several rounds. Predictions
-    use the given rates of the emulated device, and forward and backward times that each round measures
-    without updates.
+    Half of the plans accumulate gradients over several micro-batches. All plans run one after the other, in several
+    rounds. The predictions use the given rates of the emulated device. They also use the times of forward and backward
+    that each round measures without updates.
 
     Args:
-        scale: Factor on the time of an iteration.
+        scale: Factor by which all durations of the emulated training are multiplied. A small factor shortens the
+            study.
     """
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
@@ -142,10 +143,10 @@ def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict
 
 
 def _rounds(bench: Bench, plans: int, steps: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Execute several plans in turn, in several rounds, and return a list with a row of times per plan.
+    """Train under several plans one after the other, in several rounds. Return a list with a row of times per plan.
 
-    A row has the predicted and the executed iteration time. The first plan keeps all optimizer state in
-    host memory. The other plans are random.
+    A row has the predicted and the measured iteration time. The first plan keeps all optimizer state in host memory.
+    The other plans are random.
     """
     works: list[Workload] = []
     drawn: list[Plan] = []
@@ -195,10 +196,10 @@ def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[f
 
 
 def _joined(work: Workload) -> Workload:
-    """Return the workload with the layers of each subgroup joined into one, for a second prediction to
-    compare with.
+    """Return the workload with the layers of each subgroup joined into one layer.
 
-    In the joined workload, a subgroup's gradient is copied to the host in one piece.
+    In the joined workload, a subgroup's gradient is copied to the host in one piece. The study also predicts iteration
+    times for this workload, to compare them with the predictions for separate layers.
     """
     of = len(work.layers) // len(work.subgroups)
     layer = work.layers[0]

@@ -33,11 +33,11 @@ FIGURES = ("forward_s", "backward_s", "step_s", "iteration_s", "stall_s", "itera
 
 
 def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[str], answers: TextIO) -> None:
-    """Train in one of the study's two processes: one started by `tune run`, or one that calls ebbtide's
-    library.
+    """Train in one of the study's two processes, as the orders of the parent process say.
 
-    Each line of ``orders`` asks for one thing: ``step``, ``save`` (followed by a step) or ``state`` (a hash
-    of the training state). The answers are written to ``answers``.
+    One process was started by `tune run`, and the other one calls ebbtide's library. Each line of ``orders`` is one
+    order. ``step`` trains one step. ``save`` saves a checkpoint and then trains one step. ``state`` asks for a hash of
+    the training state. The answers are written to ``answers``.
     """
     from studies.bench.bits import digest, state_of
     from studies.bench.byte_gpt import Batches
@@ -182,14 +182,16 @@ def both(size: str, overlap: bool, order: Sequence[str]) -> Iterator[dict[str, D
 
 
 def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """Measure training steps and checkpoints under `tune run` and with library calls. Return the median
-    times as a dict.
-
-    The dict also has the ratios of the times, and whether both processes end with the same bits.
+    """Measure training steps and checkpoints in two processes: one started by `tune run`, and one that calls ebbtide's
+    library.
 
     Args:
         doors: The two running processes by name, see `DOORS`.
         rounds: Timed steps and checkpoints of each process.
+
+    Returns:
+        A dict with the median times of each process, the ratios of the times, and whether parameters and optimizer
+        state of both processes are bit-identical at the end.
     """
     rows: dict[str, list[dict[str, float]]] = {door: [] for door in doors}
     for number in range(WARMUP + rounds):

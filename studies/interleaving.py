@@ -119,13 +119,13 @@ def measure(models: list[int]) -> dict[str, Any]:
 
 
 def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = None) -> float:
-    """Return the speed-up of one way to run the optimizer step over another on a testbed: the median over
-    all models.
+    """Return the speed-up of one way to run the optimizer step over another on a testbed: the median over all models.
 
     Args:
         bed: Simulated seconds of an iteration on the testbed, by model and way.
         slower, faster: Names of the two ways.
-        binding: Index in `BINDINGS` of how ranks are bound to cores. None for the middle of the bindings.
+        binding: Index in `BINDINGS`, the slowest and the fastest published binding of ranks to cores. None: the
+            binding that the testbed's preset assumes, which lies between them.
     """
 
     def seconds(row: dict[str, Any], name: str) -> float:

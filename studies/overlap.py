@@ -2,19 +2,19 @@
 
     python -m studies.overlap --json overlap.json
 
-The lower bound is a time that no plan can beat: ``backward + max(forward, U*)``, where ``U*`` is the
-lower bound of the updates (`ebbtide.simulator.analysis.bound`). DeepSpeed, copies and arithmetic are
-real. The duration of each layer, copy and update is given (`studies.trials.emulated_training`). The
-durations are chosen so that neither the host nor the device could update all state in time.
+The lower bound is a time that no plan can beat: ``backward + max(forward, U*)``, where ``U*`` is the lower bound of
+the updates (`ebbtide.simulator.analysis.bound`). DeepSpeed, copies and arithmetic are real. The duration of each
+layer, copy and update is given (`studies.trials.emulated_training`). The durations are chosen so that neither the CPU
+alone nor the device alone could update all state within one forward.
 
-The time of DeepSpeed's own code counts as time of the plan, unless a GPU would have run a kernel
-meanwhile. Stride k and Twin-Flow, two published placements, run on the same device with ebbtide's
-kernels and gradient copies. So only placement and timing are compared.
+The time of DeepSpeed's Python code is a part of a plan's iteration time, except where a GPU would run a kernel at the
+same time. Stride k and Twin-Flow, two published placements, run on the same device with ebbtide's kernels and gradient
+copies. So only placement and timing are compared.
 
-The second part measures early updates (before the gradient norm is known). All updates together
-take 0.5, 1 and 2 times the time of forward and backward. Early updates are compared with the lower
-bound of plans that have them, and with the best plan that waits for the norm. In further runs, 5, 50 and
-100% of the steps clip. No number of this study is a GPU measurement.
+The second part measures early updates (before the gradient norm is known). All updates together take 0.5, 1 and 2
+times the time of forward and backward. Early updates are compared with the lower bound of plans that have them, and
+with the best plan that waits for the norm. In further runs, 5, 50 and 100% of the steps clip. No number of this study
+is a GPU measurement.
 """
 
 import logging
@@ -71,7 +71,7 @@ def main() -> None:
 def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
     """Execute several plans in turn on one engine, and compare their iteration times with the lower bound.
 
-    The final bits are compared with those of stock DeepSpeed.
+    The parameters and optimizer state at the end are compared with those of stock DeepSpeed, bit by bit.
     """
     bench = Bench(setting)
     work, machine = bench.workload(steps), setting.machine()

@@ -46,16 +46,17 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int) -> dict[str, Any]:
-    """Measure training with 16-bit parameters in host memory: stock DeepSpeed, then each of ebbtide's
-    plans.
+    """Measure training with 16-bit parameters in host memory: stock DeepSpeed, then each of ebbtide's plans.
 
     Times are medians over ``steps`` iterations. Plans run in turn on one engine.
 
     Returns:
-        ``speedup_over_stock``: with all parameters on the host. ``speedup_of_share``: gain from keeping
-        some parameters on the device. ``predicted_over_measured``: with all parameters on the host.
-        ``bit_identical``: True if stock DeepSpeed and ebbtide have the same state after the same number
-        of steps.
+        A dict. ``speedup_over_stock``: iteration time of stock DeepSpeed divided by that of ebbtide, with all
+        parameters in host memory. ``speedup_of_share``: ebbtide's iteration time with all parameters in host memory,
+        divided by its iteration time with some parameters on the device. ``predicted_over_measured``: ebbtide's
+        predicted iteration time divided by the measured one, with all parameters in host memory. ``bit_identical``:
+        True if stock DeepSpeed and ebbtide have the same parameters and optimizer state after the same number of
+        steps.
     """
     zero = config(setting)
     bench = Bench(setting, **zero)

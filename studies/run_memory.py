@@ -2,14 +2,14 @@
 
     python -m studies.run_memory --json run_memory.json
 
-A plan that uses page-locked memory cannot keep a buffer of DeepSpeed. The buffer is copied to new memory,
-and both exist for a while. Without a GPU, an emulated device copies in the same way. It has its own memory,
-as a GPU has, all of which is in the resident set before anything is measured.
+A plan that uses page-locked memory cannot use DeepSpeed's buffers, because in this study they are not page-locked. So
+each buffer is copied to new memory, and both exist for a while. Without a GPU, an emulated device copies in the same
+way. It has its own memory, as a GPU has, all of which is in the resident set before anything is measured.
 
-A peak is the sum of two numbers: the host memory that ebbtide holds for the plan at the end, and the
-temporary increase of the process's resident set. `*_device_bytes_per_param` is the device memory that
-ebbtide holds at that moment. With ZeRO-1 and 2, DeepSpeed's flat buffers stay in host memory. So state that
-a plan keeps on the device takes memory on both sides.
+A peak is the sum of two numbers: the host memory that ebbtide holds for the plan after the measured action, and the
+memory that the process's resident set had in use only during the action. `*_device_bytes_per_param` is the device
+memory that ebbtide holds after the action. With ZeRO-1 and 2, DeepSpeed's flat buffers stay in host memory. So state
+that a plan keeps on the device takes memory on both sides.
 """
 
 import argparse
@@ -110,11 +110,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, subgroup: int) -> dict[str, Any]:
-    """Measure peaks of host memory with ZeRO-3 and ZeRO-2, and return them in bytes per parameter of the
-    model.
+    """Measure peaks of host memory with ZeRO-3 and ZeRO-2, and return them in bytes per parameter of the model.
 
-    They are measured while a plan is attached, changed and resumed and, with ZeRO-3, with the plan
-    ``auto``.
+    Memory is measured in three actions: a plan is attached, the plan is changed, and training resumes from a
+    checkpoint. With ZeRO-3, memory is also measured with the plan ``auto``.
     """
     params, peaks = _by_hand(size, subgroup, 3)
     peaks["auto"] = _automatic(size, subgroup)
@@ -219,7 +218,8 @@ def _machine() -> Machine:
 def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
     """Record the peak of host memory while the ``with`` block runs, as ``peaks[name]``.
 
-    The peak is the memory that ebbtide holds for the plan at the end, plus the temporary increase.
+    The peak is the memory that ebbtide holds for the plan when the block ends, plus the memory that the process used
+    only within the block.
     """
     gc.collect()
     reset_host_peak()

@@ -203,7 +203,7 @@ def in_process(rng: random.Random) -> dict[str, float]:
 
 
 def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
-    """Submit jobs to ebbtide's HTTP service, kill the server several times while some run, and count lost
+    """Submit jobs to ebbtide's HTTP service, kill the server several times while jobs are running, and count the lost
     jobs.
     """
     acknowledged, kills = [], 0

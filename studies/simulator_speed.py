@@ -87,8 +87,9 @@ def varied_plans(subgroups: int, rng: np.random.Generator) -> list[tuple[PlanSwe
 
 
 def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> Plan:
-    """Return a random plan with all features varied on which the time of the plan's simulation may
-    depend.
+    """Return a random plan, to measure how long the simulation of a plan takes.
+
+    All features of the plan that may affect the duration of the simulation are random.
     """
     shares = rng.dirichlet((4, 3, 1))  # of host, device and resident
     slots = int(rng.integers(1, 6))

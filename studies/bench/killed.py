@@ -87,8 +87,9 @@ OneTrial = TypeVar("OneTrial", bound=Trial)
 def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Path) -> OneTrial:
     """Repeat an attempt to kill training, each time at an earlier moment, until the kill takes effect.
 
-    Repetition is needed because a random moment may come after the end of the run, and a named point
-    may be reached too few times. If the last attempt was successful, ``folder`` is removed.
+    An attempt can fail to kill for two reasons. A random moment may come after the end of the run. A kill may be due
+    when a point in the code is reached for the n-th time, but the run may reach it fewer times. If the last attempt
+    was successful, ``folder`` is removed.
 
     Returns:
         The outcome of the last attempt.

@@ -20,8 +20,8 @@ def answer_once() -> None:
 def remember_processor() -> None:
     """Make DeepSpeed read the name of the CPU model only once per process.
 
-    Otherwise every CPU optimizer and every op starts a separate process to read the name, which takes over
-    a second.
+    Otherwise every CPU optimizer and every op builder of DeepSpeed starts a separate process to read the name, which
+    takes over a second.
     """
     import cpuinfo
 
@@ -43,9 +43,10 @@ def freeze_heap() -> None:
 
 @functools.cache
 def _unfreeze_at_exit() -> None:
-    """Return the objects that `freeze_heap` froze to the garbage collector when the process exits.
+    """Make the process call `gc.unfreeze` when it exits, so that the objects frozen by `freeze_heap` are collected
+    again.
 
-    Otherwise Triton would report its own types as leaked. The call is cached, because asking gc for the
-    number of frozen objects takes 0.1 s.
+    Without this call, Triton would report its own types as leaked. The function is cached so that further calls do
+    nothing. (To ask gc for the number of frozen objects instead would take 0.1 s.)
     """
     atexit.register(gc.unfreeze)

@@ -116,8 +116,8 @@ class Run:
         """Return the largest usual hidden size with which the published run's model has no more parameters than its
         label says.
 
-        The label is the published model size, such as 13B. The number of layers is that of the run's row. A usual
-        hidden size is a multiple of 512.
+        The label is the model size that the run's source gives, such as 13B. The number of layers is also the one that
+        the source gives. A usual hidden size is a multiple of 512.
         """
         largest = math.sqrt(self.params_b * 1e9 / (12 * self.layers))
         return int(largest) // _HIDDEN_STEP * _HIDDEN_STEP

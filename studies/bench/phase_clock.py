@@ -71,7 +71,11 @@ def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
 
 
 def medians(rows: Sequence[dict[str, float]], warmup: int = 0) -> dict[str, float]:
-    """Return the median seconds by training phase over a clock's rows, without the first ``warmup`` steps.
+    """Return the median seconds of each training phase over several steps, as a dict by phase.
+
+    Args:
+        rows: Seconds by phase, one dict per step (see `PhaseClock.iterations`).
+        warmup: Number of first steps that are left out.
 
     Raises:
         ValueError: If no step is left.

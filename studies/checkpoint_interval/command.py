@@ -64,8 +64,9 @@ class Measured:
 
 
 def measure(training: Training, plan: Plan, folder: Path, cycles: int) -> Measured:
-    """Measure training under a plan that saves a checkpoint every `CYCLE` steps, and one resume of this
-    training.
+    """Measure training that saves a checkpoint every `CYCLE` steps, and one resume from such a checkpoint.
+
+    The training runs under ``plan``.
     """
     saving = under(plan, CYCLE, folder / "ck")
     for run, last in enumerate((CYCLE * (cycles + 2) - 1, CYCLE * (cycles + 2) + 1)):
@@ -152,11 +153,11 @@ def predict(simulation: CheckpointSimulation, choice: Choice, failures: Failures
 
 
 def against_stall_study(simulation: CheckpointSimulation, training: Training) -> dict[str, Any]:
-    """Return predicted stalls and slowdowns by checkpoints, next to those that `studies.checkpoint_stall`
-    measured.
+    """Return the stalls and slowdowns that checkpoints cause: predicted here, and measured by
+    `studies.checkpoint_stall`.
 
-    The measurements come from that study's result file. If the file has none for this model and sequence
-    length, the dict is empty.
+    The measurements come from that study's result file. If the file has none for this model and sequence length, the
+    dict is empty.
     """
     if not RECORDED_STALL.exists():
         return {}
@@ -222,12 +223,15 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def distance(
     rows: list[dict[str, Any]], iteration_s: float, cost: CheckpointCost, failures: Failures
 ) -> dict[str, Any]:
-    """Return how far predicted goodput is from measured goodput over the checkpoint intervals, in
-    percentage points.
+    """Return how far predicted goodput (useful training per time) is from measured goodput, in percentage points.
 
-    The dict has the median and the largest absolute difference for the same failures, the median for the
-    long-run prediction, and the interval with the best measured goodput. ``predicted_goodput`` is added to
-    each row.
+    Each measured goodput is compared with two predictions: for failures at the same times as in the measurement, and
+    for the long run with failures at a constant rate. The dict has the median and the largest absolute difference of
+    the first prediction, and the median of the second. It also has the checkpoint interval with the best measured
+    goodput. The second prediction is added to each row as ``predicted_goodput``.
+
+    Args:
+        rows: Measured results, one row for each checkpoint interval.
     """
     for row in rows:
         row["predicted_goodput"] = goodput_at(row["interval_steps"], iteration_s, cost, failures)

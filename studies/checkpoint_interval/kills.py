@@ -110,10 +110,16 @@ def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
 
 
 def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
-    """Add to the results of each failure the time of an iteration in the training that the failure ended.
+    """Add to the results of each failure the time of an iteration before this failure, without a checkpoint in
+    progress.
 
-    Each failure is repeated in training with every checkpoint interval. The time is the median over the iterations of
-    all these runs in which no checkpoint was in progress. If there are too few, the time is ``usual_s``.
+    Training with each checkpoint interval was killed after the same times, so each failure exists once for each
+    interval. The iteration time of a failure is the median over all iterations without a checkpoint in progress, in
+    all training runs (one for each interval) that this failure ended. If fewer than `QUIET_STEPS` such iterations were
+    measured, the iteration time is ``usual_s``.
+
+    Args:
+        rows: Results, one row for each checkpoint interval.
     """
     for turn in zip(*(row["failures"] for row in rows), strict=True):
         quiet = [s for failure in turn for s in failure["quiet_s"]]
@@ -126,11 +132,14 @@ def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any
 def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
     """Return the goodput (useful training per time) with one checkpoint interval, measured and predicted.
 
-    The prediction is for the same failures. The machine's speed changes with other load. So the time
-    between two failures is divided by the duration of an iteration measured in that time.
+    The prediction is for failures at the same times as in the measurement. Goodput is the number of useful steps,
+    divided by the number of steps that training without failures and checkpoints would make in the same time. That
+    number of steps is computed for each time between two failures, with the iteration time that was measured in it,
+    because other load changes the machine's speed.
 
     Args:
-        row: Results with this interval: committed steps, and the time and speed before each failure.
+        row: Results with this interval: the useful steps, and for each failure the time and the iteration time before
+            it.
         restart_s: Seconds that a restart takes.
         cost: Cost of one checkpoint.
     """

@@ -43,12 +43,13 @@ WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
 
 @dataclass(frozen=True)
 class Kill(killed.Kill):
-    """The moment at which one rank of a training run is killed with SIGKILL.
+    """A SIGKILL of one rank of a training run: its moment, the rank, and how the run saves its checkpoints.
 
     Attributes:
-        rank: The killed rank.
-        one_tag: True to save every checkpoint under the same tag, so that it replaces the last one.
-        exchange: False to behave like a filesystem that cannot swap two names in one step.
+        rank: Rank that is killed.
+        one_tag: True if the run saves every checkpoint under the same tag, so that a checkpoint replaces the previous
+            one.
+        exchange: False if the run saves as on a filesystem that cannot swap two names in one step.
     """
 
     rank: int = 0

@@ -297,17 +297,17 @@ def _write_rate(session: _Session, folder: Path) -> float:
 
 
 def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dict[str, Any]:
-    """Measure in turn how fast ebbtide's checkpoint writer and plain O_DIRECT writes use a disk.
+    """Measure how fast ebbtide's checkpoint writer and plain O_DIRECT writes use a disk.
 
-    The time runs from the first block until the bytes are on the disk. A disk's speed changes, so
-    rates are compared within a turn, and the median over the turns is returned. Each writer comes
-    first in some turns, because a disk can be slower after one writer than after another.
+    The time runs from the first block until the bytes are on the disk. A disk's speed changes, so all writers run in
+    each of several rounds. Rates of the same round are compared, and the median over the rounds is returned. Each
+    writer comes first in some rounds, because a disk can be slower after one writer than after another.
 
     Returns:
-        ``checkpoint_rate``: ebbtide's rate over that of plain writes of as many bytes, read from as
-        many places in memory as a checkpoint. ``checkpoint_rate_over_cached``: ebbtide's rate over
-        that of plain writes of the same blocks again and again, which an emulated disk reads from the
-        processor's cache.
+        ``checkpoint_rate``: ebbtide's rate divided by the rate of plain writes of as many bytes, from a memory buffer
+        of a checkpoint's size. ``checkpoint_rate_over_cached``: ebbtide's rate divided by the rate of plain writes
+        that write the same few blocks of memory repeatedly. An emulated disk reads these blocks from the processor's
+        cache.
     """
     measured: dict[str, Callable[[], float]] = {
         "raw_bytes_per_s": lambda: raw_write_bytes_per_s(session.folder, workload),

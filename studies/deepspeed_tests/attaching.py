@@ -46,10 +46,14 @@ DEEPSPEED = deepspeed.initialize
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A running test of DeepSpeed's own test suite.
+    """A running test of DeepSpeed's own test suite, in one variant of the study.
 
-    A process that unpickles this object then builds its engines as the test's variant requires, such as
-    with a plan.
+    A test passes this object to its child processes. When a process unpickles the object, `deepspeed.initialize` is
+    replaced there. So the process builds its engines as the variant requires, such as with a plan.
+
+    Attributes:
+        arm: Name of the variant: key of `ARMS`.
+        notes: The study's notes file.
     """
 
     name: str
@@ -139,10 +143,12 @@ def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def offloaded(config: dict[str, Any], *, client: bool) -> dict[str, Any]:
-    """Return a DeepSpeed config changed so that it offloads the optimizer to the CPU.
+    """Return the DeepSpeed config of one of DeepSpeed's tests, changed so that it offloads the optimizer to the CPU.
 
-    An existing offload setting is kept. With ``client``, the test has passed its own optimizer, which
-    DeepSpeed must not replace.
+    An existing offload setting is kept.
+
+    Args:
+        client: True if the test passes its own optimizer to DeepSpeed, which DeepSpeed must not replace.
     """
     zero = config["zero_optimization"]
     asked = (zero.get("offload_optimizer") or {}).get("device")

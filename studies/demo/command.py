@@ -74,11 +74,13 @@ class Demo:
         self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
     def train(self) -> bool:
-        """Train with stock DeepSpeed and under two plans, in turns. Return True if all three runs have the
-        same bits.
+        """Train with stock DeepSpeed and under two plans, in turns.
 
-        The first plan is made from a profile of the first steps with stock DeepSpeed. The second one
-        differs only in its early updates (before the gradient norm is known).
+        The first plan is made from a profile of the first steps with stock DeepSpeed. The second one differs only in
+        its early updates (before the gradient norm is known).
+
+        Returns:
+            True if losses, parameters and optimizer state of all three runs are bit-identical.
         """
         model = self.model
         self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")
@@ -115,8 +117,10 @@ class Demo:
         self.console.print(demo_tables.plan(plan))
 
     def _same(self) -> bool:
-        """Print the phase times of training with stock DeepSpeed and under the plan. Return True if the
-        bits are equal.
+        """Print the phase times of training with stock DeepSpeed and under the plan.
+
+        Returns:
+            True if losses, parameters and optimizer state of both runs are bit-identical.
         """
         same = self._compare("stock", "plan")
         times = self._times()

@@ -130,8 +130,9 @@ def early_updates(plan: Plan, times: Mapping[str, float], without: Mapping[str, 
 
 
 def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, Mapping[str, float]]) -> str:
-    """Return one line on what the demo's predictions are based on, with the predictions made before the
-    runs.
+    """Return one line that says what the demo's predictions are based on.
+
+    The line also repeats the iteration times that were predicted before the runs.
     """
     shown = [
         f"{name.partition(',')[0]} {row['iteration'] * 1e3:.0f} ms" for name, row in before.items() if name in times

@@ -124,8 +124,9 @@ class Training:
         (folder / "runs" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     def clipped(self) -> int:
-        """Return the number of steps of this demo run that clipped or overflowed. 0 with stock
-        DeepSpeed.
+        """Return the number of steps of this demo run that clipped or overflowed.
+
+        Only ebbtide counts such steps, so the result is 0 for a run with stock DeepSpeed.
         """
         session = getattr(self.engine.optimizer, "_ebbtide", None)
         return session.pausing.clipped if session is not None else 0
@@ -136,12 +137,12 @@ class Training:
 
 
 def stock(folder: Path, model: DemoModel) -> None:
-    """Train with stock DeepSpeed for the demo, and pause before each turn and before writing the results.
+    """Train with stock DeepSpeed for the demo, in several turns of a few steps each.
 
-    Other processes train in the pauses. Each turn has one timed step and one profiled step.
-    ``workload.json`` is written before the first turn, because the plan is made from it. It is written
-    again after the last turn, from the profiled steps of all turns, and gives the plans' final
-    predictions.
+    The process pauses before each turn, and before it writes the results. Other processes train in the pauses. In each
+    turn, one step is timed and one is profiled. ``workload.json`` is written before the first turn, because the plan
+    is made from it. After the last turn it is written again, from the profiled steps of all turns, and gives the
+    plans' final predictions.
     """
     run = Training(model, None)
     run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS))

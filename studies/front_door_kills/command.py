@@ -55,7 +55,8 @@ class Trial:
     def lost(self) -> bool:
         """Return True if the killed training script lost its checkpoints.
 
-        It then fails after the kill, or starts from the beginning although stock DeepSpeed would resume.
+        The script that is started again then fails, or trains from the beginning although stock DeepSpeed would
+        resume.
         """
         return self.fired and (self.resumed_step < 0 or self.resumed_step == 0 < self.stock_step)
 
@@ -69,10 +70,10 @@ class Trial:
 
 
 def trials(number: int, seed: int, names: list[str]) -> list[Trial]:
-    """Return the list of kill trials to make, each with a training script and the number of checkpoints
-    that it keeps.
+    """Return the list of kill trials to make, each with a training script and the number of checkpoints that it keeps.
 
-    Scripts, numbers of checkpoints and kinds of kill take turns. The moments are random.
+    The trials alternate between the scripts, between the numbers of checkpoints, and between the kinds of kill. The
+    exact moment of each kill is random.
     """
     rng, made = random.Random(seed), []
     kinds = ("on_save", "rotation", "random")

@@ -42,7 +42,8 @@ class Script:
     def saved(self, folder: Path) -> list[int]:
         """Return the steps at which the script has saved a complete checkpoint to its folder.
 
-        A save counts if the script has written its last file, as it would with stock DeepSpeed.
+        A checkpoint counts as complete if it has the file that the script writes last. The same file marks a complete
+        checkpoint if stock DeepSpeed runs the script.
         """
         pattern, last = FOLDER[self.name], LAST_FILE[self.name]
         steps = (step for step in range(1, STEPS + 1))

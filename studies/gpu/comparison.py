@@ -1,4 +1,4 @@
-"""A comparison of ebbtide with other offloading systems on a GPU: the speed and the bits of their training."""
+"""A comparison of ebbtide with other offloading systems on a GPU: training speed, and bit-identity of results."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,17 +23,18 @@ EXACT = ("stock", "superoffload", "twin_flow")
 def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
     """Train with each offloading system of the comparison and with ebbtide, within the same memory limit.
 
-    ebbtide trains under the tuner's plan.
+    ebbtide trains under the tuner's plan. Stock DeepSpeed trains twice: the second run is a control.
 
     Args:
         only: The systems of `PEERS` to run. Stock DeepSpeed and ebbtide always run.
 
     Returns:
-        ``rows``: Results of each system. ``speedup``: ebbtide over stock DeepSpeed.
-        ``speedup_over_best_exact_peer``: ebbtide over the fastest system with the same numerics.
-        ``control_identical`` and ``noise``: Bits and time of the second stock run over the first.
-        ``correct``: True if ebbtide's bits equal stock's. None if a run failed, or if the two stock
-        runs differ.
+        A dict. ``rows``: results of each system. ``speedup``: iteration time of stock DeepSpeed divided by that of
+        ebbtide. ``speedup_over_best_exact_peer``: iteration time of the fastest system with the numerics of stock
+        DeepSpeed, divided by that of ebbtide. ``control_identical``: True if the optimizer state of the two stock runs
+        is bit-identical. ``noise``: iteration time of the second stock run divided by that of the first. ``correct``:
+        True if the optimizer state of ebbtide and stock DeepSpeed is bit-identical. None if a run failed, or if the
+        two stock runs also differ.
     """
     suite.plan()
     features = _features(suite) if "features" in only else {}

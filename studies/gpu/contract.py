@@ -56,9 +56,10 @@ IN_REHEARSAL = ("clipping", "accumulation", "below ZeRO-3", "parameters in host 
 
 
 def contract(suite: Suite) -> Figures:
-    """Compare ebbtide's bits with stock DeepSpeed's in all configurations that the time limit allows.
+    """Compare the training results of ebbtide and stock DeepSpeed bit by bit, in all configurations that the time
+    allows.
 
-    ``correct`` in the returned dict is True if all compared bits are equal, and None if nothing was
+    ``correct`` in the returned dict is True if all compared results are bit-identical, and None if nothing was
     compared.
     """
     settle()

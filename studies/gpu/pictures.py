@@ -34,9 +34,10 @@ def draw_parts(folder: Path) -> list[Path]:
 
 
 def _rows(record: Figures) -> list[Figures]:
-    """Return the rows of one result of the GPU suite, without the rows of runs that failed.
+    """Return the rows in the result of one section of the GPU suite, without the rows of runs that failed.
 
-    The result of the section `efficiency` has only one row.
+    A section is a single check or measurement. The result of the section `efficiency` has only one row, which is
+    returned as a list too.
     """
     rows = record.get("rows") or [record.get("row") or {}]
     return [row for row in rows if row.get("iteration_s")]

@@ -14,7 +14,9 @@ from studies.gpu.suite import Figures, Suite
 
 
 def machine_profile(suite: Suite) -> Figures:
-    """Measure the rates of the machine that the GPU suite runs on, and save them as a machine profile."""
+    """Measure the rates of the machine that the GPU suite runs on, such as bandwidths, and save them as a machine
+    profile.
+    """
     machine = suite.measure_machine()
     machine.save(suite.out / "machine_profile.json")
     return {"measured": machine.model_dump(mode="json")}
@@ -23,9 +25,9 @@ def machine_profile(suite: Suite) -> Figures:
 def baseline(suite: Suite) -> Figures:
     """Time two training runs of stock DeepSpeed, and one of ebbtide under the tuner's plan.
 
-    Stock DeepSpeed uses pinned memory and the cores near the GPU. Its second run is a control: if a bit
-    differs between its two runs, nothing can be concluded about ebbtide's bits. The difference of their
-    times shows the noise of the measurement.
+    Stock DeepSpeed uses pinned memory and the cores near the GPU. Its second run is a control. If the optimizer state
+    of the two stock runs differs, a difference between ebbtide and stock DeepSpeed proves nothing. The difference
+    between the iteration times of the stock runs shows the noise of the measurement.
     """
     suite.plan()
     stocks = {name: ["--variant", "stock"] for name in ("stock", "stock_again")}
@@ -75,9 +77,10 @@ def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
     """Compare a run of ebbtide with two runs of stock DeepSpeed. The second stock run is a control.
 
     Returns:
-        ``correct``: True if ebbtide's bits equal stock's, None if that cannot be judged.
-        ``control_identical``: True if the two stock runs have the same bits. ``noise``: time of the
-        second stock run over the first. ``speedup``: time of stock over ebbtide's.
+        ``correct``: True if the optimizer state of ebbtide and stock DeepSpeed is bit-identical, None if that cannot
+        be judged. ``control_identical``: True if the optimizer state of the two stock runs is bit-identical.
+        ``noise``: iteration time of the second stock run divided by that of the first. ``speedup``: iteration time of
+        stock DeepSpeed divided by that of ebbtide.
     """
     figures: Figures = {"correct": None, "control_identical": None, "speedup": None}
     if "failed" in stock:

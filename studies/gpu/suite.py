@@ -205,7 +205,10 @@ class Suite:
         return Machine.load(path)
 
     def measure_machine(self) -> Machine:
-        """Measure the rates of the machine that the GPU suite runs on. With a GPU this takes a minute."""
+        """Measure the rates of the machine that the GPU suite runs on, such as bandwidths and the speed of updates.
+
+        With a GPU this takes a minute.
+        """
         from ebbtide.profiler import measure_machine
 
         small: Figures = {"seconds": 1.0, "elements": 100_000} if self.emulated else {"seconds": 45.0}

@@ -2,17 +2,17 @@
 
     python -m studies.guessed_overlap --json guessed.json
 
-An early update assumes that the step neither clips nor overflows. If the assumption fails, the
-update is redone.
+An early update assumes that the step neither clips nor overflows. If the assumption fails, the update is redone.
 
-The study trains on an emulated device with real copies, updates and bits. It trains sequences of
-steps that clip at a given rate, in bursts, or more and more often. Subgroups are updated whole, or
-cut into parts. One engine runs all sequences, under one plan with and without early updates in
-turn: there are some steps without early updates before and after each part of a sequence.
+The study trains on an emulated device: durations are emulated, but copies, updates and trained values are real. It
+trains sequences of steps. The steps of a sequence clip at a given rate, in bursts, or more and more often. The study
+runs twice: with DeepSpeed's subgroups, and with subgroups that are split into smaller ones. Each time, one engine
+trains all sequences. A sequence is trained in sections with early updates. Before and after each section, the engine
+trains some steps without early updates, for comparison.
 
-A step's early updates are kept, redone or absent. The reported iteration time takes the median of
-each of these kinds, weighted by how often the kind occurs. So a short disturbance of the machine
-hardly counts. No number of this study is a GPU measurement.
+A step's early updates are kept, redone or absent. The reported iteration time is a mean of the median times of these
+three kinds of steps, weighted by how often each kind occurs. So a short disturbance of the machine hardly counts. No
+number of this study is a GPU measurement.
 """
 
 import logging
@@ -48,16 +48,17 @@ Outcomes = list[bool | None]  # by step: whether early updates were right; None:
 class Row:
     """The results of one sequence of training steps with early updates. Times are in seconds of an iteration.
 
-    An early update starts before the gradient norm is known. `PauseRule` decides for each step whether
-    early updates pause. The sequence is trained in parts, with steps without early updates in between.
+    An early update starts before the gradient norm is known. `PauseRule` decides for each step whether early updates
+    pause. The sequence is trained in sections, with steps without early updates in between.
 
     Attributes:
-        subgroups: ``whole``, or ``pieces`` if subgroups are cut into parts.
+        subgroups: ``whole`` for DeepSpeed's subgroups, ``pieces`` if they are split into smaller ones.
         sequence: Name of the sequence, such as the fraction of its steps that clip.
-        plain_s: Time without early updates, measured in the steps between the parts.
-        rule_s: Time with early updates and pauses: the mean of the medians of steps whose early updates are kept
-            or redone, and of steps without early updates.
-        rule_mean_s: Mean time of all steps from which ``rule_s`` is computed.
+        plain_s: Time without early updates, measured in the steps between the sections.
+        rule_s: Time with early updates that may pause. It is the mean of the median times of three kinds of steps,
+            weighted by the number of steps of each kind: steps with early updates that are kept, steps with early
+            updates that are redone, and steps without early updates.
+        rule_mean_s: Plain mean time of the same steps.
         always_s: Time with early updates in every step. 0 if not measured.
         over_plain: ``rule_s`` divided by ``plain_s``.
         early: Fraction of the steps that had early updates.
@@ -111,15 +112,16 @@ def main() -> None:
 
 
 def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[str, Any]:
-    """Measure training with early updates (before the gradient norm is known), and return all results as a
-    dict.
+    """Measure training with early updates (before the gradient norm is known), and return all results as a dict.
 
-    DeepSpeed's subgroups are updated whole at first, and then cut into parts.
+    All sequences of steps are trained twice: with DeepSpeed's subgroups, and with subgroups that are split into
+    smaller ones.
 
     Args:
         setting: Emulated model and machine.
-        steps: Timed steps of each sequence.
-        asked: Sequences of steps, as functions that tell which steps clip.
+        steps: Number of timed steps of each sequence.
+        asked: For each sequence of steps, by name, a function that returns True if the step with the given number
+            clips.
     """
     rows, same, noise = list[Row](), True, dict[str, float]()
     for name, zero in (("whole", {}), ("pieces", {"sub_group_size": PIECES_OF * setting.subgroup})):
@@ -161,17 +163,23 @@ class Trial:
         self._blocks = list[float]()  # seconds of an iteration in each block without early updates
 
     def rows(self, asked: Mapping[str, Clips], steps: int) -> list[Row]:
-        """Train each sequence of steps with and without early updates, and return a list with a row of
-        times for each.
+        """Train several sequences of steps with and without early updates. Return a list with a row of times per
+        sequence.
+
+        The sequences differ in which of their steps clip.
+
+        Args:
+            asked: For each sequence, by name, a function that returns True if the step with the given number clips.
+            steps: Number of timed steps of each sequence.
         """
         return [self._row(sequence, clips, steps) for sequence, clips in asked.items()]
 
     def _row(self, sequence: str, clips: Clips, steps: int) -> Row:
-        """Train one sequence of steps with early updates, in parts, and return a row of the measured times.
+        """Train one sequence of steps with early updates, in sections, and return a row of the measured times.
 
-        Before and after each part, some steps without early updates are trained for comparison. For the
-        sequence in which 10% of the steps clip, each part is trained again with early updates that never
-        pause.
+        Before and after each section, some steps without early updates are trained for comparison. `PauseRule` pauses
+        early updates after they have cost too much time. For the sequence with 10% of clipping steps, each section is
+        trained a second time without such pauses.
         """
         every = sequence == f"{COMPARED:.0%}"
         rule, always = _Steps(self._account()), _Steps(self._account())
@@ -289,14 +297,15 @@ class _Watched:
 
 
 class _Steps:
-    """The measured steps of one training sequence in one mode (such as with early updates), in several
-    parts.
+    """The measured steps of one training sequence in one mode, such as with early updates.
+
+    A sequence is trained in several sections, because steps in other modes are trained in between.
 
     Attributes:
-        periods: For each part, seconds from the end of each backward to the end of the next one.
-        outcomes: For each part and each of its steps, True if the step's early updates were kept, False
-            if they
-            were redone, None if there were none. It has one step more than ``periods``.
+        periods: For each section, a list of the seconds from the end of each backward to the end of the next one.
+        outcomes: For each section, a list with one value for each step: True if the step's early updates were kept,
+            False if they were redone, None if there were none. This list has one value more than the list of periods,
+            because a period lies between two steps.
     """
 
     def __init__(self, account: PauseRule) -> None:
@@ -305,7 +314,7 @@ class _Steps:
 
     @property
     def mean_s(self) -> float:
-        """Return the mean time of an iteration over all measured steps of the sequence, in seconds."""
+        """Return the mean iteration time, in seconds, over all measured steps of a training sequence in one mode."""
         return statistics.fmean(period for part in self.periods for period in part)
 
     @property

@@ -217,9 +217,10 @@ def _memory(cuda: bool) -> Sample:
 def phase_row(
     phase: str, passages: Sequence[Passage], memory: Sequence[Sample], links: Sequence[LinkSample]
 ) -> dict[str, float | int | None]:
-    """Return a row with the memory, PCIe traffic and time of one training phase over all steps.
+    """Return a row with measurements of one training phase over all steps.
 
-    A value that could not be read is None.
+    The row has the phase's median time, the peaks of host and GPU memory, and the means of PCIe traffic and of GPU and
+    CPU use. A value that could not be read is None.
 
     Raises:
         ValueError: If no step has this phase.

@@ -57,16 +57,16 @@ FULL, QUICK = (
 class Asked:
     """The answers of ebbtide's entry points to one planning question, as predicted seconds of an iteration.
 
-    An entry point is a command, a Python function or an HTTP request. It gives a full answer, from a
-    complete search for a plan, or a quick one.
+    An entry point is a command, a Python function or an HTTP request. It gives a full answer, from a complete search
+    for a plan, or a quick one.
 
     Attributes:
         answers: Predicted seconds, by entry point.
-        possible_s: Predicted seconds of the best of two other full searches: with another seed, and with
-            all parameters on the GPU. The default search may use every option.
+        possible_s: Predicted seconds of the faster plan of two other full searches: one with another random seed, and
+            one that keeps all parameters on the GPU. The default search may choose such plans too, so a faster plan
+            shows what the default search missed.
         full_spread_pct: Difference between the slowest and the fastest full answer, in percent.
-        quick_spread_pct: Difference between the slowest quick answer and the fastest full one, in
-            percent.
+        quick_spread_pct: Difference between the slowest quick answer and the fastest full one, in percent.
         cpu_s: Processor seconds that ``tuner.plan`` took.
         auto_expected_s: Seconds of an iteration that ``"plan": "auto"`` expects of the plan that it makes.
         auto_truth_s: Seconds of that plan by a simulation that knows the whole workload.
@@ -167,9 +167,11 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
 
 
 def _possible_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None, effort: float | None) -> float:
-    """Return the seconds of the best of two other full searches: with another seed, and without moving parameters.
+    """Return the predicted seconds of an iteration under the faster plan of two full searches other than the default
+    one.
 
-    The default already uses every option, so that only another search can show what it misses.
+    One search has another random seed. The other search keeps all 16-bit parameters on the GPU. The default search may
+    choose such plans too, so a faster plan shows what the default search missed.
     """
     other = ebbtide.tuner.plan(work, machine, storage=storage, effort=effort, seed=1)
     fixed = ebbtide.tuner.plan(work, machine, storage=storage, effort=effort, offload_parameters=False)
@@ -210,8 +212,7 @@ def _quick_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None
 
 
 def _by_grid(asked: WhatIf) -> float:
-    """Return the predicted seconds of an iteration that ebbtide answers to a what-if request of the HTTP
-    service.
+    """Return the seconds of an iteration that ebbtide's HTTP service predicts in its answer to a what-if request.
 
     If the request asks for several points, the first one counts.
     """

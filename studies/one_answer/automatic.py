@@ -41,8 +41,8 @@ def automatic(
         location: Memory in which DeepSpeed's config keeps the 16-bit parameters.
 
     Returns:
-        The seconds that ebbtide's runtime expects from the steps that it watches, and the seconds that
-        a simulation predicts for the whole workload.
+        Two predictions of the same time, in seconds. The first one is the runtime's, which knows only what it can
+        observe in some training steps. The second one comes from a simulation of the full workload.
     """
     work = _cut(job, whole=stores)
     first = host_plan(work.subgroup_size or max(work.subgroups), len(work.subgroups), location)
@@ -119,7 +119,11 @@ def _storing(work: Workload, plan: Plan, room_bytes: int) -> Plan:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A parameter of a workload, as a range of this rank's elements, in a layer."""
+    """The part of a parameter that lies in one layer of a workload, as a range of this rank's elements.
+
+    Attributes:
+        begin, end: First element of the range, and the first element after it. Elements are counted over all layers.
+    """
 
     layer: int
     begin: int
@@ -185,9 +189,9 @@ def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[
 
 
 def _awaited(schedule: Schedule, op: int) -> list[int]:
-    """Return the numbers of the copies that a simulated op of forward or backward waits for.
+    """Return the ids of the copies that a simulated op of forward or backward waits for.
 
-    The op waits for a copy directly, or before the host launches the op.
+    Either the op itself waits for a copy, or the host waits for the copy before it launches the op.
     """
     found = []
     for before in schedule.ops[op].after:
@@ -200,8 +204,9 @@ def _awaited(schedule: Schedule, op: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Gathers:
-    """The all-gathers of parameters that a workload's layers describe, in the form that `Gathered` gives
-    for an engine.
+    """The all-gathers of parameters that follow from the layers of a simulated workload.
+
+    The class has the interface of `Gathered`, which describes the all-gathers of a real engine.
     """
 
     work: Workload
@@ -225,9 +230,9 @@ class _Gathers:
 
 
 def _keys(work: Workload) -> list[tuple[_Parameter, Place]]:
-    """Return a list of each parameter's parts in subgroups of optimizer state.
+    """Return a list of the parts into which the borders of subgroups and layers divide the parameters of a workload.
 
-    The position of a part in the list is its key in the stand-in of an engine.
+    The position of a part in the list is its key in `_Engine`, the study's stand-in for a training engine.
     """
     return [(parameter, place) for parameter in _parameters(work) for place in _places(work, parameter)]
 
@@ -239,8 +244,8 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Engine:
-    """A stand-in of `TrainingEngine` for a simulated workload, with the parts that `observed_workload`
-    asks.
+    """A stand-in of `TrainingEngine` for a simulated workload, with only those attributes and methods that
+    `observed_workload` uses.
     """
 
     work: Workload

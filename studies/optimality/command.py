@@ -3,12 +3,12 @@
     python -m studies.optimality --json optimality.json
     python -m studies.optimality --json optimality.json --real-models   # and models people train
 
-A plan's gap is the distance of its iteration time to a lower bound (`ebbtide.simulator.analysis.bound`),
-which no plan can beat. Even the best plan may be slower than the bound. So the plan is at most this gap
-away from the best plan. For workloads with few subgroups, an exhaustive search finds the best plan
-(`studies.optimality.optimum`), so that the distance to it is known. The bound holds for all subgroup sizes,
-so the plans may have any size, parameters in host memory and early updates. The few subgroups of the
-exhaustive search are given.
+A plan's gap is the distance of its iteration time to a lower bound (`ebbtide.simulator.analysis.bound`), which no plan
+can beat. Even the best plan may be slower than the bound. So the plan is at most this gap away from the best plan. For
+workloads with few subgroups, an exhaustive search finds the best plan (`studies.optimality.optimum`), so that the
+distance to it is known. The bound holds for subgroups of any size. So the plans that are compared with it may choose
+the size of their subgroups, and may use parameters in host memory and early updates. In the exhaustive search, the
+sizes of the subgroups are fixed.
 """
 
 import statistics
@@ -92,12 +92,12 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
 
 
 def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machine: str) -> dict[str, Any]:
-    """Return how far the tuner's plans for real models are from the lower bound of an iteration, which no
-    plan can beat.
+    """Return how far the tuner's plans for real models are from the lower bound of an iteration, which no plan can
+    beat.
 
     Args:
-        some: Description, workload and machine of each case.
-        machine: Name of the machine, for the results.
+        some: For each case, a description, the workload and the `Machine`.
+        machine: Name of the machine or machines in the results.
     """
     pairs = list(some)
     rows = [

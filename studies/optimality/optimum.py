@@ -40,11 +40,12 @@ class Optimum:
 def optimum(search: Search) -> Optimum:
     """Return the fastest plan for few subgroups of optimizer state by branch and bound.
 
-    A combination gives the number of subgroups for each placement. Combinations with a lower bound above the
-    best time are skipped. For the others, every assignment to the subgroups is tried. The result is exact over
-    placements, staging buffers, prefetch, on-device gradient accumulation and the measured numbers of threads.
-    It assumes that updates overlap the next forward, and the update orders of
-    `ebbtide.tuner.placements.update_orders`. More combinations are skipped if the search has already run.
+    A combination gives the number of subgroups for each placement. Combinations with a lower bound above the best time
+    so far are skipped. For the others, every assignment to the subgroups is tried. The result is exact over
+    placements, staging buffers, prefetch, on-device gradient accumulation and the measured numbers of threads. It
+    assumes that updates overlap the next forward, and the update orders of `ebbtide.tuner.placements.update_orders`.
+    More combinations are skipped if the tuner's search ``search`` has already run, because its best time is the first
+    limit.
 
     Raises:
         ValueError: There are more than MOST_SUBGROUPS subgroups, or no plan fits into memory.

@@ -22,12 +22,11 @@ SIDES: dict[str, Callable[[TrainingRun], bool]] = {
 
 
 def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return the prediction errors of each family of training runs, separately for fitted and held-out
-    rows.
+    """Return the prediction errors of each family of training runs, separately for fitted and held-out runs.
 
-    A constant of a preset was fitted on a fitted row. A second set of errors comes from a simpler
-    prediction, in which every GPU reaches the same fraction of its data sheet's FLOP/s. The dict also has
-    the percentage of rows whose measured time lies inside the predicted interval.
+    A run is fitted if a constant of a machine preset was fitted to it, and held out otherwise. The dict has a second
+    set of errors. They come from a simpler prediction, in which every GPU reaches the same fraction of its data
+    sheet's FLOP/s. The dict also has the percentage of runs with a measured time inside the predicted interval.
     """
     return {
         family: {
@@ -55,14 +54,18 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
-    """Return how far the predicted times of a family of training runs are off, and how wide an interval
-    must be.
+    """Return how far the predicted times of a family of training runs are off, and how wide an interval must be.
 
-    Only rows on which a constant of a preset was fitted are used. All results but the number of sources are
-    spreads of the logarithm of the time. The interval is meant to hold nine in ten further sources, whose
-    rows share a machine and its software. Of fewer than ten sources it may miss none, so the largest error
-    of any row decides. Of ten or more, Student's t replaces the quantile of the normal distribution, and
-    the spread of one further source is added.
+    Only fitted runs are used, which are those that a constant of a machine preset was fitted to. A source is a set of
+    runs with the same machine and software. An error is the logarithm of the predicted time divided by the measured
+    time.
+
+    Returns:
+        A dict. ``sources``: number of sources. ``root_mean_square`` and ``largest``: root mean square and largest
+        absolute value of the errors. ``needed``: standard deviation for an interval around predictions that is meant
+        to hold nine in ten further sources. With fewer than ten sources, the interval must hold every run, so
+        ``needed`` follows from the largest error. With ten or more sources, ``needed`` follows from the root mean
+        square error and Student's t distribution, and allows for the spread of one further source.
     """
     from scipy.stats import t
 

@@ -184,13 +184,14 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
 
 
 def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return, for each testbed (machine), how often measured times lie in intervals fitted to other
-    campaigns.
+    """Return how often measured times lie in intervals that were fitted to the runs of other campaigns, for each
+    testbed.
 
-    The published runs of one campaign (series of runs by one source) are judged at a time. The interval
-    around a prediction is as wide as it must be to contain nine in ten runs of the other campaigns.
-    ``scale`` is the factor by which the width of ebbtide's interval, as a logarithm, would have to change
-    to contain nine runs in ten. 1 means no change.
+    A testbed is a machine, and a campaign is a series of published runs by one source. For one campaign at a time,
+    ebbtide's prediction intervals are widened or narrowed until they contain nine in ten runs of the other campaigns.
+    ``held_pct`` is the percentage of runs with a measured time inside these intervals, each judged while its own
+    campaign is left out. ``scale`` is the factor by which the width of ebbtide's intervals, as a logarithm, would have
+    to change to contain nine in ten of all runs on the testbed. 1 means no change.
     """
     result = {}
     for name in testbeds(runs):

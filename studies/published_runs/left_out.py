@@ -23,8 +23,9 @@ RUNS = 3  # what a user has
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the prediction errors of published runs, after calibrations on three runs of other groups.
 
-    Each group of runs, such as those with one model size, is predicted by machines that are calibrated
-    without this group. Errors are given for each group, and for all groups of a kind together.
+    The runs are grouped in several ways, such as by model size or by number of ranks. The runs of a group are
+    predicted by machines that are calibrated on three runs outside the group. Errors are given for each group, and for
+    each way of grouping over all of its groups.
     """
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 

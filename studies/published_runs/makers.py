@@ -1,8 +1,8 @@
-"""The difference in speed between nodes with the same GPUs from several makers.
+"""The difference in speed between nodes that have the same GPUs but come from several makers.
 
-A preset does not tell such nodes apart. The difference is computed from other benchmarks than the
-runs on which ebbtide's intervals are judged
-(`ebbtide.tuner.calibrate.interval.CAMPAIGN_SPREAD`).
+A machine preset does not tell such nodes apart, so this difference widens the intervals around ebbtide's predictions
+(`ebbtide.tuner.calibrate.interval.CAMPAIGN_SPREAD`). The difference is computed from benchmarks that are not among the
+runs on which these intervals are tested.
 """
 
 import csv

@@ -1,4 +1,4 @@
-"""Pictures of predicted over measured values of published runs, with a panel for each quantity."""
+"""Scatter plots of predicted against measured values of published runs, with a panel for each quantity."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +14,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 
 
 def draw(pairs: Sequence[Pair], path: Path) -> None:
-    """Draw predicted over measured values of published runs, a panel per quantity, and save the picture to
-    ``path``.
+    """Draw scatter plots of predicted against measured values of published runs, and save the picture to ``path``.
+
+    The picture has a panel for each quantity, such as the time of an iteration.
     """
     with picture(path, 1, len(QUANTITIES), figsize=(17, 3.9)) as (figure, axes):
         for ax, quantity in zip(axes, QUANTITIES, strict=True):

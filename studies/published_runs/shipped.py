@@ -1,8 +1,7 @@
-"""Predictions of published runs by the way that users take: preset, config, strategy and simulator.
+"""Predictions of published runs with the functions that users of ebbtide call before they train.
 
-Nothing in this module is fitted. `predict` plans as a user does before training: from a preset machine,
-`workload_from_model`, `build_strategy`, and the simulator. The preset may be calibrated by `tune
-calibrate`.
+Nothing in this module is fitted. `predict` uses a preset machine, `workload_from_model`, `build_strategy`, and the
+simulator. The preset may be calibrated by `tune calibrate`.
 """
 
 import functools
@@ -91,9 +90,9 @@ def workload_of(run: Run, machine: Machine) -> Workload:
 def schedule_of(run: Run, machine: Machine) -> Schedule:
     """Return the ops of one iteration of a published run, in the form that the simulator takes.
 
-    If the run's log does not tell if gradients were copied asynchronously, its build of DeepSpeed is an
-    older one. Then the table `BUILDS` tells it for the run's campaign. A campaign that is not in the
-    table copies gradients with blocking copies, as in the data set's reference.
+    If the run's log does not tell whether gradients were copied asynchronously, the run used an older build of
+    DeepSpeed. Then the table `BUILDS` tells this for the run's campaign (series of runs by one source). For a campaign
+    that is not in the table, blocking copies of gradients are assumed.
     """
     names = LAYER_RATES if run.tp <= machine.gpus_per_node else (*LAYER_RATES, NETWORK)
     rates = (getattr(machine, name) for name in names)

@@ -52,7 +52,11 @@ class TrainingRun:
 
     @property
     def family(self) -> str:
-        """Return the family of the training run: its kind of hardware, or ``offloaded``."""
+        """Return the family of the training run.
+
+        The family is ``offloaded`` if the run offloads optimizer state or parameters. Otherwise it is the run's kind
+        of GPU: ``a100``, ``h100`` or ``consumer``.
+        """
         return self.fields["family"]
 
     @property
@@ -160,13 +164,12 @@ class Prediction:
 
     Attributes:
         seconds: Predicted seconds of an iteration.
-        low_s, high_s: Ends of the interval around ``seconds``.
-        one_share_s: Seconds by a simpler prediction, in which every GPU reaches the same fraction of
-            its data sheet's FLOP/s.
-        gib: Peak of GPU memory in GiB. It includes memory outside of PyTorch's allocator if the
-            published number does.
-        told_gib: Like ``gib``, but predicted from published cells alone, without inferred ones. None if
-            both are equal.
+        low_s, high_s: Ends of the interval that is expected to hold the iteration times of nine runs in ten.
+        one_share_s: Seconds by a simpler prediction, in which every GPU reaches the same fraction of its data sheet's
+            FLOP/s.
+        gib: Peak of GPU memory in GiB. It includes memory outside of PyTorch's allocator if the published number does.
+        told_gib: Like ``gib``, but predicted only from those settings that the run's source publishes, without
+            settings that were inferred. None if both are equal.
         bare_gib: Like ``told_gib``, but without `ALLOCATOR_SLACK`. None if both are equal.
     """
 

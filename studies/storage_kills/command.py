@@ -142,9 +142,10 @@ def opened(folder: Path, files: Files | None = None) -> ExtentStore:
 
 
 def train(folder: Path, files: Files, progress: Progress) -> None:
-    """Train to the last step, from the newest step with its optimizer state on the drives.
+    """Train to the last step, starting after the newest step with optimizer state on the drives.
 
-    Each step is committed while the next one runs.
+    If the drives hold no state, training starts with the first step. The state of each step is committed while the
+    next step runs.
     """
     store, rule = opened(folder, files), AdamRule()
     buffers = [tuple(page_aligned(elements) for _ in range(3)) for elements in ELEMENTS]
@@ -190,8 +191,11 @@ def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
 
 
 def inspect(trial: Trial, folder: Path, progress: Progress, expected: dict[int, list[str]]) -> None:
-    """Compare the state of every step on the drives with the run in memory, and note differences in
+    """Compare the optimizer state of every step on the drives with the expected state, and note differences in
     ``trial``.
+
+    Args:
+        expected: Hashes of the state of each subgroup, by step, from a run that keeps its state in memory.
     """
     store = opened(folder)
     try:

@@ -148,14 +148,14 @@ def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
 
 
 def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:
-    """Return the disk's rates, and how close training with all optimizer state on the disk comes to the
-    lower bound.
+    """Return the disk's rates, and how close training with all optimizer state on the disk comes to the lower bound.
 
-    The lower bound of a run comes from the rates that the disk had before and after this run. The median
-    over the runs is returned.
+    For updates and for iterations, the measured time of each run is divided by the run's lower bound. The lower bound
+    is computed from the rates that the disk had right before and after this run. The median of the quotients over all
+    runs is returned.
 
     Args:
-        beside: Rates of the disk around each run.
+        beside: Rates of the disk for each run, measured right before and after the run.
         ours: Measurements of ebbtide with all state on the disk.
         passes_s: Seconds of forward and backward.
     """
@@ -231,9 +231,10 @@ def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
 
 
 def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
-    """Return a lower bound in seconds of a step's time on the disk, if reads and writes run concurrently all the time.
+    """Return the least seconds in which a disk can do the reads and writes of one step.
 
-    A run cannot reach this bound if its writes end before its reads.
+    The disk reaches this lower bound only if reads and writes run concurrently all the time. A run with writes that
+    end before its reads cannot reach it.
 
     Args:
         moved: Bytes that a step writes. It reads as many.
@@ -255,7 +256,7 @@ def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return one row for several runs of the same variant, with the medians of their measurements.
 
     Raises:
-        RuntimeError: If two of the runs trained different bits.
+        RuntimeError: If the losses or the final optimizer state of two runs differ.
     """
     first = runs[0]
     for key in ("losses", "state"):
@@ -363,10 +364,9 @@ def _is_ours(name: str) -> bool:
 def _durable(
     engine: Any, name: str, size: str, steps: int, plain_s: float, folder: Path, plan: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Measure the cost of checkpoints, the bytes that a resume reads, and host memory, with optimizer state
-    on a disk.
+    """Measure the cost of checkpoints, the bytes that a resume reads, and host memory, with optimizer state on a disk.
 
-    `DURABLE` names the results.
+    The results are a dict with the keys in the constant `DURABLE`.
     """
     batches, numbers = Batches(1, SEQUENCE), itertools.count(WARMUP + steps)
     found: dict[str, Any] = {**durability.host_bytes(engine)}
@@ -391,10 +391,11 @@ def predict(
     spare_bytes: float,
     plan: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Simulate training iterations under two plans, each with several measurements of the disk's rates.
+    """Simulate training iterations under two plans, once for each measurement of the disk's rates.
 
-    The first plan has all optimizer state on the disk. The second is the given plan, or else the tuner's
-    plan for ``spare_bytes`` more host memory. Only stock DeepSpeed is trained, to profile the model.
+    The first plan has all optimizer state on the disk. The second plan is the argument ``plan``. If ``plan`` is None,
+    the second plan is the one that the tuner makes if it may use ``spare_bytes`` more host memory than the first plan.
+    Only stock DeepSpeed is trained, to profile the model.
     """
     del steps
     become_only_rank()
@@ -463,11 +464,11 @@ def _moved() -> dict[str, int]:
 
 
 def _of_updates(engine: Any) -> dict[str, float]:
-    """Return how long an engine reads, updates or writes optimizer state per training step, in seconds
-    (``update_s``).
+    """Return the seconds per training step that an engine spends on the update of stored optimizer state, as two
+    numbers.
 
-    Concurrent operations count once. Reads for the next step are included. ``updates_s`` is the time of the
-    updates alone.
+    ``update_s`` is the time in which the engine reads, updates or writes optimizer state. Concurrent operations count
+    once, and reads for the next step are included. ``updates_s`` is the time of the computation of updates alone.
     """
     from ebbtide.simulator import OpKind
 

@@ -16,12 +16,12 @@ def saved_each_step(
 ) -> dict[str, float]:
     """Measure how much a checkpoint after every step slows down training with optimizer state on a disk.
 
-    Training runs with checkpoints, without, and with checkpoints again. So a steady change of the disk's
-    speed affects both equally.
+    Training without checkpoints and training with checkpoints alternate: the caller has measured steps without them,
+    then come steps with, without, and with checkpoints. So a steady change of the disk's speed affects both equally.
 
     Args:
         train: Function that trains one step.
-        plain_s: Seconds of a step without a checkpoint, measured just before.
+        plain_s: Seconds of a step without a checkpoint, as the caller has measured them just before.
     """
     saved_s, report, extra_bytes = _saved_s(engine, train, steps, folder)
     begin = time.perf_counter()

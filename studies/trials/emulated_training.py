@@ -98,7 +98,7 @@ class Setting:
 
     @property
     def given_s(self) -> tuple[float, float]:
-        """Return the seconds of forward and of backward that were given for all layers and one
+        """Return the seconds of forward and of backward that this setting prescribes for all layers and one
         micro-batch.
         """
         return self.forward_s * self.layers, self.backward_s * self.layers
@@ -132,7 +132,7 @@ class Setting:
         )
 
     def rates(self) -> EmulatedRates:
-        """Return the rates of copies and updates in these settings, in the form that the emulated device
+        """Return the rates of copies and updates that this setting prescribes, in the form that the emulated device
         takes.
         """
         return EmulatedRates(
@@ -246,10 +246,11 @@ class Kernels:
         self._ended_s: float | None = None  # processor time of the training thread
 
     def synchronized(self) -> None:
-        """Record that the host has waited for the emulated device. It has then prepared no work for the
-        next kernel.
+        """Record that the host has waited for the emulated device, so that the host could not prepare the next kernel.
 
-        The next kernel therefore takes its whole duration.
+        The next kernel therefore takes its whole emulated duration. For all other kernels, the time in which the host
+        prepares the kernel is subtracted from its emulated duration, because a GPU would run the previous kernel in
+        that time.
         """
         self._ended_s = None
 
@@ -295,10 +296,10 @@ class ReducedBeside(GradientOps):
 
 @contextmanager
 def reduced_beside() -> Iterator[None]:
-    """Let all plans in the ``with`` block copy gradients while backward goes on (`ReducedBeside`).
+    """Let gradients be copied while backward goes on, under all plans in the ``with`` block (`ReducedBeside`).
 
-    So does a GPU with a reduction stream. By default, backward on the emulated device waits for each
-    gradient sum that is fetched from host memory.
+    A GPU with a stream for reductions copies in this way. By default, backward on the emulated device waits whenever
+    the sum of a gradient over earlier micro-batches is fetched from host memory.
     """
     import ebbtide.runtime.execution.executor as executor
 

@@ -63,8 +63,9 @@ class Guessed:
 def many_layers() -> Setting:
     """Return settings of emulated training with as many layers as a model of 8 B parameters has.
 
-    The layers are small, so that real arithmetic takes little of the given durations. The slowdown of
-    updates that write to other buffers is measured on this machine.
+    The layers are small, so that the real arithmetic takes only a small part of the emulated durations. An early
+    update writes its results to other buffers than it reads from. How much slower this is than an update in place is
+    measured on this machine.
     """
     layers = Setting(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
     apart = host_adam_out_of_place(ELEMENTS, os.cpu_count() or 1, BUDGET_S).median
@@ -94,12 +95,12 @@ def measure_early_updates(
 ) -> dict[str, Any]:
     """Measure what early updates (before the gradient norm is known) gain and cost on an emulated device.
 
-    Each ratio in ``ratios``, of the time of updates to that of forward and backward, gets an engine.
-
     Args:
         base: Setting of the emulated training.
-        steps: Number of timed steps of each plan, none of which clips.
-        clipped_steps: Number of timed steps with each fraction of steps that clip.
+        steps: Number of timed steps under each plan, if no step clips.
+        clipped_steps: Number of timed steps for each tested fraction of clipping steps.
+        ratios: Times of all updates, divided by the time of forward and backward. Each ratio is measured on an engine
+            of its own.
     """
     rows = [_measured(setting_of(base, ratio), ratio, steps, clipped_steps) for ratio in ratios]
     slowdowns = [pct for row in rows for pct in row.slowdown_pct.values()]

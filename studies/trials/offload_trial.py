@@ -99,9 +99,9 @@ def settle(args: argparse.Namespace) -> None:
 def same_sums(*, warn_only: bool = False) -> None:
     """Make torch use deterministic kernels in this process, and leave uninitialized memory unfilled.
 
-    With ``warn_only``, an op without a deterministic kernel gives a warning instead of an error. Then the
-    backward of fast attention still adds numbers in a varying order. This is for compared systems whose
-    bits are not compared.
+    With ``warn_only``, an op without a deterministic kernel gives a warning instead of an error. Then the backward of
+    fast attention still adds numbers in a varying order. This is for systems that are compared in speed, but not in
+    the exact values that they train.
     """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -84,8 +84,9 @@ class PhaseProcess:
         remove_shared_buffers(self._port)  # a killed child could not
 
     def progress(self) -> Iterator[Progress]:
-        """Yield the progress reports of a process that runs one phase (part) of a study, until the process ends or
-        waits for `go_on`.
+        """Yield the progress reports of a process that runs one phase (part) of a study.
+
+        The reports end when the process ends, or when it pauses until the parent process calls `go_on`.
         """
         while True:
             try:

@@ -64,4 +64,4 @@ class TorchaoEngine:
         self._inner.zero_grad()
 
     def destroy(self) -> None:
-        """Do nothing, because this engine holds nothing that must be released."""
+        """Do nothing. DeepSpeed's engines release resources here, but a torchao engine has none to release."""

@@ -64,10 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], right: list[dict[str, Any]]) -> int:
-    """Train one group of runs with and without defects, judge each by `tune verify`, and return the number
-    of judgements.
+    """Train one group of runs with and without defects, judge each by `tune verify`, and return the number of
+    judgements.
 
-    A judgement is added to ``cases`` if it is on a run with a defect, otherwise to ``right``.
+    Args:
+        stage: ZeRO stage of the group.
+        ranks: Number of ranks of the group.
+        rounds: Names of the groups of defects to train with (keys of `ROUNDS`).
+        cases: List to which the judgements of runs with a defect are appended.
+        right: List to which the judgements of runs without a defect are appended.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         expected = _launch(stage, ranks, Path(scratch), "--rounds", *rounds)
@@ -133,9 +138,10 @@ def summary(
 ) -> dict[str, Any]:
     """Return a summary of the test of `tune verify` as a dict.
 
-    ``seeded`` counts the judgements on runs with a defect, including versions of DeepSpeed known to be
-    wrong. ``found`` counts those that found the defect. ``named_rightly`` is the fraction that named the
-    right step, tensor and run.
+    A judgement is the result of one use of `tune verify`. ``seeded`` is the number of judgements of runs with a known
+    defect, including runs with versions of DeepSpeed known to be wrong. ``found`` is the number of these judgements
+    that report a defect. ``named_rightly`` is the fraction of these judgements that also name the right step, tensor
+    and run.
     """
     run = [row for row in versions if "skipped" not in row]
     wrong = [row for row in run if row["wrong"]]

@@ -237,7 +237,11 @@ def skipped(some: Callable[[int], bool]) -> Arm:
 
 
 def lost_names(engine: Any) -> list[str]:
-    """Return the names of the fp32 masters in an engine's second subgroup (ZeRO-3) or parameter group."""
+    """Return the names of the fp32 masters in an engine's second subgroup (ZeRO-3) or second parameter group (ZeRO-1
+    and 2).
+
+    Some defects in the test of `tune verify` concern only these masters.
+    """
     optimizer = engine.optimizer
 
     def is_inside(parameter: Any) -> bool:

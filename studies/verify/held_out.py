@@ -98,8 +98,9 @@ def _narrow_masters(engine: Any) -> None:
 
 
 def norm_name(engine: Any) -> str:
-    """Return the name of the method of DeepSpeed's optimizer that computes the gradient norm, to put a
-    defect there.
+    """Return the name of the method of DeepSpeed's optimizer that computes the gradient norm.
+
+    The test of `tune verify` replaces this method to cause a defect.
     """
     name = "_get_norm_groups"
     return name if hasattr(engine.optimizer, name) else "scaled_global_norm"

@@ -18,10 +18,10 @@ class Shape:
         tied: True if the output head shares the weight of the embedding.
         frozen: True if the embeddings are not trained.
         accumulation: Micro-batches per step.
-        stage: ZeRO stage. 0 means the stage of the group of runs that it is trained in.
+        stage: ZeRO stage. 0: the stage that the test sets for a whole group of runs.
         subgroup: Elements of each subgroup of optimizer state.
-        initial_scale: Initial loss scale of fp16, as a power of two. It is so large that some of the
-            first steps overflow.
+        initial_scale: Initial loss scale of fp16, as a power of two. It is so large that some of the first steps
+            overflow.
         resumed: Number of steps after which the run is saved and loaded again. 0 means never.
     """
 
