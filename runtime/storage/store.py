@@ -303,7 +303,7 @@ class ExtentStore:
 
     def abandon(self, version: int) -> None:
         """Give up the commit of a version of the optimizer state on the drives, so that later updates may
-        overwrite the version. `announce` had protected it.
+        overwrite the version. `announce` had protected the version.
         """
         with self._condition:
             self._versions.announced.pop(version, None)
