@@ -181,8 +181,7 @@ def stock(path):
     """Train with stock DeepSpeed, and write the loss of each step to a file.
 
     The file also has the training state after two steps: the last step of a run from the beginning, and the last step
-    of a resumed run. A run under a plan ends at one of these steps or fails. Its state at the end is compared with this
-    state.
+    of a resumed run. A run under a plan that does not fail ends at one of these steps, and must have the same state.
     """
     from tests.runtime.contract.training import start
 
