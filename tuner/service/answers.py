@@ -46,16 +46,20 @@ from ebbtide.tuner.service.requests import (
     Goodput,
     PlanJob,
     Scenario,
+    SearchJob,
     Simulate,
     WhatIf,
     WhatIfJob,
 )
 from ebbtide.tuner.service.scenario import (
+    USUAL_SUBGROUP,
     check_plannable,
     job_of,
     machine_of,
+    model_of,
     offloads_parameters,
     resolve,
+    started_by,
     storage_of,
     strategy_of,
 )
@@ -308,6 +312,58 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),
     )
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}
+
+
+def search_job(request: SearchJob, progress: Progress) -> dict[str, Any]:
+    """Search for the fastest training configuration. Return every simulated configuration as JSON data, in
+    the form of ``tune search -o``.
+
+    Raises:
+        ValueError: A name is unknown, or no configuration has the given values.
+    """
+    from ebbtide.simulator.estimates.deepspeed_keys import loaded
+    from ebbtide.tuner.configurations.deciding import explore
+    from ebbtide.tuner.configurations.evaluation import Question
+    from ebbtide.tuner.configurations.report import as_json
+
+    machine = machine_of(request)
+    question = Question(
+        model_of(request),
+        machine,
+        dict(loaded(request.ds_config)),
+        request.sequence,
+        margin=request.memory_margin,
+        started=started_by(request),
+        storage=storage_of(request),
+    )
+    answer = explore(
+        question,
+        space_of(request, machine),
+        trials=request.trials,
+        progress=lambda done, all_: progress(done / all_, f"{done} of {all_} configurations"),
+    )
+    if not answer.fitting:
+        raise RuleError(answer.remarks()[0], "device_memory_bytes")
+    return as_json(answer)
+
+
+def space_of(request: SearchJob, machine: Machine) -> Any:
+    """Return the set of training configurations that a background job of the planning service searches.
+
+    Raises:
+        ValueError: No configuration can have the global batch.
+    """
+    from ebbtide.tuner.configurations.space import Configuration, Space
+
+    base = Configuration(
+        micro_batch=request.micro_batch or 1,
+        accumulation=request.accumulation or 1,
+        zero_stage=request.zero_stage or 3,
+        recompute=not request.keep_activations,
+        sub_group_size=request.subgroup_size or USUAL_SUBGROUP,
+        gpus=request.gpus if "gpus" in request.model_fields_set else machine.gpus_per_node,
+    ).changed(offload="optimizer" if request.offload else "none")
+    return Space.of(base, request.free, request.global_batch)
 
 
 def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from ebbtide.tuner.service.pool import BusyError, InvalidError, Pool, WorkerError
-from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.quota import Quota
 from ebbtide.tuner.service.store import Store
 
 # Kind of job -> the worker's call (`ebbtide.tuner.service.worker.calls`); a new kind is one line in each.

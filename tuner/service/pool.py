@@ -16,7 +16,7 @@ from hashlib import sha256
 from typing import Any, Self
 
 from ebbtide.simulator.rules import Broken, RuleError
-from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.quota import Quota
 from ebbtide.tuner.service.worker import BROKEN, HEAD, INVALID, PROGRESS, TEXT
 
 OnProgress = Callable[[dict[str, Any]], None]

@@ -6,7 +6,6 @@ Unknown fields and paths of files are refused.
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator.estimates.architecture import KEYS, is_deepspeed, language_model, quantized
@@ -58,7 +57,6 @@ ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
 DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(min_length=1, max_length=300)]
 Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
 KNOBS: tuple[Knob, ...] = get_args(Knob)
-MIB = 2**20
 MOST_ITERATIONS = 12
 # What of a machine is told as it is.
 MACHINE_FACTS = (
@@ -71,69 +69,6 @@ MACHINE_FACTS = (
     "unified_memory",
 )
 MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
-
-
-@dataclass(frozen=True)
-class Quota:
-    """The limits of the planning service. Times are in seconds and sizes in bytes.
-
-    A light request has few simulated operations and is answered quickly. Heavy requests and jobs run at low
-    priority.
-
-    Attributes:
-        body_bytes: Size of a request without a timeline.
-        run_bytes: Size of a request with a timeline.
-        result_bytes: Size of a result.
-        light_ops: Number of simulated operations up to which a request is light.
-        heavy_ops: Number of operations that one simulation may have. All simulations of a request together may
-            have 40 times as many.
-        searched_ops: Number of operations that one simulation may have in a request that searches for a plan, as
-            a search needs hundreds of simulations.
-        cells: Number of points of a what-if request that is answered directly.
-        job_cells: Number of points of a what-if request that runs as a job.
-        light_s: Wall time after which the worker process of a light request is stopped.
-        heavy_s: Wall time after which the worker process of a heavy request is stopped.
-        job_s: Wall time after which a job is stopped.
-        worker_bytes: Address space that a worker process may take in addition to its initial size.
-        light_waiting: Number of light requests that may wait. More are refused with status 429.
-        heavy_waiting: Number of heavy requests that may wait. More are refused with status 429.
-        jobs_waiting: Number of jobs that may wait. More are refused with status 429.
-        attempts: Number of times that a job is started, if the server ends each time while the job runs. The
-            limit is high because a job cannot be the cause: if a worker process ends, only its job fails.
-        keep_s: Age at which finished jobs are deleted.
-        run_keep_s: Age at which uploaded training runs are deleted.
-        kept_rows: Number of finished jobs that are kept, and of training runs.
-        streams: Number of open event streams.
-        connections: Number of concurrent connections.
-        head_s: Time in which a client must send a request's head.
-        body_s: Time in which a client must send a request's body.
-        cache_bytes: Size of all cached results together.
-    """
-
-    body_bytes: int = 1 * MIB
-    run_bytes: int = 4 * MIB
-    result_bytes: int = 32 * MIB
-    light_ops: int = 60_000
-    heavy_ops: int = 1_500_000
-    searched_ops: int = 150_000
-    cells: int = 64
-    job_cells: int = 4096
-    light_s: float = 10.0
-    heavy_s: float = 180.0  # of wall time, at low priority: on a busy machine many times its CPU time
-    job_s: float = 900.0
-    worker_bytes: int = 2048 * MIB
-    light_waiting: int = 512
-    heavy_waiting: int = 32
-    jobs_waiting: int = 500
-    attempts: int = 100
-    keep_s: float = 7 * 86400.0
-    run_keep_s: float = 90 * 86400.0
-    kept_rows: int = 2000
-    streams: int = 64
-    connections: int = 512
-    head_s: float = 10.0
-    body_s: float = 20.0
-    cache_bytes: int = 64 * MIB
 
 
 class Request(BaseModel):

@@ -4,13 +4,19 @@ jobs and limits.
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from ebbtide.simulator.estimates.presets import preset, preset_names
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import RuleError, explain, spelled
 from ebbtide.tuner.service.jobs import Feed, Jobs
 from ebbtide.tuner.service.pool import Pool
-from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.quota import Quota
+from ebbtide.tuner.service.requests import Scenario
 from ebbtide.tuner.service.store import Store
+from pydantic import ValidationError
 
+S = TypeVar("S", bound=Scenario)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -48,3 +54,68 @@ class Service:
     @cached_property
     def jobs(self) -> Jobs:
         return Jobs(self.store, self.pool, self.quota, self.feed)
+
+
+class Names:
+    """The machines and the workload that requests to the planning service may name."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def machines(self) -> tuple[dict[str, Machine], dict[str, str]]:
+        """Return two dicts by machine name: the machines that the planning server knows, and the reason for
+        each stored machine that cannot be read.
+        """
+        known = {name: preset(name) for name in preset_names()}
+        if self._service.shown_machine:
+            known[self._service.shown_machine] = self._service.examples["machine"]
+        unreadable = {}
+        for name, text in self._service.store.machines().items():
+            try:
+                known[name] = Machine.model_validate_json(text)
+            except ValidationError as error:
+                unreadable[name] = explain(error, model=Machine)
+        return known, unreadable
+
+    def machine(self, name: str) -> Machine | None:
+        """Return the machine of a given name, or None if the planning server does not know the name.
+
+        The server knows the presets, the uploaded machines, and the machine that the server was started
+        with.
+
+        Raises:
+            RuleError: The machine is stored in a form that this version of ebbtide cannot read.
+        """
+        if name in preset_names():
+            return preset(name)
+        if name == self._service.shown_machine:
+            return cast("Machine", self._service.examples["machine"])
+        stored = self._service.store.machine(name)
+        try:
+            return None if stored is None else Machine.model_validate_json(stored)
+        except ValidationError as error:
+            raise RuleError(
+                f"machine {name!r} is stored in a form that this ebbtide cannot read "
+                f"({explain(error, model=Machine)}): profile and upload it again, or delete it",
+                key="machine",
+            ) from None
+
+    def fill(self, scenario: S) -> S:
+        """Return a copy of a request, with the contents of a machine and of a measured workload in place of
+        their names.
+
+        Only an uploaded machine and the measured workload that the server was started with are replaced.
+
+        Raises:
+            RuleError: The server does not know the machine, or cannot read it.
+        """
+        changes: dict[str, Any] = {}
+        if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
+            machine = self.machine(scenario.machine)
+            if machine is None:
+                machine = self.machine(spelled(scenario.machine, self.machines()[0], "machine", key="machine"))
+            changes["machine"] = machine
+        workload = self._service.examples.get("workload")
+        if workload is not None and scenario.workload == workload.name:
+            changes["workload"] = workload
+        return scenario.model_copy(update=changes)

@@ -395,3 +395,35 @@ class Health(Answered):
     status: Literal["ok"]
     version: str
     jobs_waiting: int
+
+
+class Broken(BaseModel):
+    """One rule of the planning service that a request broke: an entry of an error response."""
+
+    key: str
+    rule: str
+    value: str | None = None
+
+
+class Problem(BaseModel):
+    """The body of every error response of the planning service."""
+
+    errors: list[Broken] = Field(min_length=1)
+
+
+class JobState(BaseModel):
+    """The state of a background job of the planning service. ``attempts`` counts starts: more than 1 if the
+    server ended while the job ran.
+    """
+
+    id: str
+    kind: str
+    title: str
+    state: str
+    attempts: int
+    share: float
+    note: str
+    created_s: float
+    started_s: float | None
+    finished_s: float | None
+    history: list[dict[str, Any]] = Field(default_factory=list)

@@ -5,67 +5,33 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, TypeVar, cast
+from typing import Annotated, Any
 
-from ebbtide.simulator.estimates.presets import preset, preset_names
+from ebbtide.simulator.estimates.presets import preset_names
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError, explain, shortened, spelled
+from ebbtide.simulator.rules import RuleError, shortened
 from ebbtide.simulator.schedules.settings import STEPS
 from ebbtide.simulator.schedules.strategies import STRATEGIES
 from ebbtide.tuner.service import requests as ask
 from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result
+from ebbtide.tuner.service.quota import Quota, check_ops, check_search, check_search_ops, estimated_ops
 from ebbtide.tuner.service.report import read_run, summary_of
-from ebbtide.tuner.service.resources import Service
-from ebbtide.tuner.service.scenario import MODELS, check_ops, check_search_ops, estimated_ops
-from ebbtide.tuner.service.search import check_search
+from ebbtide.tuner.service.resources import Names, Service
+from ebbtide.tuner.service.scenario import MODELS
 from fastapi import APIRouter, Path, Query, Request, Response, Security
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
-from pydantic import BaseModel, Field, ValidationError
 from starlette.exceptions import HTTPException
 
-S = TypeVar("S", bound=ask.Scenario)
 MACHINE_NAME = re.compile(r"(?=.*\w)[\w .,:()+-]{1,80}")  # it is part of a path: no dots only
 Id = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
 PEERS_TRIED = 24  # simulations behind an answer's table: settings of every system
 FULL_COST = 1500  # what the search for a plan costs, in simulations
 
 
-class Broken(BaseModel):
-    """One rule of the planning service that a request broke: an entry of an error response."""
-
-    key: str
-    rule: str
-    value: str | None = None
-
-
-class Problem(BaseModel):
-    """The body of every error response of the planning service."""
-
-    errors: list[Broken] = Field(min_length=1)
-
-
-class JobState(BaseModel):
-    """The state of a background job of the planning service. ``attempts`` counts starts: more than 1 if the
-    server ended while the job ran.
-    """
-
-    id: str
-    kind: str
-    title: str
-    state: str
-    attempts: int
-    share: float
-    note: str
-    created_s: float
-    started_s: float | None
-    finished_s: float | None
-    history: list[dict[str, Any]] = Field(default_factory=list)
-
-
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Problem} for status in (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 500, 503, 507)
+    status: {"model": told.Problem} for status in (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 500, 503, 507)
 }
 
 
@@ -77,69 +43,6 @@ EVENTS: dict[int | str, dict[str, Any]] = {
 def _answered(model: Any, *others: str) -> dict[int | str, dict[str, Any]]:
     content = {kind: {"schema": {"type": "string"}} for kind in others}
     return {200: {"model": model, "content": content} if content else {"model": model}}
-
-
-class _Names:
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def machines(self) -> tuple[dict[str, Machine], dict[str, str]]:
-        """Return two dicts by machine name: the machines that the planning server knows, and the reason for
-        each stored machine that cannot be read.
-        """
-        known = {name: preset(name) for name in preset_names()}
-        if self._service.shown_machine:
-            known[self._service.shown_machine] = self._service.examples["machine"]
-        unreadable = {}
-        for name, text in self._service.store.machines().items():
-            try:
-                known[name] = Machine.model_validate_json(text)
-            except ValidationError as error:
-                unreadable[name] = explain(error, model=Machine)
-        return known, unreadable
-
-    def machine(self, name: str) -> Machine | None:
-        """Return the machine of a given name, or None if the planning server does not know the name.
-
-        The server knows the presets, the uploaded machines, and the machine that the server was started
-        with.
-
-        Raises:
-            RuleError: The machine is stored in a form that this version of ebbtide cannot read.
-        """
-        if name in preset_names():
-            return preset(name)
-        if name == self._service.shown_machine:
-            return cast("Machine", self._service.examples["machine"])
-        stored = self._service.store.machine(name)
-        try:
-            return None if stored is None else Machine.model_validate_json(stored)
-        except ValidationError as error:
-            raise RuleError(
-                f"machine {name!r} is stored in a form that this ebbtide cannot read "
-                f"({explain(error, model=Machine)}): profile and upload it again, or delete it",
-                key="machine",
-            ) from None
-
-    def fill(self, scenario: S) -> S:
-        """Return a copy of a request, with the contents of a machine and of a measured workload in place of
-        their names.
-
-        Only an uploaded machine and the measured workload that the server was started with are replaced.
-
-        Raises:
-            RuleError: The server does not know the machine, or cannot read it.
-        """
-        changes: dict[str, Any] = {}
-        if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
-            machine = self.machine(scenario.machine)
-            if machine is None:
-                machine = self.machine(spelled(scenario.machine, self.machines()[0], "machine", key="machine"))
-            changes["machine"] = machine
-        workload = self._service.examples.get("workload")
-        if workload is not None and scenario.workload == workload.name:
-            changes["workload"] = workload
-        return scenario.model_copy(update=changes)
 
 
 async def _unless_gone(request: Request, work: Any) -> Any:
@@ -172,37 +75,25 @@ def routes(service: Service) -> APIRouter:
         auto_error=False, description="The token of the server. Only a server that listens beyond loopback has one."
     )
     router = APIRouter(responses=REFUSALS, dependencies=[Security(token)])
-    names = _Names(service)
+    names = Names(service)
     _machines(router, service, names)
     _models(router, service)
     _answers(router, service, names)
     _jobs(router, service, names)
     _job(router, service)
+    _events(router, service)
     _runs(router, service, names)
     return router
 
 
-def _machines(router: APIRouter, service: Service, names: _Names) -> None:
+def _machines(router: APIRouter, service: Service, names: Names) -> None:
     @router.get("/machines")
     async def machines() -> told.Machines:
         """List the machines that the planning server knows by name, with their main facts."""
-        presets = preset_names()
         known, unreadable = names.machines()
-        listed = {
-            "machines": [
-                {
-                    **{fact: getattr(m, fact) for fact in ask.MACHINE_FACTS},
-                    "name": name,
-                    "preset": name in presets,
-                    "multi_node": m.network_bytes_per_s is not None,
-                    "estimates": m.device_flops_per_s is not None,
-                    "link_bytes_per_s": m.h2d_bytes_per_s.median,
-                }
-                for name, m in known.items()
-            ],
-            "unreadable": [{"name": name, "reason": reason} for name, reason in unreadable.items()],
-        }
-        return told.Machines.model_validate(listed)
+        listed = [_facts_of(name, machine) for name, machine in known.items()]
+        refused = [{"name": name, "reason": reason} for name, reason in unreadable.items()]
+        return told.Machines.model_validate({"machines": listed, "unreadable": refused})
 
     @router.get("/machines/{name}")
     async def machine(name: ask.Name) -> Machine:
@@ -240,6 +131,17 @@ def _machines(router: APIRouter, service: Service, names: _Names) -> None:
         return told.Named(name=name)
 
 
+def _facts_of(name: str, machine: Machine) -> dict[str, Any]:
+    return {
+        **{fact: getattr(machine, fact) for fact in ask.MACHINE_FACTS},
+        "name": name,
+        "preset": name in preset_names(),
+        "multi_node": machine.network_bytes_per_s is not None,
+        "estimates": machine.device_flops_per_s is not None,
+        "link_bytes_per_s": machine.h2d_bytes_per_s.median,
+    }
+
+
 def _models(router: APIRouter, service: Service) -> None:
     @router.get("/models")
     async def models() -> told.Models:
@@ -263,7 +165,7 @@ def _models(router: APIRouter, service: Service) -> None:
         return told.Models.model_validate(known)
 
 
-def _answers(router: APIRouter, service: Service, names: _Names) -> None:
+def _answers(router: APIRouter, service: Service, names: Names) -> None:
     async def computed(request: Request, call: str, posted: ask.Scenario, cost: int) -> Response:
         filled = names.fill(posted)
         check_search_ops(filled, service.quota)
@@ -314,20 +216,20 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
         raise RuleError("changes must be finite numbers", key="changes")
 
 
-def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
+def _jobs(router: APIRouter, service: Service, names: Names) -> None:
     @router.post("/jobs/plan", status_code=201)
-    async def plan(posted: ask.PlanJob) -> JobState:
+    async def plan(posted: ask.PlanJob) -> told.JobState:
         """Start a background job that searches for the best plan for a training job."""
         return await _submit(service, names, posted, "plan")
 
     @router.post("/jobs/what-if", status_code=201)
-    async def what_if(posted: ask.WhatIfJob) -> JobState:
+    async def what_if(posted: ask.WhatIfJob) -> told.JobState:
         """Start a background job that simulates each strategy at each combination of the given values."""
         _check_cells(posted, service.quota.job_cells)
         return await _submit(service, names, posted, "what-if")
 
     @router.post("/jobs/search", status_code=201)
-    async def search(posted: ask.SearchJob) -> JobState:
+    async def search(posted: ask.SearchJob) -> told.JobState:
         """Start a background job that searches for the fastest training configuration of a model."""
         check_search(posted, service.quota)
         return await _submit(service, names, posted, "search")
@@ -335,14 +237,14 @@ def _jobs(router: APIRouter, service: Service, names: _Names) -> None:
 
 def _job(router: APIRouter, service: Service) -> None:
     @router.get("/jobs")
-    async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[JobState]]:
+    async def jobs(limit: Annotated[int, Query(ge=1, le=500)] = 100) -> dict[str, list[told.JobState]]:
         """List the planning service's background jobs, the newest first."""
-        return {"jobs": [JobState(**job) for job in service.store.jobs(limit)]}
+        return {"jobs": [told.JobState(**job) for job in service.store.jobs(limit)]}
 
     @router.get("/jobs/{job}")
-    async def job(job: Id) -> JobState:
+    async def job(job: Id) -> told.JobState:
         """Return the state of a background job of the planning service, with every attempt to run the job."""
-        return JobState(**_known(service.jobs.state(job), "job"))
+        return told.JobState(**_known(service.jobs.state(job), "job"))
 
     @router.get("/jobs/{job}/request")
     async def request_of(job: Id) -> dict[str, Any]:
@@ -357,15 +259,15 @@ def _job(router: APIRouter, service: Service) -> None:
         return _response(Result(body, is_json))
 
     @router.delete("/jobs/{job}")
-    async def cancel(job: Id, forget: bool = False) -> JobState:
+    async def cancel(job: Id, forget: bool = False) -> told.JobState:
         """Cancel a background job that waits or runs. A job that has ended stays as it is.
 
         With ``forget``, a job that has ended is removed with its result.
         """
-        state = JobState(**_known(service.store.job(job), "job"))
+        state = told.JobState(**_known(service.store.job(job), "job"))
         if not forget:
             await service.jobs.cancel(job)
-            return JobState(**_known(service.store.job(job), "job"))
+            return told.JobState(**_known(service.store.job(job), "job"))
         if not await asyncio.to_thread(service.store.forget, "jobs", job):
             raise RuleError(
                 f"only a job that has ended can be forgotten, but this one is {state.state}: cancel it first",
@@ -374,6 +276,8 @@ def _job(router: APIRouter, service: Service) -> None:
         await service.feed.tell("gone", {"id": job})
         return state
 
+
+def _events(router: APIRouter, service: Service) -> None:
     @router.get("/jobs/{job}/events", response_class=StreamingResponse, responses=EVENTS)
     async def events_of(job: Id) -> Response:
         """Stream the state of a background job as server-sent events: first the present state, then each
@@ -390,10 +294,10 @@ def _job(router: APIRouter, service: Service) -> None:
         return _stream(service, _all_events(service))
 
 
-async def _submit(service: Service, names: _Names, posted: ask.Scenario, kind: str) -> JobState:
+async def _submit(service: Service, names: Names, posted: ask.Scenario, kind: str) -> told.JobState:
     check_search_ops(names.fill(posted), service.quota)
     body = _checked(names, posted, service.quota)
-    return JobState(**await service.jobs.submit(kind, body, getattr(posted, "name", None) or _title(posted)))
+    return told.JobState(**await service.jobs.submit(kind, body, getattr(posted, "name", None) or _title(posted)))
 
 
 TITLED = {
@@ -482,7 +386,7 @@ async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
         service.feed.streams -= 1
 
 
-def _runs(router: APIRouter, service: Service, names: _Names) -> None:
+def _runs(router: APIRouter, service: Service, names: Names) -> None:
     @router.post("/runs", status_code=201)
     async def post_run(run: ask.Run) -> told.RunSummary:
         """Store the measured timeline of a training run, and the plan to compare it with if one is given."""
@@ -532,7 +436,7 @@ def _runs(router: APIRouter, service: Service, names: _Names) -> None:
         return Response(result.body, media_type="text/html; charset=utf-8", headers=disposition)
 
 
-def _checked(names: _Names, scenario: ask.Scenario, quota: ask.Quota) -> dict[str, Any]:
+def _checked(names: Names, scenario: ask.Scenario, quota: Quota) -> dict[str, Any]:
     filled = names.fill(scenario)
     check_ops(estimated_ops(filled), 1, quota)
     return filled.model_dump(mode="json", exclude_defaults=True)

@@ -2,7 +2,6 @@
 the planner.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
@@ -19,7 +18,7 @@ from ebbtide.simulator.rules import RuleError, broken, spelled
 from ebbtide.simulator.schedules.strategies import stock_offload
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Quota, Scenario, SearchJob, Simulate, WhatIf, check_model
+from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Scenario, SearchJob, check_model
 from pydantic import ValidationError
 
 ITERATIONS = 3  # that a prediction simulates
@@ -199,11 +198,12 @@ def job_of(scenario: Scenario) -> Job:
             **computed_by(scenario),
             **started_by(scenario),
         )
-    _check_cut(_params(job), job.sub_group_size)
+    _check_cut(params_of(job), job.sub_group_size)
     return job
 
 
-def _params(job: Job) -> int:
+def params_of(job: Job) -> int:
+    """Return the number of elements of one rank's partition of a training job's model."""
     params = sum(sum(block.params) for block in job.architecture.blocks())
     return params // (job.data_parallel * job.tensor_parallel)
 
@@ -240,82 +240,3 @@ def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
     """
     machine = machine_of(scenario)
     return machine, workload_of(scenario, machine)
-
-
-def estimated_ops(scenario: Scenario) -> int:
-    """Return an estimate of the number of operations in one simulation of a request's training job. Nothing
-    is simulated.
-    """
-    fixed, each, micro = _ops(scenario)
-    return fixed + each * micro
-
-
-def _ops(scenario: Scenario) -> tuple[int, int, int]:
-    if isinstance(scenario.workload, Workload):
-        layers, subgroups = len(scenario.workload.layers), len(scenario.workload.subgroups)
-        micro, params = scenario.workload.gradient_accumulation_steps, scenario.workload.params
-    elif scenario.workload is not None:  # a name that nobody has filled in: refused later
-        return 0, 0, 0
-    else:
-        job = job_of(scenario)
-        layers, micro = job.architecture.layers + 2, job.accumulation
-        params = _params(job)
-        subgroups = math.ceil(layers / 4) + 16 + params // job.sub_group_size
-    if scenario.subgroup_size is not None:
-        subgroups = math.ceil(layers / 4) + 16 + params // scenario.subgroup_size
-    return ITERATIONS * min(subgroups, MOST_SUBGROUPS) * 6, ITERATIONS * layers * 5, micro
-
-
-def _searches(asked: Scenario) -> bool:
-    if getattr(asked, "plan", None) is not None:
-        return False
-    if isinstance(asked, WhatIf):
-        return "ebbtide" in asked.strategies
-    return not isinstance(asked, Simulate) or asked.strategy == "ebbtide"
-
-
-def check_search_ops(asked: Scenario, quota: Quota) -> None:
-    """Refuse a request to the planning service for a plan search that would exceed the memory of a worker
-    process.
-
-    Raises:
-        RuleError: The step has too many micro-batches. The message says how many are allowed.
-    """
-    fixed, each, micro = _ops(asked)
-    if fixed + each * micro <= quota.searched_ops or not _searches(asked):
-        return
-    most = (quota.searched_ops - fixed) // each
-    if most < 1:
-        raise RuleError(
-            f"subgroup_size must be larger: a simulation of this model has at least {fixed + each} operations, and a "
-            f"search on this server may use at most {quota.searched_ops} per simulation",
-            "subgroup_size",
-        )
-    raise RuleError(
-        f"accumulation must be at most {most} for this model on this server, but got {micro}. "
-        f"Plan with {most}: the plan also serves steps of more micro-batches",
-        key="accumulation",
-    )
-
-
-def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
-    """Return True if the simulations of a request are few enough for the planning service's queue of light
-    requests.
-
-    Args:
-        ops: Number of operations in one simulation.
-        simulations: Number of simulations.
-        quota: Limits of the service.
-
-    Raises:
-        ValueError: The simulations are more than the service allows for one request.
-    """
-    total = ops * simulations
-    for got, most in ((ops, quota.heavy_ops), (total, quota.heavy_ops * 40)):
-        if got > most:
-            raise RuleError(
-                f"accumulation, layers and subgroups must make at most {most} simulated ops, but "
-                f"got about {got}: lower accumulation or raise subgroup_size",
-                key="accumulation",
-            )
-    return total <= quota.light_ops

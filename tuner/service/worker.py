@@ -55,7 +55,7 @@ def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
     """Return a dict from each kind of request to a worker process to the request's type and the function
     that answers it.
     """
-    from ebbtide.tuner.service import answers, report, requests, search
+    from ebbtide.tuner.service import answers, report, requests
 
     return {
         "simulate": (requests.Simulate, answers.simulate),
@@ -67,7 +67,7 @@ def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
         "report": (report.ReportCall, report.html_of_call),
         "job/plan": (requests.PlanJob, answers.plan_job),
         "job/what-if": (requests.WhatIfJob, answers.what_if),
-        "job/search": (requests.SearchJob, search.search_job),
+        "job/search": (requests.SearchJob, answers.search_job),
     }
 
 

@@ -11,8 +11,9 @@ from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_in
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.rows import role_of
 from ebbtide.tuner.emitted_config import emitted_config
+from ebbtide.tuner.service.quota import estimated_ops
 from ebbtide.tuner.service.requests import Scenario
-from ebbtide.tuner.service.scenario import MODELS, estimated_ops, resolve
+from ebbtide.tuner.service.scenario import MODELS, resolve
 
 from tests.machines import GIB
 

@@ -16,8 +16,9 @@ from ebbtide.simulator.plan import CheckpointPlan
 from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain, under
 from ebbtide.tuner.placements.search import SETTLED
 from ebbtide.tuner.service.pool import Lane, WorkerError
-from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Quota, Run, Scenario, Simulate
-from ebbtide.tuner.service.scenario import check_ops, check_search_ops, estimated_ops, resolve
+from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
+from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Run, Scenario, Simulate
+from ebbtide.tuner.service.scenario import resolve
 from pydantic import BaseModel, ValidationError
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}

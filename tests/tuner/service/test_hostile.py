@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from ebbtide.simulator import preset
-from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.quota import Quota
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3 8B"}
 DEEP = "[" * 100_000 + "]" * 100_000

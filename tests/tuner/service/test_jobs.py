@@ -16,7 +16,7 @@ from ebbtide.tuner.configurations.space import Configuration
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service import jobs
 from ebbtide.tuner.service.pool import Pool, Result
-from ebbtide.tuner.service.requests import Quota
+from ebbtide.tuner.service.quota import Quota
 from ebbtide.tuner.service.scenario import MODELS
 from ebbtide.tuner.service.store import Store
 
