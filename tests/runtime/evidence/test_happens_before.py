@@ -290,7 +290,7 @@ WAITERS = {
     "devices/cuda.py: before_reuse": "gradients' memory is reduced into again",
     "execution/executor.py: update_early": "an early update does not wait for its gradient",
     "execution/executor.py: launch": "a parameter is written while it is copied",
-    "execution/executor.py: wait_parameters": "readers wait for nothing",
+    "execution/issued_ops.py: wait_parameters": "readers wait for nothing",
     "execution/gradients.py: _sum_up": "a sum is added to while it leaves",
     "execution/gradient_ops.py: fetch_sum": "a sum is read before it is there",
     "execution/gradient_ops.py: _submit": "a gradient is copied before it is there",
