@@ -205,7 +205,7 @@ class Plan(Shown, Page):
         """Return a copy of the plan with other values for some fields.
 
         Raises:
-            PlanError: By the prediction in the copy, the plan does not fit into memory, or a field does not exist.
+            PlanError: The copy does not fit into memory according to its own prediction, or a field does not exist.
         """
         if unknown := set(update or ()) - set(type(self).model_fields):
             raise PlanError(f"plan must only get fields that plans have, but got {', '.join(sorted(unknown))}")

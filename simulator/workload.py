@@ -417,7 +417,7 @@ class Workload(Shown, Page):
     def trained_as(self) -> TrainedAs | None:
         """Return the training settings that a workload describes, such as precision and micro-batch size.
 
-        They are compared with those of a plan. The result is None if they are unknown.
+        A caller compares these settings with the settings of a plan. The result is None if they are unknown.
         """
         if self.micro_batch is None:
             return None

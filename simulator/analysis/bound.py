@@ -34,8 +34,8 @@ class Bound:
         iteration_s: Mean seconds of one iteration in a steady state that no plan can beat.
         params: Number of this rank's parameters with each placement, if the bound were reached.
         binding: Names of the resources that limit the bound, such as DRAM bandwidth. ``(update)`` after a name means
-            that the resource is fully used until the end of the next forward, from the gradient norm or from an
-            earlier moment of backward on. Without ``(update)``, the resource is fully used during the whole iteration.
+            that the resource is fully used from the gradient norm, or from an earlier moment of backward, until the
+            end of the next forward. Without ``(update)``, the resource is fully used during the whole iteration.
     """
 
     iteration_s: float
@@ -81,7 +81,7 @@ def lower_bound(
 
 
 def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:
-    """Return the linear program for the lower bound of an iteration's time, if no step clips gradients.
+    """Return the linear program for the lower bound of the time of an iteration that clips no gradients.
 
     Args:
         early: True if plans may start updates before the gradient norm is known.

@@ -85,8 +85,8 @@ class Template:
             addition to the workload's base memory (`device_base_bytes`).
         gone_bytes: Bytes of parameters that the workload's base memory includes, although the schedule keeps them in
             host memory.
-        checked: Names of the values for which the reuse of the schedule was tested. A test compares the schedule after
-            replacing the values with a newly built schedule.
+        checked: Names of the values for which the reuse of the schedule was tested. In such a test, the values are
+            replaced in the schedule, and the result is compared with a newly built schedule.
         fixed: True if such a test found a difference. The schedule is then never reused for another workload.
     """
 

@@ -337,7 +337,7 @@ def own_step_key(config: Mapping[str, Any]) -> str:
     """Return the key of a DeepSpeed config that prevents ebbtide from replacing the optimizer's step, or an empty
     string.
 
-    Under a plan, the optimizer then runs its own ``step()`` on state in host memory, and not ebbtide's update kernels.
-    So there is no plan to search.
+    With such a key, the optimizer runs its own ``step()`` on state in host memory, also under a plan. So there is no
+    plan to search.
     """
     return next((key for key in _OWN_STEP if at(config, key)), "")

@@ -175,8 +175,8 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
     """Return the rate of DeepSpeed's CPU update on one core of a preset machine, in parameters per second.
 
-    The rate follows from the memory bandwidth that one core reaches. This bandwidth is limited to the bandwidth that
-    the update uses on all cores.
+    The rate follows from the memory bandwidth that one core reaches, which is at most the bandwidth that the update
+    uses on all cores.
 
     Args:
         sheet: Figures of the machine from data sheets and publications.
@@ -195,7 +195,7 @@ def _passes_bytes_per_s(rate: float) -> float:
 
     The published rate includes a copy of new parameters to the GPU through unpinned memory, but the result is for the
     update alone. The bandwidth is computed in two ways, and the larger result is returned. In the first way, the copy
-    runs at the speed of one CPU core. In the second way, the copy is as fast as the DRAM bandwidth allows that other
+    runs at the speed of one CPU core. In the second way, the copy is limited by the DRAM bandwidth that the other
     ranks leave.
 
     Args:

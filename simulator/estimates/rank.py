@@ -151,7 +151,8 @@ class Rank:
     def gathers(self, blocks: Sequence[Block]) -> Gathered:
         """Return how often DeepSpeed gathers each parameter in a forward and its backward.
 
-        The key of a parameter is a pair: the index of its block, and its index within the block.
+        The result is keyed by parameter. A key is a pair: the index of the parameter's block, and the parameter's
+        index within the block.
         """
         tensor, recompute = self.job.tensor_parallel, self.job.recompute
         whole = tuple(_partitions(block.params, block.split, tensor, 1) for block in blocks)

@@ -309,8 +309,9 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
     immediately. Subgroups with state that is copied to the GPU are evenly spread over the rest.
 
     Args:
-        device_share: Fraction of the subgroups with state in host memory that is copied to the GPU for the update.
-        resident_share: Fraction of the subgroups with state in GPU memory.
+        device_share: Fraction of all subgroups. Their state is in host memory, and is copied to the GPU for the
+            update.
+        resident_share: Fraction of all subgroups. Their state is in GPU memory.
         base: Plan that gives all other settings. None: the default settings.
 
     Raises:

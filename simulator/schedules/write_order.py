@@ -53,7 +53,7 @@ class Writing:
     Attributes:
         segments: Parts of the checkpoint, in the order of writing.
         copied: For each subgroup, the bytes of state that are first copied in host memory, because an update
-            overwrites the state before it is written.
+            overwrites the state before the checkpoint has written it.
     """
 
     segments: tuple[Segment, ...]

@@ -86,7 +86,7 @@ class Issue(Generic[Op]):
         self._coming: deque[int] = deque()
 
     def ahead(self, behind: Op | None = None) -> None:
-        """Issue those ops of the next optimizer step's updates that need no gradients, such as reads of state from
+        """Issue those ops of the next optimizer step's updates that may start before its backward, such as reads from
         drives.
 
         Args:

@@ -119,8 +119,9 @@ def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ..
 def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[int, ...]:
     """Merge the order of the CPU's updates and the order of the GPU's updates into one sequence of all subgroups.
 
-    The subgroups of the CPU and of the GPU alternate as they do in the order of the layers. For training, only the
-    order within the CPU's updates and within the GPU's updates matters, because CPU and GPU do not wait for each
+    A position of the sequence holds a subgroup that the CPU updates if, in the order of the layers, the subgroup at
+    this position is updated by the CPU. All other positions hold subgroups that the GPU updates. For training, only
+    the order within the CPU's updates and within the GPU's updates matters, because CPU and GPU do not wait for each
     other. Some callers, such as the writers of a checkpoint, need one sequence.
 
     Raises:

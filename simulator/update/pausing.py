@@ -95,8 +95,8 @@ class PauseRule:
     def on(self) -> bool:
         """Return True if the next optimizer step may start updates before the gradient norm is known.
 
-        A balance counts the time that such early updates have saved and cost so far. They may start if the balance
-        covers the cost of redoing one step's updates.
+        A balance counts the time that such early updates have saved and cost so far. The updates may start if the
+        balance covers the cost of redoing one step's updates.
         """
         return self.balance >= max(self.times.costs, -self.times.saves)
 

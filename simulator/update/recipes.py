@@ -2,7 +2,7 @@
 
 A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what it waits for. The
 builder of schedules, the compiled simulator and the computation of memory read `RECIPES`. The runtime's executor
-follows them through the schedule. The lower bound of an iteration's time is computed from the same ops and from
+follows the recipes through the schedule. The lower bound of an iteration's time is computed from the same ops and from
 `Bytes`, the bytes per parameter that ops move.
 """
 

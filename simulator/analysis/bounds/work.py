@@ -63,8 +63,8 @@ class Costs:
     """A calculator of the least seconds that an op takes per parameter element, for the lower bound of an iteration's
     time.
 
-    Latencies of copies and kernel launches are left out. A plan may have subgroups of any size, so the number of ops
-    per element has no lower limit.
+    Latencies of copies and kernel launches are left out. A plan may have subgroups of any size, so the number of
+    copies and launches per element can be arbitrarily small.
     """
 
     def __init__(self, w: Workload, machine: Machine) -> None:
@@ -79,9 +79,9 @@ class Costs:
         """Return the least seconds that one op of an update occupies each resource per parameter element, as a dict.
 
         A resource is the op's lane (queue of ops), or a shared capacity such as DRAM bandwidth. The lane is occupied
-        for at least two times: the time of the op if no other op runs, and the time that a shared capacity needs for
-        the op at its full rate. An op on the CPU may use any number of threads. So the smallest value over all numbers
-        of threads is returned for each resource.
+        at least as long as the op takes if no other op runs. It is also occupied at least as long as each shared
+        capacity is, if the op uses the whole capacity. An op on the CPU may use any number of threads. So the smallest
+        value over all numbers of threads is returned for each resource.
         """
         some = [
             self._of(
