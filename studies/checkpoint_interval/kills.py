@@ -133,8 +133,8 @@ def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict
     """Return the goodput (useful training per time) with one checkpoint interval, measured and predicted.
 
     The prediction is for failures at the same times as in the measurement. Goodput is the number of useful steps,
-    divided by the number of steps that training without failures and checkpoints would make in the same time. That
-    number of steps is computed for each time between two failures, with the iteration time that was measured in it,
+    divided by the number of steps that training without failures and checkpoints would make in the same time. The
+    divisor is computed separately for each time between two failures, with the iteration time that was measured then,
     because other load changes the machine's speed.
 
     Args:

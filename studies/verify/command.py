@@ -139,9 +139,9 @@ def summary(
     """Return a summary of the test of `tune verify` as a dict.
 
     A judgement is the result of one use of `tune verify`. ``seeded`` is the number of judgements of runs with a known
-    defect, including runs with versions of DeepSpeed known to be wrong. ``found`` is the number of these judgements
-    that report a defect. ``named_rightly`` is the fraction of these judgements that also name the right step, tensor
-    and run.
+    defect, including runs with versions of DeepSpeed known to be wrong. ``found`` is the number of ``seeded``
+    judgements that report a defect. ``named_rightly`` is the fraction of ``seeded`` judgements that name the right
+    step, tensor and run.
     """
     run = [row for row in versions if "skipped" not in row]
     wrong = [row for row in run if row["wrong"]]
