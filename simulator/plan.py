@@ -186,14 +186,15 @@ class Plan(Shown, Page):
             )
         if self.subgroups and len(self.subgroups) != self.subgroup_count:
             raise RuleError(
-                "plan.ways must cover every subgroup of plan.subgroups once, but got "
-                f"{self.subgroup_count} ways for {len(self.subgroups)} subgroups",
+                f"plan.ways must set the placement of all {len(self.subgroups)} subgroups in plan.subgroups, but sets "
+                f"the placement of {self.subgroup_count} subgroups",
                 key="ways",
             )
         if self.deepspeed_subgroup_size and self.deepspeed_subgroup_size < self.subgroup_size:
             raise RuleError(
-                "plan.deepspeed_subgroup_size must be at least plan.subgroup_size, whose pieces are parts of "
-                f"DeepSpeed's subgroups, but got {self.deepspeed_subgroup_size} and {self.subgroup_size}",
+                "plan.deepspeed_subgroup_size must be at least plan.subgroup_size, because each subgroup of the plan "
+                "must be a part of one of DeepSpeed's subgroups, but got deepspeed_subgroup_size "
+                f"{self.deepspeed_subgroup_size} and subgroup_size {self.subgroup_size}",
                 key="deepspeed_subgroup_size",
             )
         self._check_folders()

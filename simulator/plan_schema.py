@@ -202,8 +202,8 @@ def _spread(able: Sequence[int], count: int, among: int = 0) -> set[int]:
 def _tell(gone: Sequence[str]) -> None:
     names = " and ".join(f"plan.{name}" for name in gone)
     warnings.warn(
-        f"The plan file sets {names}, which this version of ebbtide ignores. Training results are the same. Run "
-        "`tune plan` again for a plan that uses all memory.",
+        f"The plan file sets {names}, which this version of ebbtide ignores. Training results stay the same, but "
+        "training may be slower than predicted. Run `tune plan` again.",
         UserWarning,
         stacklevel=2,
     )

@@ -52,7 +52,9 @@ class Prediction(Page):
     device_peak_bytes: int = Field(0, ge=0)
     host_peak_bytes: int = Field(0, ge=0)
     storage_bytes: int = Field(
-        0, ge=0, description="Bytes of optimizer state on drives, which keep two versions of each subgroup."
+        0,
+        ge=0,
+        description="Bytes of drive space for optimizer state: the version being written and all kept versions.",
     )
     memory: dict[Memory, dict[Kind, NonNegativeInt]] = Field(default_factory=dict)
     limits: dict[Memory, NonNegativeInt] = Field(default_factory=dict)

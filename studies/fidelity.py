@@ -56,7 +56,8 @@ def main() -> None:
     parser.add_argument(
         "--many-layers",
         action="store_true",
-        help="compare other plans: subgroups span several layers, with 1 and 8 micro-batches per step",
+        help="use plans with several layers per subgroup, and 1 or 8 micro-batches per step, instead of plans with one "
+        "layer per subgroup",
     )
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()

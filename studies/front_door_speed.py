@@ -233,7 +233,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=15, help="timed rounds of one step and one checkpoint, after 2 rounds of warm-up"
     )
-    parser.add_argument("--pairs", type=int, default=4, help="pairs of processes to compare, one pair after the other")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=4,
+        help="number of comparisons, each of a process under tune run with a process that calls ebbtide.initialize",
+    )
     parser.add_argument("--train", choices=DOORS, help=argparse.SUPPRESS)
     parser.add_argument("--overlap", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)

@@ -54,8 +54,13 @@ class Row:
 
 def main() -> None:
     parser = study_parser("overlap", __doc__)
-    parser.add_argument("--steps", type=int, default=7, help="timed steps of each plan")
-    parser.add_argument("--clipped-steps", type=int, default=16, help="timed steps at each rate of clipping")
+    parser.add_argument("--steps", type=int, default=7, help="number of timed steps of each plan")
+    parser.add_argument(
+        "--clipped-steps",
+        type=int,
+        default=16,
+        help="number of timed steps for each share of steps that clip gradients",
+    )
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()
     become_only_rank()

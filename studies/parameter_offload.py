@@ -36,7 +36,9 @@ HEADROOM_SHARE = 0.5  # of all parameters: device memory beside activations and 
 
 def main() -> None:
     parser = study_parser("parameter_offload", __doc__)
-    parser.add_argument("--steps", type=int, default=7, help="timed steps of each of the three ways to train")
+    parser.add_argument(
+        "--steps", type=int, default=7, help="number of timed steps of DeepSpeed alone and of each plan"
+    )
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()
     become_only_rank()

@@ -238,7 +238,9 @@ def _kill_while_running(server: Server) -> int:
     deadline_s = time.perf_counter() + JOBS_LIMIT_S
     while not any(job["state"] == "running" for job in server.call("/jobs")["jobs"]):
         if time.perf_counter() > deadline_s:
-            raise RuntimeError("no job ran within the time: nothing to kill")
+            raise RuntimeError(
+                f"a job must start within {JOBS_LIMIT_S:g} s, so that the server can be killed during it, but none did"
+            )
         time.sleep(0.01)
     server.kill()
     server.start()

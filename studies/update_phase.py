@@ -66,7 +66,7 @@ def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, An
     batches = Batches(1, sequence)
     clocks = {name: PhaseClock(device.type == "cuda") for name in ("stock", "ebbtide")}
     losses_equal = True
-    for number in track(range(WARMUP + steps), description="steps of stock DeepSpeed and ebbtide in turn"):
+    for number in track(range(WARMUP + steps), description="training with DeepSpeed alone and with ebbtide"):
         batch = batches.at(number, device)
         expected = timed_step(stock, batch, clocks["stock"])
         received = timed_step(ours, batch, clocks["ebbtide"])

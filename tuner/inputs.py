@@ -84,7 +84,12 @@ LAUNCHER_OPTIONS = (
         help="Launcher of the ranks. With several ranks on a node, torchrun and accelerate limit "
         "DeepSpeed's own CPU Adam to one thread per rank (default: deepspeed, all cores).",
     ),
-    click.option("--omp-threads", type=click.IntRange(min=1), help="OMP_NUM_THREADS of each rank, for any launcher."),
+    click.option(
+        "--omp-threads",
+        type=click.IntRange(min=1),
+        help="Value of OMP_NUM_THREADS in each rank. DeepSpeed's own CPU Adam uses this number of threads per rank "
+        "(default: depends on --launcher).",
+    ),
 )
 MODEL_FILE = "a Hugging Face config.json, or a JSON file with the keys layers, hidden, heads and vocabulary"
 _WORKLOAD_OPTIONS = (
@@ -111,7 +116,7 @@ _WORKLOAD_OPTIONS = (
     click.option(
         "--tensor-parallel",
         type=click.IntRange(min=1),
-        help="With --model: number of ranks that share each layer (default: 1).",
+        help="With --model: degree of tensor parallelism, the number of ranks that split each layer (default: 1).",
     ),
     click.option(
         "--pipeline-parallel",
@@ -284,8 +289,8 @@ def read_trained(
     if workload is not None and without_effect:
         flag = "--" + without_effect[0].replace("_", "-")
         raise BadInputError(
-            f"{flag} goes with --model, since a profiled workload has its own, but got --workload "
-            f"{workload}: leave {flag} out, or profile again"
+            f"{flag} can be given only with --model, because a workload file already contains this setting, but got "
+            f"--workload {workload}. Leave out {flag}, or run `tune profile` again with the other setting"
         )
     config = read_config(about.get("ds_config"))
     _check_kinds(config, about.get("ds_config"), model)

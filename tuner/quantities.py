@@ -62,7 +62,8 @@ def directory_bytes(text: str) -> tuple[str, int]:
     directory, colon, size = text.rpartition(":")
     if not directory or not colon:
         raise ValueError(
-            f"DIR:SIZE such as /mnt/nvme:500GB is needed, but got {text!r} (a rate of storage is --checkpoint-rate)"
+            f"DIR:SIZE such as /mnt/nvme:500GB is needed, but got {text!r}. To give the write rate of checkpoint "
+            "storage, use `tune plan --checkpoint-rate`"
         )
     return str(Path(directory).absolute()), size_bytes(size)
 

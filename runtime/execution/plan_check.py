@@ -20,8 +20,8 @@ def check_plan(plan: Plan, subgroups: tuple[int, ...], sub_group_size: int, zero
         )
     if plan.subgroup_count != len(subgroups):
         raise PlanError(
-            f"plan.ways must cover {len(subgroups)} subgroups, but covers "
-            f"{plan.subgroup_count}: plan again with `tune plan` for sub_group_size {sub_group_size}"
+            f"plan.ways must set the placement of the engine's {len(subgroups)} subgroups, but sets the placement of "
+            f"{plan.subgroup_count} subgroups. Plan again with `tune plan` for sub_group_size {sub_group_size}"
         )
     check_locations(plan, zero_stage)
     if plan.stores and not plan.drives:

@@ -93,9 +93,10 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
     covered = bool(keep) if limit is None else most is not None and most <= number
     if not covered and int(os.environ.get("RANK") or 0) == 0:
         logger.warning(
-            "ebbtide: %s, but the drives hold the stored state of %d checkpoint%s only%s. "
-            "Older checkpoints cannot be loaded any more. Set checkpoint.keep before the first save to a new folder, "
-            "or copy a checkpoint with `tune checkpoint export` before the next save.",
+            "ebbtide: %s, but the drives hold the optimizer state of only %d checkpoint%s%s. "
+            "Older checkpoints cannot be loaded any more. To keep more checkpoints, set checkpoint.keep to their "
+            "number before the first save to a new folder, or copy a checkpoint with `tune checkpoint export` before "
+            "the next save.",
             f"the trainer keeps {most or 'all'} checkpoints" if limit is not None else "checkpoint.keep is 0",
             number,
             "s" * (number > 1),
@@ -128,9 +129,9 @@ def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int]
     if opened is not None and opened.unclaimed:
         opened.close()
         raise StorageError(
-            "plan.storage_dir must hold no checkpoints of another run when a running training moves optimizer state "
-            f"to drives, but {', '.join(map(str, plan.drives))} holds the state of checkpoints of steps "
-            f"{', '.join(map(str, opened.unclaimed))}. This run would overwrite this state. Set another "
+            f"plan.storage_dir must hold no checkpoints of another run, but {', '.join(map(str, plan.drives))} holds "
+            f"the optimizer state of checkpoints of steps {', '.join(map(str, opened.unclaimed))}. This run would "
+            "overwrite these checkpoints, because its new plan stores optimizer state on drives. Set another "
             "plan.storage_dir"
         )
     return opened

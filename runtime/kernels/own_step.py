@@ -41,7 +41,7 @@ class OwnStep:
 
     def scalars(self, scale: float) -> np.ndarray:
         raise NotImplementedError(
-            "ebbtide's kernels got an update that the optimizer's own step() computes. "
+            "ebbtide called its own update kernel for an optimizer that must be updated by its step(). "
             "Report this as a defect of ebbtide"
         )
 
@@ -145,8 +145,8 @@ class OwnStepRule(UpdateRule):
 
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         raise NotImplementedError(
-            "the optimizer updates parameters by its own step(), so there is no CPU op of DeepSpeed to compare with. "
-            "Report this as a defect of ebbtide"
+            "ebbtide asked for the arguments of DeepSpeed's CPU op, but DeepSpeed has no such op for an optimizer that "
+            "is updated by its own step(). Report this as a defect of ebbtide"
         )
 
 

@@ -205,10 +205,10 @@ def vector_width(rule: type[UpdateRule], op: Any) -> int:
     equal = [width for width in WIDTHS if _has_width(rule, op, width)]
     if len(equal) != 1:
         raise UnknownRoundingError(
-            f"DeepSpeed's cpu_{rule.name} op must round as its AVX-512, AVX2, NEON or scalar build "
-            f"with fused multiply-add does, but {getattr(op, '__file__', op)} matches {len(equal)} of "
-            "them, so a plan could not give the same bits. Delete that file so that DeepSpeed builds "
-            "it again on this machine (CXX=g++), or train without a plan"
+            f"DeepSpeed's compiled op cpu_{rule.name} must round like exactly one of the builds that ebbtide knows "
+            "(AVX-512, AVX2, NEON, scalar with fused multiply-add), so that ebbtide's updates have the same bits, but "
+            f"{getattr(op, '__file__', op)} rounds like {len(equal)} of these builds. Delete this file so that "
+            "DeepSpeed builds the op again on this machine (CXX=g++), or train without a plan"
         )
     return equal[0]
 

@@ -34,7 +34,10 @@ def measured_machine(drives: Sequence[str] = ()) -> Machine:
         every = gathered_in(mine, group)
     failed = [f"rank {rank}: {found}" for rank, found in enumerate(every) if isinstance(found, str)]
     if failed:
-        raise RuntimeError(f'plan="auto" measures the machine first, but the measurement failed on {failed[0]}')
+        raise RuntimeError(
+            f'plan="auto" measures the machine before training, but the measurement failed ({failed[0]}). Fix the '
+            "cause, or set plan to a plan file"
+        )
     return Machine.model_validate(every[first])
 
 

@@ -83,7 +83,7 @@ def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
         try:
             machine = machine.with_rates(**{name: value})
         except ValueError as error:
-            logger.info("ebbtide: a measured rate is ignored: %s", error)
+            logger.info("ebbtide: a machine rate measured in training is implausible, the old rate is kept: %s", error)
     return machine
 
 

@@ -437,7 +437,10 @@ class ExtentStore:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise StorageError(f"the stored state cannot be used after an error: {self._failure}") from self._failure
+            raise StorageError(
+                f"the optimizer state on drives cannot be used after an error while state was written "
+                f"({self._failure}). Fix the cause, and resume training from a checkpoint"
+            ) from self._failure
 
     def close(self) -> None:
         """Stop the store's threads and release its directories for other runs.

@@ -281,10 +281,9 @@ def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
 def _check_own_size(plan: Plan, sub_group_size: Any) -> None:
     if sub_group_size != plan.deepspeed_subgroup_size:
         raise PlanError(
-            f"the plan is for pieces of DeepSpeed's subgroups of {plan.deepspeed_subgroup_size} elements "
-            "(plan.deepspeed_subgroup_size), but zero_optimization.sub_group_size in the DeepSpeed config is "
-            f"{sub_group_size}. Set it to {plan.deepspeed_subgroup_size}, or plan again with "
-            "`tune plan --subgroup-size pieces` for this config",
+            "zero_optimization.sub_group_size in the DeepSpeed config must equal plan.deepspeed_subgroup_size, which "
+            f"is {plan.deepspeed_subgroup_size}, but got {sub_group_size}. Set sub_group_size to "
+            f"{plan.deepspeed_subgroup_size}, or plan again with `tune plan --subgroup-size pieces` for this config",
             key="deepspeed_subgroup_size",
         )
 

@@ -226,7 +226,9 @@ class PlanSweep:
             )
         staged = staging_slots < 1 and self._takes(Slot.STAGING, placement)
         if host_slots < 1 and self._takes(Slot.STATE, placement):
-            raise PlanError(f"host_slots must be >= 1 for stored subgroups, but got {host_slots}")
+            raise PlanError(
+                f"host_slots must be >= 1 if a subgroup's optimizer state is on a drive, but got {host_slots}"
+            )
         if not 0 <= prefetch <= staging_slots or staged:
             raise PlanError(
                 "0 <= prefetch <= staging_slots must hold, with at least one slot for staged "

@@ -130,13 +130,16 @@ class DescribedArchitecture(Architecture):
             )
         unknown = [part for part in self.layout if part not in PARTS]
         if unknown or not self.layout:
-            raise ModelError(f"layout must be made of {', '.join(PARTS)}, but got {' '.join(unknown) or 'none'}")
+            raise ModelError(
+                f"layout (the parts of one layer, separated by spaces) must contain only {', '.join(PARTS)}, but got "
+                f"{' '.join(unknown) or 'an empty text'}"
+            )
         for key, parts in _ONLY_WITH.items():
             value = getattr(self, key)
             if bool(value) != any(part in self.layout for part in parts):
                 raise ModelError(
-                    f"{key} must be given if the layout has one of {', '.join(parts)}, and only "
-                    f"then, but got {value!r} with layout {' '.join(self.layout)!r}"
+                    f"{key} must be given if and only if layout (the parts of one layer) contains one of "
+                    f"{', '.join(parts)}, but got {key} {value!r} with layout {' '.join(self.layout)!r}"
                 )
 
     def blocks(self) -> list[Block]:

@@ -50,8 +50,8 @@ def _built(text: str) -> Architecture:
         from transformers import CONFIG_MAPPING
     except ImportError:
         raise ModelError(
-            f"model_type must be one of {', '.join(FAMILIES)} if transformers is not installed "
-            f"to build others, but got {family!r}: pip install './ebbtide[hf]', or {DESCRIBE}",
+            f"model_type must be one of {', '.join(FAMILIES)} if transformers is not installed, but got {family!r}. "
+            f"Install transformers for other models (pip install './ebbtide[hf]'), or {DESCRIBE}",
             key="model.model_type",
         ) from None
     if family not in CONFIG_MAPPING:

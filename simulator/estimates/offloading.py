@@ -187,7 +187,10 @@ class Offloading:
             )
         if beyond and (self.ratio < 1 or self.superoffload):
             key = "super_offload" if self.superoffload else f"ratio ({self.ratio:g})"
-            raise ModelError(f"{STATE}.{key} must be absent together with {beyond}: the two are not simulated together")
+            raise ModelError(
+                f"{STATE}.{key} must not be set together with {beyond}, because ebbtide does not simulate the two "
+                "together. Remove one of them"
+            )
 
     def keys_read(self, zero_stage: int) -> set[str]:
         """Return the offload keys of a DeepSpeed config that influence the simulation of DeepSpeed at a ZeRO stage."""

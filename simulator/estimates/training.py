@@ -186,9 +186,10 @@ class Training(BaseModel):
             )
         if pipeline > 1 and self.zero_stage > 1:
             raise ModelError(
-                "pipeline_parallel must be 1 under ZeRO-2 and 3, which DeepSpeed's pipeline engine "
-                f"refuses, but got {pipeline} under ZeRO-{self.zero_stage}: take ZeRO-1 "
-                "(--zero-stage 1), or divide by data or tensor parallelism (--data-parallel)",
+                "pipeline_parallel must be 1 under ZeRO-2 and ZeRO-3, because DeepSpeed's pipeline engine does not "
+                f"support these stages, but got {pipeline} under ZeRO-{self.zero_stage}. Use ZeRO-1 (--zero-stage 1), "
+                "or use data or tensor parallelism instead of pipeline parallelism (--data-parallel, "
+                "--tensor-parallel)",
                 "pipeline_parallel",
             )
 

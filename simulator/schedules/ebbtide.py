@@ -47,20 +47,20 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
         return
     if any(way.early for way in plan.ways):
         raise PlanError(
-            f"plan.ways must not be early under ZeRO-{zero_stage} (early updates need ZeRO-3), "
-            "but some are: plan again with `tune plan`, or train with zero_optimization.stage 3",
+            "plan.ways sets early updates (before the gradient norm is known), which need ZeRO-3, but training uses "
+            f"ZeRO-{zero_stage}. Plan again with `tune plan`, or train with zero_optimization.stage 3",
             key="plan.ways",
         )
     if "host" in plan.parameter_locations:
         raise PlanError(
-            f"plan.ways must not have parameters on the host under ZeRO-{zero_stage}, which keeps them whole on "
-            "the GPU, but some have: plan again with `tune plan`, or train with zero_optimization.stage 3",
+            "plan.ways puts 16-bit parameters into host memory, which needs ZeRO-3, but training uses "
+            f"ZeRO-{zero_stage}. Plan again with `tune plan`, or train with zero_optimization.stage 3",
             key="plan.ways",
         )
     if plan.stores:
         raise PlanError(
-            f"plan.ways must not be 'stored' under ZeRO-{zero_stage}, which keeps all state "
-            "in host or GPU memory, but some are: train with zero_optimization.stage 3",
+            "plan.ways puts optimizer state on a drive (placement 'stored'), which needs ZeRO-3, but training uses "
+            f"ZeRO-{zero_stage}. Train with zero_optimization.stage 3",
             key="plan.ways",
         )
 
@@ -73,9 +73,9 @@ class EbbtideLoop(PlannedLoop):
     ) -> None:
         if plan.subgroup_count != len(workload.subgroups):
             raise PlanError(
-                "plan.ways must cover each subgroup of the workload once, but got "
-                f"{plan.subgroup_count} ways for {len(workload.subgroups)} subgroups: plan "
-                "again with `tune plan` for this model and sub_group_size",
+                f"plan.ways must set the placement of all {len(workload.subgroups)} subgroups of the workload, but "
+                f"sets the placement of {plan.subgroup_count} subgroups. Plan again with `tune plan` for this model "
+                "and sub_group_size",
                 key="plan.ways",
             )
         if plan.overlap_forward and workload.zero_stage < 3:

@@ -39,7 +39,9 @@ class FlatOptions:
     def __post_init__(self) -> None:
         if self.parameters not in get_args(SentBack):
             raise RuleError(
-                f"parameters must be one of {get_args(SentBack)}, but got {self.parameters!r}", key="options.parameters"
+                "parameters (how updated parameters are copied to the GPU) must be one of "
+                f"{get_args(SentBack)}, but got {self.parameters!r}",
+                key="options.parameters",
             )
 
 

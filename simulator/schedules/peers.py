@@ -110,7 +110,11 @@ class StockOptions:
     def __post_init__(self) -> None:
         checked_place(self.overflow_check)
         if not 0 <= self.host_ratio <= 1:
-            raise RuleError(f"ratio must lie in [0, 1], but got {self.host_ratio}", key="options.ratio")
+            raise RuleError(
+                "ratio (fraction of the subgroups with optimizer state in host memory) must lie in [0, 1], but got "
+                f"{self.host_ratio}",
+                key="options.ratio",
+            )
         if not (isinstance(self.stride, int) and self.stride >= 0):
             raise RuleError(
                 "stride must be 0 (no staged updates) or a whole number >= 1 (every stride-th subgroup "

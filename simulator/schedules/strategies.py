@@ -153,8 +153,8 @@ def twin_flow(
     """
     if not (pinned or async_gradients):
         raise RuleError(
-            "async_gradients must be True if pinned is False, but got False: the "
-            "DeepSpeed of 2024 is simulated with pinned buffers only",
+            "async_gradients must be True if pinned is False, but got False. DeepSpeed of 2024 (async_gradients "
+            "False) can be simulated with pinned buffers only",
             "options.async_gradients",
         )
     flows: Gradients = "stock" if async_gradients else "widened_on_host"
@@ -182,8 +182,8 @@ def deep_optimizer_states(
     most = max(LARGEST_STRIDE, len(workload.subgroups))
     if stride > most:
         raise RuleError(
-            f"stride must be at most {most}, because with a larger one no subgroup is staged, but got "
-            f"{stride}: 0 stages none",
+            f"stride must be at most {most}, because with a larger stride no subgroup is copied to the GPU for its "
+            f"update, but got {stride}. Set stride to 0 if no subgroup shall be copied",
             key="options.stride",
         )
     options = StockOptions(

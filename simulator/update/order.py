@@ -60,8 +60,8 @@ class UpdateOrder(BaseModel):
             wrong = [f"leave out the subgroups {missing}"] if missing else []
             wrong += [f"name the subgroups {twice} more than once"] if twice else []
             raise RuleError(
-                f"plan.order.{queue.value} must name each subgroup of this queue of updates exactly once, but the "
-                f"ranges {order} {' and '.join(wrong)}",
+                f"plan.order.{queue.value} must name exactly once each subgroup that the "
+                f"{'CPU' if queue == Queue.HOST else 'GPU'} updates, but the ranges {order} {' and '.join(wrong)}",
                 key=f"order.{queue.value}",
             )
         return named

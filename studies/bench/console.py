@@ -43,7 +43,9 @@ def kill_parser(study: str, doc: str | None, kills: int) -> argparse.ArgumentPar
     ``kills`` is the default of the option ``--kills``, the number of kills.
     """
     parser = study_parser(study, doc, required=False)
-    parser.add_argument("--kills", type=whole_number, default=kills, help=f"number of kills (default: {kills})")
+    parser.add_argument(
+        "--kills", type=whole_number, default=kills, help=f"number of training processes to kill (default: {kills})"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random choices (default: 0)")
     return parser
 
@@ -51,7 +53,7 @@ def kill_parser(study: str, doc: str | None, kills: int) -> argparse.ArgumentPar
 def whole_number(text: str) -> int:
     count = int(text)
     if count < 1:
-        raise argparse.ArgumentTypeError(f"the number must be >= 1, but got {count}")
+        raise argparse.ArgumentTypeError(f"the number of kills must be >= 1, but got {count}")
     return count
 
 

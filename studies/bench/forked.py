@@ -101,7 +101,8 @@ class Child(Forked):
         status = self.ended(limit_s)
         if status:
             raise RuntimeError(
-                f"a run that nobody kills must end within {limit_s:g} s, but it ended with {status}: {self.output}"
+                f"a run that the study does not kill must succeed within {limit_s:g} s, but ended with exit status "
+                f"{status} ({-signal.SIGKILL}: killed after this time). Its output: {self.output}"
             )
 
     def kill(self) -> None:

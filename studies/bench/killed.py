@@ -146,7 +146,7 @@ def concluded(study: str, path: Path | None, figures: dict[str, Any], scratch: P
     """
     publish(study, path, figures)
     if figures["failures"]:
-        console.print(f"what is left of the failed trials: {scratch}")
+        console.print(f"the files of the failed trials are kept in {scratch}")
         return 1
     shutil.rmtree(scratch)
     return 0

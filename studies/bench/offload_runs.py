@@ -85,10 +85,9 @@ class Run:
         off = abs(math.log(self.params_b * 1e9 / self.logged_params))
         if (logged and off > math.log(_LABEL_LIMIT)) or not self.labelled_hidden:
             raise RunError(
-                f"{self.where or self.model}: params_b must be what layers, hidden and seq make "
-                f"(within a factor of {_LABEL_LIMIT:g}), but got {self.params_b:g}, and "
-                f"{self.layers} layers of {self.hidden} with {self.seq} positions are "
-                f"{self.logged_params / 1e9:.3g}"
+                f"{self.where or self.model}: params_b must agree with layers, hidden and seq (within a factor of "
+                f"{_LABEL_LIMIT:g}), but params_b is {self.params_b:g}, and a model with layers {self.layers}, hidden "
+                f"{self.hidden} and seq {self.seq} has {self.logged_params / 1e9:.3g} billion parameters"
             )
 
     @property

@@ -286,7 +286,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--limit-s", type=float, default=float("inf"), help="seconds after which no further trial starts"
     )
     parser.add_argument(
-        "--homes", choices=tuple(RESUMED_WITH), help="memory that keeps the 16-bit parameters, for all runs"
+        "--homes",
+        choices=tuple(RESUMED_WITH),
+        help="kind of training run that is killed in all trials (default: each kind in turn). host: all 16-bit "
+        "parameters in host memory. mixed: some of them there. stored: a part of the optimizer state on a drive. "
+        "guessed: early updates, before the gradient norm is known. Empty text: DeepSpeed's own optimizer",
     )
     options = parser.parse_args(arguments)
     console = Console()

@@ -312,9 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="turns of training for DeepSpeed and for each plan (default: 8). A turn takes about a second",
+        help="number of rounds of training (default: 8). In each round, DeepSpeed alone and each plan train for about "
+        "a second, one after the other",
     )
-    parser.add_argument("--quick", action="store_true", help="train a model of 4 million parameters for two turns")
+    parser.add_argument("--quick", action="store_true", help="train a model of 4 million parameters, in two rounds")
     args = parser.parse_args(argv)
     size = QUICK if args.quick else DemoSize()
     if args.rounds is not None:

@@ -103,7 +103,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m studies.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     names = [*PARTS, *(s for s in SECTIONS if s not in PARTS)]
-    parser.add_argument("--out", type=Path, help="folder for the results of all parts")
+    parser.add_argument("--out", type=Path, help="folder for the results of this study")
     parser.add_argument("--plot", type=Path, metavar="DIR", help="only draw pictures of the results in DIR")
     parser.add_argument(
         "--part",
@@ -112,14 +112,16 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         choices=names,
         default=[],
         metavar="NAME",
-        help=f"run only these parts or sections: {', '.join(names)}",
+        help=f"run only these parts of the study, or only these sections of a part: {', '.join(names)}",
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="minutes after which the command stops")
-    parser.add_argument("--rehearse", action="store_true", help="run every part without a GPU, with tiny models")
+    parser.add_argument("--rehearse", action="store_true", help="run the whole study without a GPU, with tiny models")
     parser.add_argument("--again", action="store_true", help="also repeat sections that have a result in --out")
     parser.add_argument("--size", help="size of the model, a key of studies.bench.byte_gpt.SIZES")
     parser.add_argument(
-        "--model-b", type=float, help="size of the model in billions of parameters: 1.3, 3 or 7, instead of --size"
+        "--model-b",
+        type=float,
+        help="size of the model as a number of billions of parameters (1.3, 3 or 7), if --size is not given",
     )
     parser.add_argument("--cap-gib", type=float, help="limit on GPU memory, in GiB")
     parser.add_argument(
@@ -132,7 +134,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--device",
         choices=["cuda", "emulated"],
         default="cuda",
-        help="device that trains. emulated has the effect of --rehearse",
+        help="device that trains the models. The value emulated has the same effect as --rehearse",
     )
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

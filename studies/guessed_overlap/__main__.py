@@ -95,12 +95,17 @@ def sequences(steps: int) -> Mapping[str, Clips]:
 def main() -> None:
     parser = study_parser("guessed_overlap", __doc__)
     parser.add_argument(
-        "--steps", type=int, default=STEPS, help="number of timed steps per pattern in which steps clip or do not clip"
+        "--steps",
+        type=int,
+        default=STEPS,
+        help="number of timed steps for each choice of which steps clip, such as 10%% of them",
     )
     parser.add_argument(
         "--factor", type=float, default=0.04, help="factor by which the durations of the emulated layers are multiplied"
     )
-    parser.add_argument("--quick", action="store_true", help="train only two sequences of steps, for tests")
+    parser.add_argument(
+        "--quick", action="store_true", help="train only with 10%% and 100%% of the steps clipped, for tests"
+    )
     args = parser.parse_args()
     become_only_rank()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -158,7 +163,10 @@ class Trial:
         self.clipped += [False] * self._bench.steps
         self._early = ebbtide.tuner.plan(work, setting.machine(), memory_margin=0)
         if not any(self._early.updated_early):
-            raise AssertionError(f"the plan of {name} subgroups must update some early, but updates none")
+            raise AssertionError(
+                f"the plan for subgroups of kind {name!r} must contain early updates (before the gradient norm is "
+                "known), but contains none"
+            )
         self._plain = self._early.with_bits(early=False)
         self._blocks = list[float]()  # seconds of an iteration in each block without early updates
 

@@ -192,7 +192,7 @@ def _trained(
     """
 
     def train() -> None:
-        for number in track(range(WARMUP, WARMUP + steps), description="steps of stock ZeRO-3 offload"):
+        for number in track(range(WARMUP, WARMUP + steps), description="training with DeepSpeed's ZeRO-3 offload"):
             _step(engine, batches.at(number, engine.device), borders)
 
     if counters is None:
@@ -227,7 +227,9 @@ def phase_row(
     """
     own = [p for p in passages if p.phase == phase]
     if not own:
-        raise ValueError(f"the measured steps have no phase {phase!r}. Measure at least one step")
+        raise ValueError(
+            f"at least one measured step must contain the phase {phase!r}, but none does. Set --steps to 1 or more"
+        )
     seconds = sum(p.seconds for p in own)
     moments = [s for s in memory if _within(s.t_s, own)]
     traffic = [s for s in links if _within(s.t_s, own)]
@@ -300,7 +302,8 @@ def _link_share(row: dict[str, float | int | None], capacity: float | None) -> f
 def _number(value: float | int | None) -> float:
     if value is None:
         raise ValueError(
-            "the rate of copies to or from the GPU was not measured (None), but is needed for the share of the link"
+            "the rate of copies to or from the GPU must be measured, to compute the used share of the link's "
+            "bandwidth, but got None"
         )
     return float(value)
 

@@ -98,7 +98,7 @@ def main() -> None:
         "--jobs",
         type=int,
         default=len(JOBS),
-        help="number of training jobs to compare, from the first one on (default: all)",
+        help="use only this number of training jobs, from the start of the study's list (default: all jobs)",
     )
     publish("one_answer", parser.parse_args().json, measure(JOBS[: parser.parse_args().jobs]))
 

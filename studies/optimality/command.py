@@ -36,12 +36,18 @@ PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to fi
 
 def main() -> None:
     parser = study_parser("optimality", __doc__)
-    parser.add_argument("--pairs", type=int, default=200, help="random pairs of a machine and a workload")
+    parser.add_argument(
+        "--pairs",
+        type=int,
+        default=200,
+        help="number of random pairs (a machine and a workload) for which a plan is compared with a lower bound",
+    )
     parser.add_argument(
         "--few",
         type=int,
         default=20,
-        help="further pairs with few subgroups, for which the best plan is found by exhaustive search",
+        help="number of further random pairs (a machine and a workload) with few subgroups, for which the tuner's "
+        "plan is compared with the best plan, found by exhaustive search",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -71,7 +77,7 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     rows = [
         gap(*random_pair(rng), offload_parameters=True)
-        for _ in track(range(pairs), description="plans for random pairs")
+        for _ in track(range(pairs), description="planning for random machines and workloads")
     ]
     gaps = sorted(row["gap_pct"] for row in rows)
     seconds = [row["planning_s"] for row in rows]
@@ -102,7 +108,7 @@ def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machin
     pairs = list(some)
     rows = [
         what | gap(workload, node, offload_parameters=True)
-        for what, workload, node in track(pairs, description="plans for real models")
+        for what, workload, node in track(pairs, description="planning for Llama and Qwen models")
     ]
     gaps = sorted(row["gap_pct"] for row in rows)
     return {

@@ -53,8 +53,8 @@ def optimum(search: Search) -> Optimum:
     count = len(search.workload.subgroups)
     if count > MOST_SUBGROUPS:
         raise ValueError(
-            f"the exact optimum is searched for at most {MOST_SUBGROUPS} subgroups, but got "
-            f"{count}: compare with the bound instead (Plan.prediction.lower_bound_s)"
+            f"exhaustive search for the best plan is limited to {MOST_SUBGROUPS} subgroups, but got {count} subgroups. "
+            "Instead, compare a plan's iteration time with its lower bound, Plan.prediction.lower_bound_s"
         )
     best = search.best()
     best_s = search.score(best).iteration_s

@@ -81,9 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--training",
         metavar="CSV",
-        help="published training runs whose prediction errors are shown by family, such as A100",
+        help="file with published training runs. Their prediction errors are shown for each family of runs, such as "
+        "all runs on A100 GPUs",
     )
-    parser.add_argument("--quick", action="store_true", help="leave out the cross-validation")
+    parser.add_argument("--quick", action="store_true", help="skip the cross-validation of the calibration")
     parser.add_argument(
         "--triples",
         type=int,
@@ -106,8 +107,8 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
         found = json.loads(Path(path).read_text())["cross_validation"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            "--before must name a result file (--json) of this command without --quick, which has the key "
-            f"'cross_validation', but {path} cannot be used: {error!r}"
+            "--before must name a result file with the key 'cross_validation', which this command writes with --json "
+            f"and without --quick, but {path} cannot be used: {error!r}"
         ) from None
     return dict(found)
 
@@ -247,7 +248,10 @@ def print_tables(figures: dict[str, Any]) -> None:
     console.print(*tables("published_runs", {"nothing_fitted": beside, **told}))
     repeated = figures["predicted_rows_that_were_fitted"]
     if repeated:
-        console.print(f"note: {repeated} of the {len(figures['rows'])} predicted rows were calibrated on")
+        console.print(
+            f"note: {repeated} of the {len(figures['rows'])} predicted runs were also used for the calibration, so "
+            "their errors do not test the predictions"
+        )
     _print_unfit(console, figures)
     if figures.get("training"):
         _print_training(console, figures["training"])

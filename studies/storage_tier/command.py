@@ -70,10 +70,12 @@ SHARES = {ALL_STORED: 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memo
 def main() -> None:
     parser = study_parser("storage_tier", __doc__)
     parser.add_argument(
-        "--folder", type=Path, help="folder on the measured disk (default: the folder of the --json file)"
+        "--folder",
+        type=Path,
+        help="folder for optimizer state. The rates of its disk are measured (default: the folder of the --json file)",
     )
     parser.add_argument("--size", default="200m", choices=sorted(SIZES), help="size of the model")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each way to train")
+    parser.add_argument("--steps", type=int, default=8, help="number of timed steps of each training run")
     parser.add_argument("--variant", help=argparse.SUPPRESS)
     parser.add_argument("--given", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

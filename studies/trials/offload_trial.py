@@ -47,7 +47,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--variant", default="stock")
-    parser.add_argument("--plan", type=Path, help="plan file for the variant ebbtide")
+    parser.add_argument("--plan", type=Path, help="with --variant ebbtide: plan file that the run trains under")
     parser.add_argument("--size", default="tiny", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=8, help="number of timed steps, after 3 warm-up steps")
     parser.add_argument("--micro-batch", type=int, default=1)

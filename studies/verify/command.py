@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
     parser.add_argument(
-        "--rounds", nargs="+", choices=ROUNDS, default=list(ROUNDS), help="groups of artificial defects to test"
+        "--rounds",
+        nargs="+",
+        choices=ROUNDS,
+        default=list(ROUNDS),
+        help="names of groups of artificial defects. Each is put into a training run, and tune verify must find it",
     )
     parser.add_argument("--no-overhead", action="store_true")
     parser.add_argument("--no-versions", action="store_true", help="test only the installed version of DeepSpeed")
@@ -52,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stage in options.stages:
         for ranks in options.ranks:
             group = trained(stage, ranks, options.rounds, cases, right)
-            console.print(f"ZeRO-{stage}, {ranks} rank(s): tune verify has judged {group} runs")
+            console.print(f"ZeRO-{stage}, {ranks} rank(s): number of training runs judged by tune verify: {group}")
         if not options.no_overhead:
             overheads[f"zero{stage}"] = overhead_pct(stage)
     versions = [] if options.no_versions else known_versions()

@@ -39,7 +39,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stage", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rounds", nargs="+", default=list(ROUNDS), help="groups of artificial defects to train with")
+    parser.add_argument(
+        "--rounds",
+        nargs="+",
+        default=list(ROUNDS),
+        help="names of groups of artificial defects. A training run is made with each defect of these groups",
+    )
     parser.add_argument(
         "--overhead", action="store_true", help="measure the time that `tune verify` takes to record each step"
     )

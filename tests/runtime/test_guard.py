@@ -169,7 +169,9 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
     sizes = [int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel]
     host = Plan.runs(["host"] * count)
     longer = Plan(subgroup_size=20_000, placement=Plan.runs(["host"] * (count + 2)))
-    with pytest.raises(PlanError, match=f"must cover {count} subgroups, but covers {count + 2}"):
+    with pytest.raises(
+        PlanError, match=f"placement of the engine's {count} subgroups, but sets the placement of {count + 2}"
+    ):
         ebbtide.runtime.attach(engine, longer)
     other = Plan(subgroup_size=30_000, placement=host, subgroups=[n + 1 for n in sizes])
     with pytest.raises(PlanError, match=r"set zero_optimization\.sub_group_size to 30000"):

@@ -105,7 +105,7 @@ def test_switching_to_another_models_plan_is_refused_and_leaves_the_engine_alone
     engine = new_engine()
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
     ebbtide.runtime.attach(engine, plan_of(["host"], count))
-    with pytest.raises(PlanError, match=r"plan\.ways must cover"):
+    with pytest.raises(PlanError, match=r"plan\.ways must set the placement of"):
         switch_plan(engine, plan_of(["host"], count + 1))
     assert_same_bits(train(engine), stock)
 

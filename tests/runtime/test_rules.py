@@ -34,7 +34,7 @@ def test_the_width_is_that_of_the_build_and_not_of_the_machine(rule, build):
     needs(build)
     op = stock_op(rule.name, build)
     if build == "unfused":
-        with pytest.raises(UnknownRoundingError, match=r"op\.so matches 0 of them.*builds it again"):
+        with pytest.raises(UnknownRoundingError, match=r"op\.so rounds like 0 of these builds.*builds the op again"):
             vector_width(rule, op)
     else:
         assert vector_width(rule, op) == WIDTHS.get(build, NO_VECTORS)

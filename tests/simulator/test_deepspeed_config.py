@@ -139,7 +139,7 @@ def test_each_older_way_is_slower_on_the_host():
         (config({**CPU, "ratio": -3}), "offload_optimizer.ratio must be a number between 0 and 1"),
         (config({**CPU, "ratio": "half"}), "ratio must be a number .* 'half'"),
         (config({**CPU, "ratio": 0.3}, stage=2), "ratio must be 1 under ZeRO-2"),
-        (config({"device": "nvme", "ratio": 0.3}), "ratio .*absent together with .*nvme"),
+        (config({"device": "nvme", "ratio": 0.3}), "ratio .*must not be set together with .*nvme"),
         (config(CPU, zenflow={}), "zenflow must be absent"),
         (config({**CPU, "pin_memory": "nay"}), "pin_memory must be true or false, but got 'nay'"),
         (config({**CPU, "bufer_count": 4}), "knows, .*: write buffer_count"),

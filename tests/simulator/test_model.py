@@ -409,7 +409,7 @@ BAD = [
         "stage is 2 in the DeepSpeed config, but the option --zero-stage is 1",
     ),
     (LLAMA, {"ds_config": {"optimizer": {"type": "SGD"}}}, "optimizer.type must be .* got 'SGD'"),
-    (LLAMA, {"pipeline_parallel": 2}, "must be 1 under ZeRO-2 and 3, .* but got 2 under ZeRO-3"),
+    (LLAMA, {"pipeline_parallel": 2}, "must be 1 under ZeRO-2 and ZeRO-3, .* but got 2 under ZeRO-3"),
     (LLAMA, {"ds_config": {"gradient_clipping": "yes"}}, "gradient_clipping must be a number"),
     (LLAMA, {"ds_config": {"gradient_clipping": float("nan")}}, "gradient_clipping"),
     (LLAMA, {"ds_config": "/nonexistent.json"}, "--ds-config"),

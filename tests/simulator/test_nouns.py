@@ -125,7 +125,7 @@ def test_shares_hold_every_element_once(sizes, cuts):
         ({"placement": []}, "placement"),
         ({"staging_slots": 0}, "plan.staging_slots must be >= 1"),
         ({"prefetch": 3}, "plan.prefetch must be at most plan.staging_slots"),
-        ({"subgroups": [1, 2, 3]}, "cover every subgroup of plan.subgroups once"),
+        ({"subgroups": [1, 2, 3]}, "placement of all 3 subgroups in plan.subgroups"),
         ({"subgroup_size": 0}, "subgroup_size"),
         ({"parameter_home": [{"home": "host", "count": 3}]}, "got 3 locations for 2 subgroups"),
         ({"parameter_home": [{"home": "moon", "count": 2}]}, "parameter_home"),
@@ -214,7 +214,7 @@ def test_the_exported_schema_is_the_plans_own():
 
 def test_a_plan_for_another_number_of_subgroups_is_refused():
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 3))
-    with pytest.raises(PlanError, match="got 3 ways for 4 subgroups"):
+    with pytest.raises(PlanError, match="all 4 subgroups of the workload, but sets the placement of 3"):
         build_schedule(workload(), plan)
 
 

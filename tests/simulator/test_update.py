@@ -46,7 +46,9 @@ def test_orders_are_short_where_they_can_be():
 
 def test_an_order_that_misses_a_subgroup_is_refused_by_the_plan():
     fields = {"subgroup_size": 1, "placement": [{"placement": "host", "count": 3}]}
-    with pytest.raises(PlanError, match=r"plan\.order\.host must name each .* leave out the subgroups \[2\]"):
+    with pytest.raises(
+        PlanError, match=r"plan\.order\.host must name exactly once each .* CPU .* leave out the subgroups \[2\]"
+    ):
         Plan.from_fields({**fields, "order": {"host": [[0, 1]]}})
     with pytest.raises(PlanError, match=r"name the subgroups \[1\] more than once"):
         Plan.from_fields({**fields, "order": {"host": [[0, 1], [1, 2]]}})

@@ -40,7 +40,7 @@ def test_samples_belong_to_the_phase_they_were_taken_in():
         "from_device_bytes_per_s": 2e9,
     }
     assert rows()["forward"]["to_device_bytes_per_s"] is None, "no sample was taken during forward"
-    with pytest.raises(ValueError, match="no phase 'step'"):
+    with pytest.raises(ValueError, match="must contain the phase 'step'"):
         phase_row("step", PASSAGES[:2], MEMORY, LINKS)
 
 

@@ -161,10 +161,10 @@ def test_every_published_row_is_readable_with_blanks_and_without(tmp_path):
         ({"prefetch": "0.5"}, "prefetch must be 0, 1 or blank"),
         ({"async_grads": "7"}, "async_grads must be 0, 1 or blank, but got '7'"),
         ({"heads": "7"}, "heads must divide hidden .4096., but got 7"),
-        ({"hidden": "32"}, "params_b must be what layers, hidden and seq make .* but got 7, and 32"),
-        ({"params_b": "0.1"}, "params_b must be what layers, hidden and seq make"),
-        ({"params_b": "700"}, "params_b must be what layers, hidden and seq make"),
-        ({"layers": "1000000", "hidden": ""}, "params_b must be what layers, hidden and seq make"),
+        ({"hidden": "32"}, "params_b must agree with layers, hidden and seq .* but params_b is 7, and"),
+        ({"params_b": "0.1"}, "params_b must agree with layers, hidden and seq"),
+        ({"params_b": "700"}, "params_b must agree with layers, hidden and seq"),
+        ({"layers": "1000000", "hidden": ""}, "params_b must agree with layers, hidden and seq"),
         ({"offload_ratio": "-0.1"}, r"offload_ratio must lie in \[0, 1\], but got '-0.1'"),
         ({"offload_ratio": "1.1"}, r"offload_ratio must lie in \[0, 1\], but got '1.1'"),
     ],
@@ -285,7 +285,7 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     assert "device_flops_per_s" in figures["calibration"]["a100"]["changes"]
     assert figures["nothing_fitted"]["predicted"] != figures["predicted"]
     assert path.with_suffix(".png").stat().st_size > 10_000
-    assert "5 of the 91 predicted rows were calibrated on" in capsys.readouterr().out
+    assert "5 of the 91 predicted runs were also used for the calibration" in capsys.readouterr().out
 
 
 def test_without_runs_to_calibrate_on_nothing_is_fitted(tmp_path):

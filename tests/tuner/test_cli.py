@@ -79,7 +79,7 @@ def test_plan_as_json_for_a_named_strategy(files):
         (["show", "nowhere.json"], "plan must be a readable JSON file"),
         (["show", "{newer}"], "was written by a newer ebbtide"),
         (["simulate", "{good}", "--strategy", "magic"], "strategy must be one of"),
-        (["simulate", "{good}", "--plan", "{other}"], "plan.ways must cover"),
+        (["simulate", "{good}", "--plan", "{other}"], "plan.ways must set the placement of"),
         (["checkpoint", "list", "/nowhere"], "must be a folder of checkpoints"),
         (["checkpoint", "prune", "{folder}", "--keep", "0"], "--keep"),
         (["checkpoint", "verify", "{folder}", "--tag", "none"], "missing"),

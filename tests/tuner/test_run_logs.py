@@ -226,7 +226,7 @@ def test_files_that_tell_nothing_are_refused(tmp_path):
         ("step_ms,step_s\n3,4\n", "line 2: only one of step_ms and step_s may be given, but got"),
         ("step_ms,ratio\n3,1.5\n", r"line 2: ratio must lie in \[0, 1\], but got '1.5'"),
         ("forward_ms,step_ms,iteration_ms\n300,2477,1000\n", "line 2: an iteration must take at"),
-        ("step_ms,step_ms\n3,4\n", "the columns of c.csv must differ, but it has"),
+        ("step_ms,step_ms\n3,4\n", "the columns of c.csv must have different names, but got"),
     ],
 )
 def test_rows_that_make_no_sense_are_refused(tmp_path, text, message):

@@ -200,7 +200,7 @@ def _from_csv(name: str, text: str, described: Described) -> list[Observation]:
             f"{', '.join((*_INTEGERS, *_OPTIONS, *_OTHER))}, but {name} has {columns}"
         )
     if len(set(columns)) < len(columns):
-        raise CalibrationError(f"the columns of {name} must differ, but it has {columns}")
+        raise CalibrationError(f"the columns of {name} must have different names, but got {columns}")
     runs = [_row(f"{name}, line {reader.line_num}", row, described) for row in reader]
     if not runs:
         raise CalibrationError(f"a CSV of --runs must hold at least one run, but {name} holds none")

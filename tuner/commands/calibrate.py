@@ -29,8 +29,14 @@ LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the 
     "with steps_per_print 1 and log level info also gives the time between phases. May be "
     "repeated.",
 )
-@click.option("--strategy", default="zero3_offload", show_default=True, help="Strategy that the runs trained with.")
-@click.option("--ratio", type=click.FloatRange(0, 1), help="Twin-Flow's ratio in the runs, if they used it.")
+@click.option(
+    "--strategy", default="zero3_offload", show_default=True, help="Offload strategy of the measured runs (--runs)."
+)
+@click.option(
+    "--ratio",
+    type=click.FloatRange(0, 1),
+    help="Twin-Flow's ratio in the measured runs (--runs), if they used Twin-Flow.",
+)
 @click.option("-o", "--out", required=True, help="Path of the corrected machine file to write.")
 @workload_options
 @JSON
@@ -88,7 +94,8 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
     for change in calibrated.changes:
         click.echo(
             f"{change.field:32} {change.before:10.4g} -> {change.after:10.4g}  "
-            f"(quartiles {change.low:.4g} to {change.high:.4g}; kind of work: {change.knob})"
+            f"(quartiles after calibration: {change.low:.4g} to {change.high:.4g}; "
+            f"rates corrected together: {change.knob})"
         )
     if not calibrated.changes:
         click.echo("no rate was changed, because the runs add no information to the machine file")

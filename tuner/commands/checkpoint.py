@@ -86,7 +86,7 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
     "--to",
     required=True,
     metavar="DIR",
-    help="Folder to write the exported checkpoint to, in a folder named after its tag.",
+    help="Folder for exported checkpoints. The exported checkpoint gets a subfolder that is named after its tag.",
 )
 @guarded
 def export(folder: str, tag: str | None, to: str) -> None:

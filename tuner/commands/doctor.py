@@ -24,7 +24,9 @@ _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 @click.option(
     "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks on this machine."
 )
-@click.option("--checkpoint-dir", help="Checkpoint folder whose disk is checked (default: the plan's folder).")
+@click.option(
+    "--checkpoint-dir", help="Checkpoint folder whose disk is checked (default: checkpoint.dir in the plan file)."
+)
 @click.option(
     "--ds-config",
     help="DeepSpeed config to check: whether it can train under a plan, and which known defects of the"

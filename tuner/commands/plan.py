@@ -50,15 +50,17 @@ if TYPE_CHECKING:
 @click.option(
     "--offload-param/--no-offload-param",
     default=None,
-    help="Let 16-bit parameters move to host memory wherever that is faster, or only if the model does not fit "
-    "otherwise. Default: wherever faster, unless offload_param.device in --ds-config is none.",
+    help="--offload-param: 16-bit parameters may move to host memory if training is faster then. --no-offload-param: "
+    "only if the model does not fit otherwise. Default: --offload-param, or --no-offload-param if "
+    "offload_param.device in --ds-config is none.",
 )
 @click.option(
     "--subgroup-size",
     default="auto",
     show_default=True,
-    help="Elements per subgroup, e.g. 1e8. auto: choose the fastest. keep: use the workload's. pieces: keep the "
-    "workload's as DeepSpeed's sub_group_size, and choose the fastest plan for parts of DeepSpeed's subgroups.",
+    help="Elements per subgroup, e.g. 1e8. auto: choose the fastest size. keep: use the workload's sub_group_size. "
+    "pieces: DeepSpeed uses the workload's sub_group_size, and the plan divides each of DeepSpeed's subgroups into "
+    "smaller ones, of the fastest size.",
 )
 @click.option("--robust", is_flag=True, help="Minimize the 90th percentile of the predicted time, not the median.")
 @click.option(
@@ -71,7 +73,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Time from a failure to training again, e.g. 60s.",
 )
-@click.option("--checkpoint-dir", help="Folder for the planned checkpoints.")
+@click.option("--checkpoint-dir", help="Folder to which training under the plan writes its checkpoints.")
 @click.option("--checkpoint-rate", type=RATE, help="Write rate of checkpoint storage per node, e.g. 2GB/s.")
 @STORAGE
 @click.option(
@@ -138,8 +140,9 @@ def plan(
     }
     if options["pieces"] and options["storage"]:
         raise BadInputError(
-            "--subgroup-size pieces cannot be used with state on storage, which holds whole subgroups only. "
-            "Use --subgroup-size auto, or leave out --storage and offload_optimizer.device nvme"
+            "--subgroup-size pieces must not be given if optimizer state is stored on a drive, because a drive holds "
+            "whole subgroups of DeepSpeed only. Use --subgroup-size auto, or leave out --storage and "
+            "offload_optimizer.device nvme"
         )
     needs("with --storage", bool(options["storage"]), "endurance")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}

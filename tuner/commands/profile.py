@@ -13,13 +13,16 @@ from ebbtide.tuner.inputs import BadInputError, check_folder
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("-o", "--output", help="File to write (default: machine.json, or workload.json with --train-script).")
-@click.option("--storage-dir", help="Folder for checkpoints, whose write rate is measured.")
+@click.option("--storage-dir", help="Folder for checkpoints. The write rate of its disk is measured.")
 @click.option(
     "--drive",
     multiple=True,
-    help="Folder on a drive for optimizer state (`tune plan --storage`), whose rates are measured. May be repeated.",
+    help="Folder on a drive for optimizer state (`tune plan --storage`). The read and write rates of the drive are "
+    "measured. May be repeated.",
 )
-@click.option("--seconds", default=30.0, show_default=True, help="Time to measure, at most 60 seconds.")
+@click.option(
+    "--seconds", default=30.0, show_default=True, help="Total duration of the measurement in seconds, at most 60."
+)
 @click.option("--fresh", is_flag=True, help="Measure again even if a cached result exists.")
 @click.option(
     "--ranks",
@@ -83,8 +86,8 @@ def profile(
         return
     if arguments or go_on:
         raise BadInputError(
-            "--train-script SCRIPT must be given before the script's arguments and for --continue, "
-            f"but got only {' '.join(arguments) or '--continue'}"
+            "--train-script SCRIPT must be given if --continue or arguments of the script are given, and must come "
+            f"before these arguments, but got only {' '.join(arguments) or '--continue'}"
         )
     written = output or "machine.json"
     machine_profile(written, storage_dir, drive, seconds, ranks, fresh, as_json)

@@ -43,17 +43,20 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option(
     "--micro-batch",
     type=click.IntRange(min=1),
-    help="Fix the micro-batch size. Without it, the search tries sizes, or uses 1 if --free leaves them out.",
+    help="Fix the micro-batch size. If neither this option nor --ds-config gives a size, the search tries several "
+    "sizes, or only size 1 if --free is given and does not name micro_batch.",
 )
 @click.option(
     "--accumulation",
     type=click.IntRange(min=1),
-    help="Fix the number of micro-batches per step. Without it, the search tries numbers, or uses 1.",
+    help="Fix the number of micro-batches per step. If neither this option nor --ds-config gives a number, the search "
+    "tries several numbers, or only 1 if --free is given and does not name accumulation.",
 )
 @click.option(
     "--zero-stage",
     type=click.IntRange(1, 3),
-    help="Fix the ZeRO stage. Without it, the search tries stages, or uses 3.",
+    help="Fix the ZeRO stage. If neither this option nor --ds-config gives a stage, the search tries all stages, or "
+    "only ZeRO-3 if --free is given and does not name zero_stage.",
 )
 @click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
 @click.option("--no-offload", is_flag=True, help="Do not offload.")
@@ -67,7 +70,8 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
     type=click.IntRange(min=1),
     default=3000,
     show_default=True,
-    help="Largest number of simulations. Configurations that lower bounds rule out are not counted.",
+    help="Largest number of simulated configurations. A configuration is not counted if the search can exclude it "
+    "without a simulation.",
 )
 @click.option("-o", "--output", help="File to write all simulated configurations to, as JSON.")
 @JSON

@@ -37,8 +37,8 @@ TOKEN = "EBBTIDE_TOKEN"
 @click.option("--db", default="ebbtide.db", show_default=True, help="SQLite file for jobs, runs and machines.")
 @click.option(
     "--show",
-    help="Folder with machine.json, workload.json, plan.json and trace.json to open the page with. "
-    "demo: runs/demo, or a small example that comes with ebbtide.",
+    help="Folder with machine.json, workload.json, plan.json and trace.json that the web page shows at first. With the "
+    "value demo: the folder runs/demo if it is complete, otherwise a small example that comes with ebbtide.",
 )
 @click.option(
     "--workers",

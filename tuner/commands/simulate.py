@@ -53,7 +53,8 @@ def _strategies(_: click.Context, __: click.Parameter, begun: str) -> list[Compl
 @click.option(
     "--strategy",
     shell_complete=_strategies,
-    help="Name of the strategy to simulate (default: what the DeepSpeed config offloads).",
+    help="Offload strategy to simulate, e.g. twin_flow. Default: DeepSpeed alone, with the offload settings of "
+    "--ds-config. Without --ds-config, DeepSpeed alone with optimizer state in host memory.",
 )
 @click.option("--trace", help="Trace file to write, for ui.perfetto.dev.")
 @click.option("--plot", help="PNG file to draw the timeline to.")
@@ -199,8 +200,8 @@ def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]
         return name, options
     if moved.beyond_state:
         raise BadInputError(
-            f"--strategy must be {name} or absent with {moved.beyond_state} in --ds-config, "
-            f"which only this strategy has, but got {strategy}: remove the key or the flag"
+            f"--strategy must be {name} or left out, because only {name} can simulate {moved.beyond_state} in "
+            f"--ds-config, but got {strategy}. Remove the key from the config, or leave out --strategy"
         )
     if trained.config is not None:
         given = "".join(f", {key} {value}" for key, value in options.items())

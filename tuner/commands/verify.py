@@ -41,7 +41,8 @@ SIDES = ("stock", "no-offload")
 @click.option(
     "--deterministic/--no-deterministic",
     default=None,
-    help="Use torch's deterministic kernels in all runs (default: on a GPU).",
+    help="Use torch's deterministic kernels in all compared runs. Default: --deterministic if torch finds a GPU, "
+    "otherwise --no-deterministic.",
 )
 @click.option("--json", "json_file", help="File to write the result to, as JSON.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)

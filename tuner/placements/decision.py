@@ -120,8 +120,8 @@ class Question:
         pieces = pieces and workload.zero_stage == 3  # below, DeepSpeed's own size means nothing
         if pieces and storage:
             raise ValueError(
-                "parts of DeepSpeed's subgroups (--subgroup-size pieces) cannot be stored on a drive (--storage). "
-                "Leave out one of the two options"
+                "--subgroup-size pieces must not be given together with --storage, because optimizer state is stored "
+                "on a drive in whole subgroups of DeepSpeed only. Leave out one of the two options"
             )
         return cls(workload, machine, limits, subgroup_sizes, offload_parameters, folders, seed, effort, pieces)
 

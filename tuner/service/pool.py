@@ -146,7 +146,8 @@ class Worker:
             if size > most_bytes:
                 self.kill()
                 raise InvalidError(
-                    f"a result must have at most {most_bytes} bytes, but has {size}: ask for fewer points"
+                    f"the result of a request must have at most {most_bytes} bytes, but has {size} bytes. Request less "
+                    "in one request, for example a what-if with fewer values"
                 )
             return tag, await stdout.readexactly(size)
         except asyncio.IncompleteReadError:

@@ -119,8 +119,8 @@ def summary_of(run: Run) -> dict[str, Any]:
     timeline = timeline_of(run)
     if timeline.iteration_s < SHORTEST_S:
         raise RuleError(
-            f"one iteration of the timeline in spans must last at least {SHORTEST_S:g} s, but lasts "
-            f"{timeline.iteration_s:g} s",
+            f"spans must describe training with at least {SHORTEST_S:g} s per iteration, but got "
+            f"{timeline.iteration_s:g} s per iteration",
             "spans",
         )
     prediction = run.plan.prediction if run.plan else None
@@ -182,8 +182,8 @@ def read_timelines(text: str) -> list[Timeline]:
         return [timeline_of(Run.model_validate(document))]
     except ValidationError as error:
         raise ValueError(
-            "a timeline must be a trace of tune simulate, the demo or the runtime, or a run as "
-            f"POST /api/v1/runs takes it, but: {explain(error, model=Run)}"
+            "a timeline must be a trace file that ebbtide wrote (for example with `tune simulate --trace`), or a "
+            f"training run in the JSON format of POST /api/v1/runs, but: {explain(error, model=Run)}"
         ) from None
 
 

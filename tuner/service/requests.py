@@ -427,8 +427,9 @@ def check_model(config: dict[str, Any]) -> None:
     text = language_model(config)
     if "model_type" in text and family_numbers(text) is None:
         raise RuleError(
-            f"model_type must be one of {', '.join(FAMILIES)} on this server, with the family's usual layers, but got "
-            f"{text['model_type']!r}. Run `tune plan --model config.json` instead, or {DESCRIBE}",
+            f"on this server, model_type must be one of {', '.join(FAMILIES)}, and the config must not change the "
+            f"usual layers of this model family, but got {text['model_type']!r}. Run `tune plan --model config.json` "
+            f"instead, or {DESCRIBE}",
             key="model.model_type",
         )
     layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))

@@ -127,7 +127,7 @@ def _machines(router: APIRouter, service: Service, names: Names) -> None:
     async def forget_machine(name: ask.Name) -> told.Named:
         """Remove an uploaded machine. Presets and the machine that the server was started with cannot be removed."""
         if not await asyncio.to_thread(service.store.forget, "machines", name):
-            raise HTTPException(404, "machine must be one that was uploaded")
+            raise HTTPException(404, f"machine must be the name of an uploaded machine profile, but got {name!r}")
         return told.Named(name=name)
 
 
@@ -213,7 +213,7 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
             key="changes",
         )
     if any(not math.isfinite(v) for values in posted.changes.values() for v in values):
-        raise RuleError("changes must be finite numbers", key="changes")
+        raise RuleError("all values in changes must be finite numbers, but some are not", key="changes")
 
 
 def _jobs(router: APIRouter, service: Service, names: Names) -> None:

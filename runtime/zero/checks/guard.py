@@ -164,8 +164,8 @@ def _rule_of(inner: Any, master: Any, *, below_stage_3: bool) -> UpdateRule:
     names = {cls.__name__ for cls in type(inner).__mro__}
     if not isinstance(inner, torch.optim.Optimizer) or names & {"MuonWithAuxAdam", "FusedLamb"}:
         raise ConfigError(
-            f"the optimizer must be one of {[r.stock for r in RULES]} or a torch.optim.Optimizer "
-            "that updates each element by itself, but got "
-            f"{type(inner).__module__}.{type(inner).__name__}: train it without a plan"
+            f"the optimizer must be one of {[r.stock for r in RULES]}, or a torch.optim.Optimizer whose update is "
+            f"elementwise, but got {type(inner).__module__}.{type(inner).__name__}. Train with this optimizer without "
+            "a plan"
         )
     return OwnStepRule(inner, group_by_group=below_stage_3)

@@ -260,7 +260,7 @@ def test_stored_state_and_own_steps_are_not_for_pieces():
     own = {"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}
     for placement, options in (("stored", {}), ("host", own)):
         engine = start(subgroup_size=LARGE, **options)
-        with pytest.raises(PlanError, match="must cover 2 subgroups"):
+        with pytest.raises(PlanError, match="placement of the engine's 2 subgroups"):
             ebbtide.runtime.attach(engine, plan_for(engine, [placement], pieces=True))
         engine.destroy()
 

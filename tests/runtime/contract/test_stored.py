@@ -150,7 +150,7 @@ def test_a_plan_without_a_folder_and_zero_2_are_refused():
     engine = start(stage=2)
     hosted = plan_for(engine, ["host"])
     stored = hosted.placed(["stored"] * hosted.subgroup_count)
-    with pytest.raises(PlanError, match=r"must not be 'stored' under ZeRO-2"):
+    with pytest.raises(PlanError, match=r"placement 'stored'\), which needs ZeRO-3, but training uses ZeRO-2"):
         ebbtide.runtime.attach(engine, stored.model_copy(update={"storage_dir": "x"}))
     engine.destroy()
 

@@ -158,7 +158,9 @@ def test_what_cannot_be_kept_is_said_at_the_start(tmp_path, caplog, keep, said):
     """
     with caplog.at_level("WARNING", "ebbtide"):
         engine = stored(tmp_path, keep=keep)
-    assert caplog.text.count("checkpoint.keep is 0, but the drives hold the stored state of 1 checkpoint only") == said
+    assert (
+        caplog.text.count("checkpoint.keep is 0, but the drives hold the optimizer state of only 1 checkpoint") == said
+    )
     engine.destroy()
 
 
@@ -167,7 +169,7 @@ def test_a_trainer_that_keeps_more_than_the_drives_is_told(tmp_path, monkeypatch
     monkeypatch.setattr(stored_state, "trainers_limit", lambda: TrainersLimit(limit))
     with caplog.at_level("WARNING", "ebbtide"):
         engine = stored(tmp_path, keep=keep)
-    told = f"the trainer keeps {limit or 'all'} checkpoints, but the drives hold the stored state of 2"
+    told = f"the trainer keeps {limit or 'all'} checkpoints, but the drives hold the optimizer state of only 2"
     assert (told in caplog.text) is said
     engine.destroy()
 
