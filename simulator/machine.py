@@ -4,12 +4,11 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 from ebbtide.simulator.page import Page
-from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.quantity import THREADED, Quantity, Rate, RateName
 from ebbtide.simulator.rules import RuleError, spelled, suggestion
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.storage import StorageRates
@@ -19,55 +18,11 @@ SCHEMA_VERSION = 1
 DeviceKind = Literal["cuda", "emulated"]
 ShareName = Literal["h2d", "d2h", "link", "dram", "storage"]
 
-# A Machine field that gives the full speed of an op, or "wall_s" for work that is already seconds.
-RateName = Literal[
-    "wall_s",
-    "h2d_bytes_per_s",
-    "d2h_bytes_per_s",
-    "pageable_h2d_bytes_per_s",
-    "pageable_d2h_bytes_per_s",
-    "host_adam_params_per_s",
-    "host_adam_out_of_place_params_per_s",
-    "stock_host_adam_params_per_s",
-    "device_adam_params_per_s",
-    "device_flops_per_s",
-    "attention_flops_per_s",
-    "storage_write_bytes_per_s",
-    "storage_read_bytes_per_s",
-    "host_copy_bytes_per_s",
-    "network_bytes_per_s",
-    "device_memory_bytes_per_s",
-]
-# Those that depend on the threads of an op.
-THREADED: tuple[RateName, ...] = (
-    "host_adam_params_per_s",
-    "host_adam_out_of_place_params_per_s",
-    "stock_host_adam_params_per_s",
-)
 OUT_OF_PLACE = 0.8  # of the speed in place: 0.81 to 0.98 on two cores of Zen 5, whose profile says
 _OF_THE_NODE = ("dram", "storage")  # what all ranks draw from; the other shares are of links
 # Of what products sustain, what flash attention reaches, forward and backward, over causal sequences.
 ATTENTION_OF_PRODUCTS = 0.5
 DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """The properties of a field of `Machine` that holds a rate: limit, label and others, the same for all machines.
-
-    Attributes:
-        most: Limit far above the rate of any hardware. A higher value must have been given in a wrong unit.
-        instead: Name of another rate, and the factor by which to multiply it if this rate was not measured.
-        changeable: True if `Machine.with_rates` may change the rate.
-        label: Name of the rate in tables for people. Empty: it is not shown.
-        scatters: True if a robust plan allows for the spread of this rate's measurements.
-    """
-
-    most: float
-    instead: tuple[str, float] | None = None
-    changeable: bool = True
-    label: str = ""
-    scatters: bool = False
 
 
 BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # by name, filled by `ebbtide.simulator.estimates.presets`

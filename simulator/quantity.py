@@ -1,8 +1,11 @@
-"""The data type of a measured or assumed number, with the spread of its measurements and its source."""
+"""The data type of a measured or assumed number, with the spread of its measurements and its source, and the rates
+that have such numbers.
+"""
 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, Self
 
 from ebbtide.simulator.rules import RuleError
@@ -104,3 +107,49 @@ class Quantity(BaseModel):
     def stable(self) -> bool:
         """Return True if the repeated measurements of a quantity differ little. False after a single measurement."""
         return self.n > 1 and self.relative_iqr <= UNSTABLE_IQR
+
+
+# A Machine field that gives the full speed of an op, or "wall_s" for work that is already seconds.
+RateName = Literal[
+    "wall_s",
+    "h2d_bytes_per_s",
+    "d2h_bytes_per_s",
+    "pageable_h2d_bytes_per_s",
+    "pageable_d2h_bytes_per_s",
+    "host_adam_params_per_s",
+    "host_adam_out_of_place_params_per_s",
+    "stock_host_adam_params_per_s",
+    "device_adam_params_per_s",
+    "device_flops_per_s",
+    "attention_flops_per_s",
+    "storage_write_bytes_per_s",
+    "storage_read_bytes_per_s",
+    "host_copy_bytes_per_s",
+    "network_bytes_per_s",
+    "device_memory_bytes_per_s",
+]
+# Those that depend on the threads of an op.
+THREADED: tuple[RateName, ...] = (
+    "host_adam_params_per_s",
+    "host_adam_out_of_place_params_per_s",
+    "stock_host_adam_params_per_s",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The properties of a field of `Machine` that holds a rate: limit, label and others, the same for all machines.
+
+    Attributes:
+        most: Limit far above the rate of any hardware. A higher value must have been given in a wrong unit.
+        instead: Name of another rate, and the factor by which to multiply it if this rate was not measured.
+        changeable: True if `Machine.with_rates` may change the rate.
+        label: Name of the rate in tables for people. Empty: it is not shown.
+        scatters: True if a robust plan allows for the spread of this rate's measurements.
+    """
+
+    most: float
+    instead: tuple[str, float] | None = None
+    changeable: bool = True
+    label: str = ""
+    scatters: bool = False

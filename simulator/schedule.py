@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple, get_args
 
-from ebbtide.simulator.machine import RateName
+from ebbtide.simulator.quantity import RateName
 
 
 class OpKind(StrEnum):

@@ -23,6 +23,7 @@ from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.devices.lane import Completion, Lane
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.fetches import Fetch, Fetches
+from ebbtide.runtime.zero.gathers import gate_gathers
 from ebbtide.simulator import Machine, Plan, Workload, build_schedule, simulate
 from ebbtide.simulator.schedule import Lane as LaneName
 
@@ -127,7 +128,7 @@ class StockBench(Bench):
         self._lane = Lane("stock's gathers")
         self._kernels = kernels_of(self.engine, self.device)
         parameters = self.engine.module.parameters()
-        self._restore = private.gate_gathers(parameters, lambda _: None, self._fetch)
+        self._restore = gate_gathers(parameters, lambda _: None, self._fetch)
         self._pace_step()
 
     def _pace_step(self) -> None:

@@ -404,20 +404,6 @@ def tell_unread(trained: Trained) -> None:
         click.echo(f"note: {notes}", err=True)
 
 
-def read_ds_config(path: str) -> dict[str, Any]:
-    """Load a DeepSpeed config from a JSON file, which may have comments.
-
-    Raises:
-        BadInputError: There is no such file, or it has no JSON object.
-    """
-    from ebbtide.simulator.estimates.deepspeed_keys import read_file
-
-    try:
-        return read_file(path)
-    except ValueError as error:
-        raise BadInputError(str(error)) from None
-
-
 def read_plan(path: str) -> Plan:
     """Load a training plan from a plan file."""
     from ebbtide.simulator.plan import Plan

@@ -9,6 +9,8 @@ from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.collective import CollectiveGathers
 from ebbtide.runtime.zero.fetches import Fetches, Partitions
 
+Fetch = Callable[[list[Any], Callable[[list[Any]], private.Handle]], private.Handle | None]
+
 
 class Gathers:
     """Hooks on DeepSpeed's parameter gathers: each gather first waits for updates, or a copy to the GPU
@@ -43,7 +45,7 @@ class Gathers:
             first[subgroup] = min(first[subgroup], place.get(ds_id, len(place)))
         return first
 
-    def gate(self, wait: Callable[[Iterable[Any]], None], fetch: private.Fetch) -> Callable[[], None]:
+    def gate(self, wait: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
         """Make every ZeRO-3 gather first call ``wait`` with the parameters to be gathered. Return a function that
         undoes this.
 
@@ -52,9 +54,9 @@ class Gathers:
         ``state_dict()`` or a copy is made.
 
         Args:
-            fetch: Function that may copy parameters to the GPU instead of gathering them (see `private.gate_gathers`).
+            fetch: Function that may copy parameters to the GPU instead of gathering them (see `gate_gathers`).
         """
-        self._undo.append(private.gate_gathers(self._module.parameters(), wait, fetch))
+        self._undo.append(gate_gathers(self._module.parameters(), wait, fetch))
         self._undo.append(private.wait_one_by_one(self._module))
         if self._optimizer.partition_count > 1:
             begins = self._together.module_begins
@@ -212,3 +214,54 @@ def _stand_ins(parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:
             nan = torch.full((parameter.ds_numel,), float("nan"), dtype=dtype, device=device)
             largest[kind] = nan
     return [(p, largest[p.dtype, p.device][: p.ds_numel].view(p.ds_shape)) for p in floating]
+
+
+def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
+    """Arrange that ``gate`` is called with the parameters before every gather. Return a function that undoes this.
+
+    All code that reads a partitioned parameter (forward, GatheredParameters, a state_dict) calls
+    ``param.all_gather`` or ``param.all_gather_coalesced``. Modules call the latter for their own parameters and
+    for those of later modules, and wait for the handle that it returns.
+
+    Args:
+        fetch: Function of the parameters and of DeepSpeed's own gather, called first for a coalesced gather. If
+            it returns a handle, this handle is used, and ``gate`` is not called.
+    """
+    undo: list[tuple[Any, Any, Any]] = []
+    for parameter in parameters:
+        if not hasattr(parameter, "all_gather_coalesced"):
+            continue
+        gather, coalesced = parameter.all_gather, parameter.all_gather_coalesced
+        undo.append((parameter, gather, coalesced))
+        parameter.all_gather = _gated_gather(parameter, gather, gate)
+        parameter.all_gather_coalesced = _gated_coalesced(coalesced, gate, fetch)
+
+    def restore() -> None:
+        for parameter, gather, coalesced in undo:
+            parameter.all_gather, parameter.all_gather_coalesced = gather, coalesced
+
+    return restore
+
+
+def _gated_gather(
+    parameter: Any, gather: Callable[..., Any], gate: Callable[[Iterable[Any]], None]
+) -> Callable[..., Any]:
+    def all_gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        gate([parameter] if param_list is None else param_list)
+        return gather(param_list, *args, **kwargs)
+
+    return all_gather
+
+
+def _gated_coalesced(
+    gather: Callable[..., Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch
+) -> Callable[..., Any]:
+    def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+        params = list(params)
+        handle = fetch(params, lambda some: gather(some, *args, **kwargs))
+        if handle is not None:
+            return handle
+        gate(params)
+        return gather(params, *args, **kwargs)
+
+    return all_gather_coalesced

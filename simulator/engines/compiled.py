@@ -14,7 +14,8 @@ from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.fair_speeds import CAPACITIES
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.reference import capacities
-from ebbtide.simulator.machine import THREADED, Machine, RateName
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, Schedule, Span
 from ebbtide.simulator.timeline import Timeline
 

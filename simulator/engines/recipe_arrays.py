@@ -13,7 +13,7 @@ import numpy as np
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.jit import compiled
 from ebbtide.simulator.engines.kernel import Floats, Ints
-from ebbtide.simulator.machine import THREADED, RateName
+from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op
 from ebbtide.simulator.schedules.planned_loop import Part
 from ebbtide.simulator.schedules.tape import Place

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from ebbtide.simulator.machine import RateName
+from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.peers import FRESH_PASSES, PAGEABLE_PASSES, StockLoop, StockOptions

@@ -15,7 +15,7 @@ from enum import IntFlag, StrEnum
 from functools import cached_property
 from typing import Literal, Self
 
-from ebbtide.simulator.machine import RateName
+from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
 from ebbtide.simulator.update.tiers import TIERS, Memory
@@ -271,6 +271,17 @@ def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane |
     return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
 
 
+def _host_update(
+    waits: Wait,
+    rate: RateName = "host_adam_params_per_s",
+    work: Amount = _adams,
+    dram: Amount = lambda b: b.host_traffic,
+) -> Step:
+    # The kernel writes the parameters to a slot whose last copy must have left.
+    waits |= Wait.NORM | Wait.GRADIENT
+    return Step(OpKind.UPDATE_HOST, Lane.HOST, rate, work, waits, dram, takes=Slot.PARAMETER, threads=True)
+
+
 def _device_update(waits: Wait) -> Step:
     return Step(
         OpKind.UPDATE_DEVICE,
@@ -336,20 +347,7 @@ RECIPES: Mapping[Placement, Recipe] = {
         state="host",
         gradient="host",
         gradient_steps=GRADIENT_TO_HOST,
-        steps=(
-            # The kernel writes the parameters to a slot whose last copy must have left.
-            Step(
-                OpKind.UPDATE_HOST,
-                Lane.HOST,
-                "host_adam_params_per_s",
-                _adams,
-                Wait.NORM | Wait.GRADIENT | Wait.GATE,
-                lambda b: b.host_traffic,
-                takes=Slot.PARAMETER,
-                threads=True,
-            ),
-            _PARAMETERS_TO_DEVICE,
-        ),
+        steps=(_host_update(Wait.GATE), _PARAMETERS_TO_DEVICE),
     ),
     "device": Recipe(
         Queue.DEVICE,
@@ -371,16 +369,7 @@ RECIPES: Mapping[Placement, Recipe] = {
         gradient_steps=GRADIENT_TO_HOST,
         steps=(
             out_of("storage", OpKind.STATE_READ, lambda b: b.staged, Wait.NORM, takes=Slot.STATE, early=True),
-            Step(
-                OpKind.UPDATE_HOST,
-                Lane.HOST,
-                "host_adam_params_per_s",
-                _adams,
-                Wait.NORM | Wait.GRADIENT | Wait.PREVIOUS,
-                lambda b: b.host_traffic,
-                takes=Slot.PARAMETER,
-                threads=True,
-            ),
+            _host_update(Wait.PREVIOUS),
             _PARAMETERS_TO_DEVICE,
             # Out of place; from its end on, readers of the state see what it has written.
             into("storage", OpKind.STATE_WRITE, lambda b: b.staged, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STATE),
@@ -396,15 +385,11 @@ UNFUSED_HOST = Recipe(
     gradient="host",
     gradient_steps=GRADIENT_TO_HOST,
     steps=(
-        Step(
-            OpKind.UPDATE_HOST,
-            Lane.HOST,
+        _host_update(
+            Wait.GATE,
             "stock_host_adam_params_per_s",
             lambda b: _unfused(b) / _unfused(replace(b, state=ADAM.state_bytes)),
-            Wait.NORM | Wait.GRADIENT | Wait.GATE,
             _unfused,
-            takes=Slot.PARAMETER,
-            threads=True,
         ),
         _PARAMETERS_TO_DEVICE,
     ),

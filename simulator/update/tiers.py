@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ebbtide.simulator.machine import Machine, RateName
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.schedule import Lane
 
 Memory = Literal["device", "host", "storage"]

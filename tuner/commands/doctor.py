@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded
-from ebbtide.tuner.inputs import read_ds_config, read_plan
+from ebbtide.tuner.inputs import read_plan
 
 if TYPE_CHECKING:
     from ebbtide.tuner.doctor.finding import Finding
@@ -40,10 +40,11 @@ def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_con
     Exit code 0: No problem, or only settings that make training slower, which are shown. Exit code 1: A problem
     must be fixed first.
     """
+    from ebbtide.simulator.estimates.deepspeed_keys import read_file
     from ebbtide.tuner.doctor.examination import whole
 
     plan = read_plan(plan_file) if plan_file is not None else None
-    config = read_ds_config(ds_config) if ds_config is not None else None
+    config = read_file(ds_config) if ds_config is not None else None
     folder = checkpoint_dir or (plan.checkpoint.dir if plan is not None else None)
     with redirect_stdout(sys.stderr):  # DeepSpeed logs there as it is imported
         findings = whole(plan, ranks, folder, config)

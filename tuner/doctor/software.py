@@ -132,12 +132,12 @@ def private_names() -> list[Finding]:
     a plan.
     """
     from ebbtide.runtime.zero.checks import private
-    from ebbtide.runtime.zero.checks.private_names import missing_names
+    from ebbtide.runtime.zero.checks.private_names import TESTED, missing_names
 
     try:
         private.check_version()
     except private.UnsupportedDeepSpeedError as error:
-        first, limit = private.TESTED
+        first, limit = TESTED
         return [bad("private names", str(error), f"pip install 'deepspeed>={first},<{limit}'")]
     missing = missing_names()
     if missing:

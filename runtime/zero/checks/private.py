@@ -1,4 +1,4 @@
-"""The private members of DeepSpeed that ebbtide uses, each with the DeepSpeed versions that have it.
+"""The access to private members of DeepSpeed, whose table is in `private_names`.
 
 `check_version` and `check_members` are called before an engine is taken over. They refuse a DeepSpeed outside the
 tested range, and a DeepSpeed that lacks a member that its version should have.
@@ -6,123 +6,18 @@ tested range, and a DeepSpeed that lacks a member that its version should have.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from ebbtide.runtime.zero.checks.private_names import STAGE3, STAGE12, TESTED
 from ebbtide.simulator.plan import ParameterLocation
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, gathered
 
-TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
 # Before it, Lion's vector loop mangles what it should take the sign of, and Adagrad's scalar loop
 # leaves the weight decay out of the update.
 MENDED = {"lion": "0.19.8", "adagrad": "0.19.8"}
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A private member of DeepSpeed's ZeRO optimizers that ebbtide uses, and the first version that has it."""
-
-    name: str
-    since: str = TESTED[0]
-
-
-_MANGLED = "_DeepSpeedZeroOptimizer_Stage3__"
-STAGE3 = (
-    *map(
-        Member,
-        (
-            "fp16_groups",
-            "fp16_partitioned_groups",
-            "fp16_partitioned_groups_flat",
-            "fp16_partitioned_groups_flat_numel",
-            "fp32_partitioned_groups_flat",
-            "sub_group_size",
-            "sub_group_to_group_id",
-            "grad_partitions_flat_buffer",
-            "grad_position",
-            "norm_for_param_grads",
-            "param_dict",
-            "persistent_parameters",
-            "micro_step_id",
-            "subgroup_to_device",
-            "offload_param",
-            "ipg_buckets",
-            "parameter_offload",
-            "partition_count",
-            f"{_MANGLED}param_id_to_grad_partition",
-            "get_param_id",
-            "is_gradient_accumulation_boundary",
-            "_overflow_check_and_loss_scale_update",
-            "_get_norm_groups",
-            "_model_parallel_all_reduce",
-            "_pre_step",
-            "_partition_all_parameters",
-            "reset_cpu_buffers",
-            "invalidate_secondary_tensor",
-            "_get_fp32_opt_state_partition",
-            "_fp32_state_allgather",
-            "_rigid_load_state_dict",
-            "_load_universal_checkpoint",
-            "_restore_from_bit16_weights",
-            "_restore_from_fp32_weights",
-            "checkpoint_event_prologue",
-            "checkpoint_event_epilogue",
-            "_global_grad_norm",
-            "_partitioned_params_swap_out",
-        ),
-    ),
-    Member("_offload_boundary_param_ids", "0.19.5"),
-    Member("_offload_grad_partition_at_boundary", "0.19.5"),
-    Member("_get_param_partition_rank", "0.19.3"),
-    Member("_loss_scale_update_and_overflow_cleanup", "0.19.8"),
-)
-
-STAGE12 = (
-    *map(
-        Member,
-        (
-            "bit16_groups",
-            "bit16_groups_flat",
-            "parallel_partitioned_bit16_groups",
-            "single_partition_of_fp32_groups",
-            "params_in_partition",
-            "real_dp_process_group",
-            "grad_position",
-            "norm_for_param_grads",
-            "micro_step_id",
-            "accumulated_grads_in_cpu",
-            "param_buffer_of_bit16_for_cpu_offload_groups",
-            "averaged_gradients",
-            "local_overflow",
-            "nccl_start_alignment_factor",
-            "offload_gradient_dict",
-            "check_grad_overflow",
-            "async_accumulate_grad_in_cpu_via_gpu",
-            "get_param_gradient_attribute",
-            "update_offload_overflow_tracker",
-            "clear_grad_attribute",
-            "scaled_global_norm",
-            "_update_scale",
-            "_global_grad_norm",
-            "_update_model_bit16_weights",
-            "_link_all_hp_params",
-            "_lazy_init_hp_params_optimizer_state",
-            "_hp_optimizer_states_linked",
-            "_get_offload_gradient_dict",
-            "_has_inf_or_nan",
-            "get_data_parallel_partitions",
-        ),
-    ),
-    Member("low_precision_master_weights_and_grads", "0.19.8"),
-    Member("_offload_accumulated_param_ids", "0.19.5"),
-    Member("_finalize_cpu_offload_gradient_accumulation", "0.19.5"),
-    Member("_get_param_group_idx", "0.19.8"),
-    Member("_get_compact_grad_partition_slice", "0.19.8"),
-    Member("_use_compact_grad_partition_buffer", "0.19.8"),
-    Member("_wait_for_offload_copies", "0.19.8"),
-)
 
 
 class UnsupportedDeepSpeedError(RuntimeError):
@@ -507,57 +402,3 @@ def mark_available(param: Any) -> None:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     param.ds_status = ZeroParamStatus.AVAILABLE
-
-
-Fetch = Callable[[list[Any], Callable[[list[Any]], Handle]], Handle | None]
-
-
-def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-    """Arrange that ``gate`` is called with the parameters before every gather. Return a function that undoes this.
-
-    All code that reads a partitioned parameter (forward, GatheredParameters, a state_dict) calls
-    ``param.all_gather`` or ``param.all_gather_coalesced``. Modules call the latter for their own parameters and
-    for those of later modules, and wait for the handle that it returns.
-
-    Args:
-        fetch: Function of the parameters and of DeepSpeed's own gather, called first for a coalesced gather. If
-            it returns a handle, this handle is used, and ``gate`` is not called.
-    """
-    undo: list[tuple[Any, Any, Any]] = []
-    for parameter in parameters:
-        if not hasattr(parameter, "all_gather_coalesced"):
-            continue
-        gather, coalesced = parameter.all_gather, parameter.all_gather_coalesced
-        undo.append((parameter, gather, coalesced))
-        parameter.all_gather = _gated_gather(parameter, gather, gate)
-        parameter.all_gather_coalesced = _gated_coalesced(coalesced, gate, fetch)
-
-    def restore() -> None:
-        for parameter, gather, coalesced in undo:
-            parameter.all_gather, parameter.all_gather_coalesced = gather, coalesced
-
-    return restore
-
-
-def _gated_gather(
-    parameter: Any, gather: Callable[..., Any], gate: Callable[[Iterable[Any]], None]
-) -> Callable[..., Any]:
-    def all_gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
-        gate([parameter] if param_list is None else param_list)
-        return gather(param_list, *args, **kwargs)
-
-    return all_gather
-
-
-def _gated_coalesced(
-    gather: Callable[..., Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch
-) -> Callable[..., Any]:
-    def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
-        params = list(params)
-        handle = fetch(params, lambda some: gather(some, *args, **kwargs))
-        if handle is not None:
-            return handle
-        gate(params)
-        return gather(params, *args, **kwargs)
-
-    return all_gather_coalesced
