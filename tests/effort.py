@@ -1,11 +1,30 @@
-"""A fixture that reduces the effort of the plan search for most tests."""
+"""A fixture that reduces the effort of the plan search for most tests, and keeps its answers for some."""
+
+import pickle
+from dataclasses import asdict
 
 import pytest
+from ebbtide.tuner.placements import planning
 from ebbtide.tuner.placements.search import Search
 
 LITTLE = 0.05
 # These files judge plans, or compare them with those of another process.
 IN_EARNEST = ("test_golden", "test_speculation", "test_optimum", "test_annealing")
+# These files test what is done with a plan, most often with the same one.
+KEPT = ("test_inputs", "test_option_walk", "test_cli", "test_first_contact", "test_plans_fit")
+
+
+def kept(decide):
+    """Return `decide` with a memory: an equal question gets the decision of before."""
+    found = {}
+
+    def decided(question, *progress):
+        key = pickle.dumps(asdict(question))
+        if key not in found:
+            found[key] = decide(question, *progress)
+        return found[key]
+
+    return decided
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -15,4 +34,6 @@ def effort(request):
         package, _, name = request.module.__name__.rpartition(".")
         if name not in IN_EARNEST and not package.endswith(".service"):
             patch.setattr(Search, "effort", LITTLE)
+        if name in KEPT:
+            patch.setattr(planning, "decide", kept(planning.decide))
         yield
