@@ -195,6 +195,7 @@ def only_rank(deepspeed_ops):
 
     become_only_rank()
     deepspeed.init_distributed()
+    deepspeed.utils.nvtx.enable_nvtx = False  # marks for a profiler, thousands in each training step
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

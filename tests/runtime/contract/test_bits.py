@@ -218,27 +218,38 @@ def test_any_placement_and_timing_with_a_resume_in_between(before, after, accumu
     assert_same((state, torch.cat([torch.stack(losses), more]), norms + more_norms), expected)
 
 
-@pytest.mark.parametrize(("stage", "device"), STAGES)
-def test_fp16_skips_the_step_on_overflow_and_goes_on(stage, device, monkeypatch):
+@pytest.fixture
+def fp16(monkeypatch):
+    """Allow fp16, which DeepSpeed refuses on a CPU although torch computes it there."""
     from deepspeed.accelerator import get_accelerator
 
-    # DeepSpeed refuses fp16 on a CPU, whose torch computes it all the same.
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    scaler = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
-    options = {"stage": stage, "precision": "fp16", "extra": {"fp16": scaler}}
-    reference = start(**options)
-    losses, norms = train(reference, 24)
-    skipped = reference.skipped_steps
-    from studies.bench.bits import state_of
 
-    expected = state_of(reference), torch.stack(losses), norms
-    reference.destroy()
+
+SCALED = {"precision": "fp16", "extra": {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}}
+
+
+def scaled(engine):
+    losses, norms = train(engine, 24)
+    result = state_of(engine), torch.stack(losses), norms
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return result, skipped
+
+
+@functools.cache
+def stock_scaled(stage):
+    return scaled(start(stage=stage, **SCALED))
+
+
+@pytest.mark.parametrize(("stage", "device"), STAGES)
+def test_fp16_skips_the_step_on_overflow_and_goes_on(stage, device, fp16):
+    expected, skipped = stock_scaled(stage)
     assert 0 < skipped < 24, "the test needs both kinds of step"
-    ours = attached(start(**options), MIX, device, locations=LOCATIONS if stage == 3 else None)
-    losses, norms = train(ours, 24)
-    assert ours.skipped_steps == skipped
-    assert_same((state_of(ours), torch.stack(losses), norms), expected)
-    ours.destroy()
+    engine = attached(start(stage=stage, **SCALED), MIX, device, locations=LOCATIONS if stage == 3 else None)
+    ours, ours_skipped = scaled(engine)
+    assert ours_skipped == skipped
+    assert_same(ours, expected)
 
 
 class Switching(torch.nn.Module):
@@ -259,14 +270,20 @@ class Switching(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def switching(**options):
+    return start(model=Switching(), subgroup_size=9000, **options)
+
+
+@functools.cache
+def stock_switching(stage, clipping):
+    return outcome(switching(stage=stage, clipping=clipping), 9)
+
+
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 @pytest.mark.parametrize("clipping", [0.05, 0.0])
 def test_unused_parameters_get_what_stock_gives_them(stage, device, clipping):
-    def new():
-        return start(model=Switching(), stage=stage, clipping=clipping, subgroup_size=9000)
-
-    expected = outcome(new(), 9)
-    assert_same(outcome(attached(new(), MIX, device, subgroup=5_000), 9), expected)
+    ours = attached(switching(stage=stage, clipping=clipping), MIX, device, subgroup=5_000)
+    assert_same(outcome(ours, 9), stock_switching(stage, clipping))
 
 
 def overflowing(engine, boundaries=1):
@@ -295,45 +312,51 @@ def overflowing(engine, boundaries=1):
 FP16 = {"precision": "fp16", "clipping": 0.0, "extra": {"fp16": {"enabled": True, "loss_scale": 16}}}
 
 
+@functools.cache
+def stock_switching_overflow(stage, accumulation):
+    return overflowing(switching(stage=stage, accumulation=accumulation, **FP16))
+
+
+@functools.cache
+def stock_overflow_of_two_backwards(stage):
+    return overflowing(start(stage=stage, **FP16), 2)
+
+
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumulation, monkeypatch):
+def test_an_overflow_of_what_the_next_batches_do_not_reach(stage, device, accumulation, fp16):
     """Check steps after an overflow in the gradient of parameters that the next batches do not use.
 
     In ZeRO-3 the infinity stays in the gradient sums until the parameters get their next gradient, and
     counts as an overflow in every step until then.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-
-    def new():
-        return start(model=Switching(), stage=stage, accumulation=accumulation, subgroup_size=9000, **FP16)
-
-    expected = overflowing(new())
+    expected = stock_switching_overflow(stage, accumulation)
     assert expected[2] > 1
-    assert_same(overflowing(attached(new(), MIX, device, subgroup=5_000)), expected)
+    ours = attached(switching(stage=stage, accumulation=accumulation, **FP16), MIX, device, subgroup=5_000)
+    assert_same(overflowing(ours), expected)
 
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
-def test_an_overflow_of_the_first_of_two_backwards(stage, device, monkeypatch):
+def test_an_overflow_of_the_first_of_two_backwards(stage, device, fp16):
     """Check that a training step is skipped under a plan, as in stock DeepSpeed, if the first of its two
     backward passes overflows.
 
     Below ZeRO-3 the gradients of the second pass replace those of the first, but the step is skipped
     anyway.
     """
-    from deepspeed.accelerator import get_accelerator
-
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    expected = overflowing(start(stage=stage, **FP16), 2)
+    expected = stock_overflow_of_two_backwards(stage)
     assert expected[2] == 1
     assert_same(overflowing(attached(start(stage=stage, **FP16), MIX, device), 2), expected)
 
 
+@functools.cache
+def stock_of_twelve_steps(stage):
+    return outcome(engine_for("clipping", stage), 12)
+
+
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_save_and_resume_in_another_placement(stage, device, tmp_path):
-    expected = outcome(engine_for("clipping", stage), 12)
+    expected = stock_of_twelve_steps(stage)
     locations = LOCATIONS if stage == 3 else None
     saving = attached(engine_for("clipping", stage), MIX, device, locations=locations)
     train(saving, 7)

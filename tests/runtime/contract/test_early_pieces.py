@@ -86,7 +86,8 @@ def dropping():
     return model
 
 
-CASES = {**CUT, "dropout": {"model": dropping}}
+OFFLOADED = {"offload_param": {"device": "cpu"}, "accumulation": 2}
+CASES = {**CUT, "dropout": {"model": dropping}, "offloaded": OFFLOADED}
 RIGHT = ["subgroups", "one", "groups", "sums", "wide sums", "fp32", "l2", "buckets", "frozen", "dropout"]
 
 
@@ -94,12 +95,21 @@ def made(options):
     return whole(**options | ({"model": options["model"]()} if "model" in options else {}))
 
 
+@functools.cache
+def stock(case):
+    return outcome(made({"clipping": 0.0, **CASES[case]}))
+
+
+@functools.cache
+def stock_with(steps=6, **options):
+    return outcome(whole(**options), steps)
+
+
 @pytest.mark.parametrize("case", RIGHT)
 def test_right_early_updates(case, pattern):
     options = {"clipping": 0.0, **CASES[case]}
-    stock = outcome(made(options))
     engine, counts = updating_early(made(options), pattern, device_sums=case == "sums")
-    assert_same(outcome(engine), stock)
+    assert_same(outcome(engine), stock(case))
     count = counts[0][0]
     assert count > 0
     assert counts == [(count, count)] * (6 // options.get("accumulation", 1))
@@ -107,9 +117,8 @@ def test_right_early_updates(case, pattern):
 
 @pytest.mark.parametrize("locations", [["host", "device"], ["device", "host", "host"]])
 def test_parameters_on_the_host(locations, pattern):
-    options = {"offload_param": {"device": "cpu"}, "accumulation": 2}
-    engine, counts = updating_early(whole(**options), pattern, locations=locations)
-    assert_same(outcome(engine), outcome(whole(**options)))
+    engine, counts = updating_early(whole(**OFFLOADED), pattern, locations=locations)
+    assert_same(outcome(engine), stock("offloaded"))
     assert all(begun == right > 0 for begun, right in counts)
 
 
@@ -119,7 +128,7 @@ def test_wrong_early_updates_are_redone(proved, pattern):
     if not proved:
         engine.optimizer.early_updates_allowed = lambda: True
     never_pause(engine)
-    assert_same(outcome(engine), outcome(whole(clipping=0.01)))
+    assert_same(outcome(engine), stock_with(clipping=0.01))
     assert counts == [(0 if proved else early_of(counts), 0)] * 6
 
 
@@ -129,13 +138,12 @@ def early_of(counts):
 
 @functools.cache
 def bound():
-    norms = sorted(outcome(whole())[2])
+    norms = sorted(stock_with()[2])
     return (norms[2] + norms[3]) / 2
 
 
-@functools.cache
 def stock_where_some_steps_clip(accumulation):
-    return outcome(whole(clipping=bound(), accumulation=accumulation), 12)
+    return stock_with(12, clipping=bound(), accumulation=accumulation)
 
 
 FIELDS = [{}, {"order_seed": 3}, {"staging_slots": 1}, {"staging_slots": 9, "prefetch": 9}, {"speculate_visits": 2}]
@@ -184,6 +192,7 @@ def test_what_changes_between_backward_and_step(change, pattern):
     assert change is again or any(right < begun or begun == 0 for begun, right in counts)
 
 
+@functools.cache
 def every_second(change):
     """Return a function that calls ``change``, which changes the optimizer state, in every second step.
 
@@ -228,7 +237,7 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
 
         monkeypatch.setattr(owner, "update", slowly)
     engine.optimizer._ebbtide.executor.before_op = None
-    assert_same(steps(engine, every_second(change), 6), steps(whole(), every_second(change), 6))
+    assert_same(steps(engine, every_second(change), 6), stock_steps(every_second(change), 6))
 
 
 @pytest.mark.parametrize("change", CHANGES[3:5])
@@ -246,7 +255,7 @@ def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
         every_second(change)(engine, number)
         backwards.append(number)
 
-    assert_same(steps(engine, changed, 6), steps(whole(), every_second(change), 6))
+    assert_same(steps(engine, changed, 6), stock_steps(every_second(change), 6))
 
 
 @pytest.mark.parametrize("change", CHANGES[2:5])
@@ -257,7 +266,12 @@ def test_what_changes_while_state_is_away_from_deepspeeds_tensors(change, patter
     Early updates (before the gradient norm is known) leave the state in spare buffers in every second step.
     """
     engine, _ = updating_early(whole(), pattern)
-    assert_same(changed_behind_steps(engine, change), changed_behind_steps(whole(), change))
+    assert_same(changed_behind_steps(engine, change), stock_changed_behind_steps(change))
+
+
+@functools.cache
+def stock_changed_behind_steps(change):
+    return changed_behind_steps(whole(), change)
 
 
 def changed_behind_steps(engine, change):
@@ -318,8 +332,8 @@ def test_a_checkpoint_is_loaded_while_state_is_away(tmp_path, pattern):
     train(engine, 3, first=7)
     assert away(engine)
     engine.load_checkpoint(str(tmp_path))
-    stock = outcome(whole(), 6)
-    assert_same(outcome(engine, 3, first=3), (stock[0], stock[1][3:], stock[2][3:]))
+    state, losses, norms = stock_with()
+    assert_same(outcome(engine, 3, first=3), (state, losses[3:], norms[3:]))
 
 
 def test_another_plan_while_state_is_away(pattern):
@@ -338,7 +352,7 @@ def test_another_plan_while_state_is_away(pattern):
         fields = {"speculate": (0, 99)[number % 2], "speculate_visits": number}
         session.switch(plan_for(engine, pattern, pieces=True, **{**ALL, **fields}))
 
-    assert_same(steps(engine, nothing, 6, switch), steps(whole(), nothing, 6))
+    assert_same(steps(engine, nothing, 6, switch), stock_steps(nothing, 6))
     assert any(moved)
     assert released
     assert not flats.intersection(released)
