@@ -152,10 +152,11 @@ def pytest_collection_finish():
 
 
 def one_thread():
-    """Set torch to one thread for the tests of this process.
+    """Set torch to one thread in the calling thread.
 
-    With a second thread, matrix products as small as those of the tests take a twelfth more CPU time. The
-    threads that ebbtide's runtime starts take their number from OMP_NUM_THREADS.
+    With a second thread, the small matrix products of the tests take a twelfth more CPU time. Threads that
+    ebbtide's runtime starts are not affected: there, the environment variable OMP_NUM_THREADS sets the number of
+    torch's threads.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:

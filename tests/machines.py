@@ -82,8 +82,8 @@ def workload(sizes=(10, 10, 10, 10), forward_s=1.0, backward_s=2.0, **fields):
 
 
 def random_machine(rng: random.Random):
-    """Return a random simulated machine with rates over three decades, on which ops contend for every
-    resource.
+    """Return a random simulated machine. Its rates are drawn from a range of three orders of magnitude, so that any
+    of the resources may be the slowest one.
     """
 
     def rate():

@@ -1,7 +1,7 @@
-"""Tests of ebbtide's commands in a new shell, as a newcomer runs them: no launcher, no rank in the
-environment, and nothing configured.
+"""Tests of ebbtide's commands in a new shell, as a newcomer runs them: no launcher, no rank in the environment, and
+nothing configured.
 
-`test_documents.py` trains under a plan in such a shell, with the commands of the pages.
+`test_documents.py` also uses such a shell, to train with the commands that the documentation shows.
 """
 
 import subprocess

@@ -13,8 +13,8 @@ _OLD = '#!/bin/sh\n[ "$1" = --version ] && { echo "Python 3.9.2"; exit 0; }\nexi
 
 @pytest.fixture
 def machine(tmp_path):
-    """Make a folder of programs that is the whole PATH, as of a bare machine. Return the folder, and a
-    function that runs a copy of the setup script, which cannot touch the real .venv.
+    """Make a folder with a few programs to use as the whole PATH, as on a machine with nothing else installed.
+    Return the folder, and a function that runs a copy of the setup script. The copy cannot touch the real .venv.
     """
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -1,5 +1,5 @@
-"""Tests of ranks (processes) with which the profiler measures a machine at the same time, and of the rates
-computed from their samples.
+"""Tests of the processes, one per rank, that the profiler runs at the same time to measure a machine, and of the
+rates computed from their samples.
 """
 
 import itertools

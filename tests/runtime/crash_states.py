@@ -177,8 +177,10 @@ class RecordingFiles(Files):
 
 
 def crash_states(ops, seed):
-    """Yield (disk, number of commits) for every prefix of the recorded system calls, and for many choices of
-    the calls in it that were not synced but reached the disk.
+    """Yield (disk, number of commits so far) for each state in which a crash may leave the disk.
+
+    A crash may come after any of the recorded system calls. All calls before it that were synced are on the disk.
+    Of the others, many different subsets are tried.
     """
     rng = random.Random(seed)
     for end in range(len(ops) + 1):

@@ -1,18 +1,19 @@
 """A fake `torch.cuda` for machines without a GPU, with the rules of CUDA that reveal races.
 
-Device memory is host memory, and the default stream runs immediately, in the training thread.
-Everything else is as strict as CUDA allows:
+Device memory is host memory, and the default stream runs immediately, in the training thread. Everything else is as
+strict as CUDA allows:
 
-- A stream is a thread that runs its work **late**: when something waits for the work, or after a
-  random delay. The delays depend only on a seed and the stream's number. Copies and kernels read
-  their sources when they run, not when they are issued.
-- The caching allocator reuses a freed block immediately, in the order of the stream it was
-  allocated on. If a tensor is freed without ``record_stream`` and a copy on another stream then
-  reads it, the copy finds the data of the block's next owner. Here this data is a fixed pattern
-  called poison, and the fake records a violation. Memory that was never written holds poison too.
+- A stream is a thread that runs its work **late**: when something waits for the work, or after a random delay. The
+  delays depend only on a seed and the stream's number. Copies and kernels read their sources when they run, not
+  when they are issued.
+- The caching allocator reuses a freed block immediately, in the order of the stream it was allocated on. If a
+  tensor is freed without ``record_stream`` and a copy on another stream then reads it, the copy finds the data of
+  the block's next owner. Here this data is a fixed pattern called poison, and the fake records a violation. Memory
+  that was never written holds poison too.
 - An event stands for the work that was on its stream when the event was recorded.
-- A copy from or to pageable host memory blocks its caller. A page lock covers whole pages. Device
-  memory is not separate here, so a copy of ebbtide with neither end locked counts as pageable.
+- A copy from or to pageable host memory blocks its caller. A page lock covers whole pages. The fake cannot tell
+  device memory from host memory. So a copy that ebbtide issues between the two counts as pageable if neither the
+  source nor the target is page-locked.
 - Synchronizations of the whole device, and those that blocked a thread, are counted.
 """
 
@@ -272,7 +273,7 @@ class Allocator:
         self._lock = threading.Lock()
 
     def block(self, tensor):
-        """Return the fake allocator's entry of a tensor's storage. The caller must hold the lock."""
+        """Return the fake allocator's entry of a tensor's storage. The caller must hold the allocator's ``_lock``."""
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number not in self._blocks:
@@ -433,9 +434,9 @@ class FakeTorch:
 
     Attributes:
         violations: Errors that would give wrong bits or a crash on CUDA. Empty in a correct run.
-        counts: ``device``: synchronizations of the device. ``held_up``: times that a synchronization
-            blocked the training thread. ``pageable``: blocking copies. ``compiled``: times that
-            kernels were compiled.
+        counts: Numbers of events so far. ``device``: synchronizations of the device. ``held_up``: synchronizations
+            that blocked the training thread. ``pageable``: copies that blocked their caller, because the host
+            memory was not page-locked. ``compiled``: compilations of kernels.
     """
 
     def __init__(self, seed=0, latest_s=LATEST_S):
@@ -623,13 +624,13 @@ def install_under_deepspeed(monkeypatch, fake):
 
 
 def _at_once(fake, collective, written=0):
-    """Return a wrapper around a collective of torch.distributed that runs it immediately, in the order of the
-    current fake stream.
+    """Return a wrapper around a collective of torch.distributed. The wrapper runs the earlier work of the current
+    fake stream, and then the collective, before it returns.
 
-    Work inside the collective is not counted as the stream's work.
+    Copies and kernels inside the collective run without the fake stream.
 
     Args:
-        written: Position of the argument that the collective writes. It reads all other arguments.
+        written: Position of the argument that the collective writes. The collective reads all other arguments.
     """
 
     def run(*args, **kwargs):

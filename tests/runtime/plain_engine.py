@@ -283,7 +283,7 @@ class PlainEngine:
         return self.clip is not None
 
     def gathers(self):
-        """Return None, because parameters are never partitioned."""
+        """Return None, because this engine never partitions parameters and so never gathers them."""
 
     def gate_reads(self, wait):
         hooks = [

@@ -34,7 +34,9 @@ REDUCED = {OpKind.GRADIENT_REDUCE, OpKind.BACKWARD}  # DeepSpeed's own ops
 
 
 class Recorded:
-    """A lane of the runtime that runs nothing and records the ops that are submitted to it."""
+    """A stand-in for a lane of the runtime (a queue of ops that run one after the other). It runs nothing, and
+    records the ops that are submitted to it.
+    """
 
     def __init__(self, name, notes):
         self.name, self.notes, self.stream = name, notes, None
@@ -270,12 +272,12 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
 
 
 def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
-    """Check that the runtime saves a gradient sum to another buffer only after the sum's copy to host memory
-    has ended.
+    """Check that the runtime saves a gradient sum to another buffer only after the sum's copy to host memory has
+    ended.
 
-    It is saved because DeepSpeed does not add the next gradient to this sum. After a skipped step nothing
-    has waited for the gradients, so the copy may still be in progress. In this test a copy runs only when
-    something waits for it.
+    The runtime saves the sum before a step with a single micro-batch: stock DeepSpeed keeps its sum unchanged in
+    such a step. After a skipped step nothing has waited for the gradients, so their copy to host memory may still
+    be running. In this test a copy runs only when something waits for it.
     """
     under_way, wait_host = {}, Completion.wait_host
 

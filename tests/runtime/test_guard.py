@@ -1,5 +1,5 @@
-"""Tests that the runtime refuses a config or model to which a plan cannot be applied before training, with
-the rule, the value and the key to change.
+"""Tests that the runtime refuses a config or model to which no plan can be applied, before training starts. The
+error states the rule, the value that breaks it, and the key to change.
 """
 
 import copy

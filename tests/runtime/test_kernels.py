@@ -98,10 +98,12 @@ def test_large_subgroups_whose_parameters_go_past_the_caches(op, dtype, threads)
 
 @pytest.mark.parametrize("march", ["haswell", "sandybridge", "x86-64"])
 def test_our_kernel_has_the_same_bits_when_built_for_less(op, march, monkeypatch):
-    """Check that ebbtide's update kernel gives the same bits as DeepSpeed's op when it is built for older
-    CPUs: with AVX2, without fused multiply-add (which libm then computes), and with SSE2 only.
+    """Check that ebbtide's update kernel gives the same bits as DeepSpeed's op if the kernel is compiled for older
+    CPUs.
 
-    The builds take six seconds each, and are cached under a name made of source, compiler and flags.
+    Three CPUs are tried: one with AVX2, one without instructions for fused multiply-add (the C library then
+    computes it), and one with SSE2 only. Each compilation takes six seconds. The results are cached by source,
+    compiler and flags.
     """
     flags = [f"-march={march}" if f == "-march=native" else f for f in host._FLAGS]
     assert flags != host._FLAGS
@@ -174,11 +176,12 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
 @pytest.mark.parametrize(("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads, elements, begin):
-    """Check that an update by the host kernel that writes to other memory has the bits of the in-place update
-    and leaves the old state unchanged.
+    """Check that an update by the host kernel that writes its results to other memory has the bits of the in-place
+    update, and leaves the old state unchanged.
 
-    All cases have a tail and several blocks per thread. The long case writes past the caches, to a master
-    that does not begin at the border of a cache line.
+    In all cases some elements remain after the last whole vector, and each thread gets several blocks. The longest
+    case is so long that the kernel's stores bypass the caches, and its master does not begin at the border of a
+    cache line.
     """
     tail = 3
     settings, group = rule.trials[-1]

@@ -144,8 +144,10 @@ def test_a_rate_that_no_machine_has_is_left_out(rate):
 @pytest.mark.parametrize("strange", [{"host_adam_params_per_s": 1.0}, {"h2d_bytes_per_s": float("nan")}, {"no": 1.0}])
 @pytest.mark.parametrize("watched", [False, True])
 def test_what_was_observed_ends_no_run(stock, monkeypatch, strange, watched):
-    """Check that an absurd rate, measured while the runtime watches training, does not end training. In an
-    earlier version an op that the system did not schedule for long enough ended a run in its fourth step.
+    """Check that training goes on if the runtime, while it watches the first steps, measures an absurd rate.
+
+    In an earlier version such a rate ended a run in its fourth step. The rate was absurd because the operating
+    system had paused the thread of an op for too long.
     """
     for module in ("auto", "watch"):
         monkeypatch.setattr(f"ebbtide.runtime.replan.{module}.measured_rates", lambda *_: strange)

@@ -114,8 +114,11 @@ JOBS = [
 
 @pytest.mark.parametrize(("model", "name", "about", "slower"), JOBS)
 def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(model, name, about, slower):
-    """Check that the workload that ``plan="auto"`` computes from watched (here simulated) steps has the times
-    of the simulated workload, and that the computed rate of host updates gives the same watched rate again.
+    """Check the workload and the rate of host updates that ``plan="auto"`` computes from steps, which are simulated
+    here.
+
+    The computed workload has the times of the simulated one. A simulation with the computed workload and rate shows
+    the rate of host updates that was seen in the steps.
     """
     believed = Machine.preset(name)
     update_rate = slower * believed.host_adam_params_per_s.median
@@ -152,8 +155,8 @@ def test_what_auto_expects_is_what_its_plan_takes(model, name, about, slower):
 @pytest.mark.skipif(not EMULATED, reason="a real link is as fast as it is")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_slow_link_shows_as_waits(only_rank, monkeypatch, stage):
-    """Check that the watch records as waits the time for which backward waits for gradient copies over a slow
-    link. Here each gradient waits for the copy of the gradient before.
+    """Check that the runtime, while it watches training for ``plan="auto"``, records how long backward waits for
+    gradient copies over a slow link. Here each gradient waits for the copy of the gradient before.
     """
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
     engine = start(stage=stage, accumulation=2)
@@ -192,8 +195,8 @@ def test_parameters_that_are_still_coming_in_show_as_waits(only_rank):
 
 
 def test_moments_are_of_the_stream_on_which_a_pass_begins():
-    """Check that all moments of a recorded backward pass are read on the CUDA stream on which the pass began,
-    although hooks of backward run while DeepSpeed's reduction stream is the current one.
+    """Check that all times of a recorded backward pass are taken on the CUDA stream on which the pass began. Hooks
+    of backward also run while DeepSpeed's reduction stream is the current one.
     """
 
     class Streams(Device):
@@ -355,8 +358,8 @@ def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
 
 
 def test_a_wait_for_one_parameter_is_a_wait_for_all_of_its_gather():
-    """Check that a wait for one parameter also waits for the copies of all parameters of the same gather from host
-    memory, because the gather begins when all of them have been copied to the GPU.
+    """Check that a wait for one parameter also counts as a wait for the copies of all parameters in the same
+    gather. The copies go from host memory to the GPU, and the gather begins only after all of them.
     """
     waited, names = [], ["first", "second", "apart"]
     held = torch.zeros(1)

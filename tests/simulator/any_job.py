@@ -111,8 +111,8 @@ def random_machine(rng):
 
 @dataclass(frozen=True)
 class Tried:
-    """A random plan that was simulated: the workload with its subgroups, the machine, the codes and options of
-    the plan, and the memory limits that the plan just needs.
+    """A random plan that was simulated: the workload with its subgroups, the machine, the code of each subgroup's
+    placement, the plan's other options, and the smallest memory limits under which the plan fits.
     """
 
     work: Workload

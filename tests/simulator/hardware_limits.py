@@ -1,8 +1,7 @@
-"""Upper limits of hardware rates and sizes, computed from published facts and independent of the machine
-presets.
+"""Upper limits of hardware rates and sizes, computed from published facts and independent of the machine presets.
 
-Each limit is counted from a bus: lanes x transfers, channels x transfers x width, stacks x pins, links,
-or ports.
+Each limit of a bandwidth is the number of parallel units times the rate of one. The units are PCIe lanes, the data
+bits of memory channels, the pins of the GPU's memory, NVLink links, or network ports.
 
 Sources of common facts:
     PCI Express Base Specification 4.0 and 5.0: 16 and 32 GT/s per lane, 128b/130b.
@@ -242,8 +241,8 @@ def offences(machine: Any) -> list[str]:
 
 
 def sheet_offences(sheet: Any, name: str) -> list[str]:
-    """Return a message for each data-sheet value of a machine preset that is more than 1% off the hardware's
-    limit.
+    """Return a message for each data-sheet value of a machine preset that differs by more than 1% from the limit
+    that `limits` computes.
 
     The data-sheet values limit the rates that `tune calibrate` finds.
     """

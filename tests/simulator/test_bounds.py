@@ -33,8 +33,8 @@ def below(tried, floor_s):
 def test_no_random_plan_beats_the_bound_of_its_job(seed):
     """Check that no random plan for a job has a shorter iteration than the job's lower bound.
 
-    The memory limits are what each plan needs, so that the bound's rules about memory leave nothing to
-    spare.
+    The bound is computed for the smallest memory limits under which the plan fits. With larger limits the bound
+    would be lower, and an error in its memory rules would stay hidden.
     """
     rng, near = np.random.default_rng(seed), []
     for _ in range(10):

@@ -46,8 +46,10 @@ def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
 
 
 def test_unpinned_parameters_come_at_their_rate_and_each_pass_waits():
-    """Check that in the simulator a copy of parameters from unpinned host memory blocks the host thread. At
-    half the rate a layer's 20 bytes take 40 s, and its forward of 1 s starts only then.
+    """Check that in the simulator a copy of parameters from unpinned host memory blocks the host thread.
+
+    Unpinned copies have half the rate of pinned ones here. So a layer's 20 bytes take 40 s, and the layer's forward
+    of 1 s starts only afterwards.
     """
     slow = machine(pageable_h2d_bytes_per_s=0.5)
     timeline = run(on=slow, optimizer="cpu", pinned_parameters=False)

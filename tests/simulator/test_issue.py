@@ -61,8 +61,10 @@ class Run:
 
 
 def behind(ops):
-    """Return, for each op, the set of ops that have ended when it begins: the ops that it waits for, the op
-    before it on its lane, and all that these come after.
+    """Return, for each op, the set of ops that have certainly ended when it begins.
+
+    These are the ops that it waits for, the op before it on its lane (a queue of ops that run one after the other),
+    and all ops that have ended when one of those begins.
     """
     found, lanes = [], {}
     for number, (step, _, waits, _) in enumerate(ops):
@@ -156,8 +158,11 @@ def test_what_holds_a_slot_is_updated_first_if_late_staged_updates_need_it():
 
 @pytest.mark.parametrize("forgotten", [Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS, *Slot, "order"])
 def test_a_forgotten_wait_of_the_machine_is_seen(forgotten, monkeypatch):
-    """Check that the recorded schedules differ if `Issue` forgets any one of its waits. The schedule builder
-    and the runtime's executor share `Issue`, so comparing these two would not show it.
+    """Check that the schedules differ from the recorded ones (`recorded_schedules.json`) if `Issue` forgets any one
+    of its waits.
+
+    The schedule builder and the runtime's executor share `Issue`, so a comparison of these two would not show a
+    missing wait.
     """
     issue, take = Issue._issue, Issue._take
 

@@ -207,8 +207,9 @@ def test_scores_that_are_stored_take_time_and_memory():
 
 
 def test_without_hooks_a_layer_is_issued_sooner():
-    """Check that in an estimated workload the host issues a layer faster under ZeRO-2 than under ZeRO-3, since
-    forward gathers no parameters. PyTorch's eager kernels take longer to issue than fused ones.
+    """Check two rules for the time in which the host launches a layer's kernels. Under ZeRO-2 it is shorter than
+    under ZeRO-3, because forward gathers no parameters. For PyTorch's eager kernels it is longer than for fused
+    ones.
     """
     machine = preset("h100")
     three, two, eager = (
@@ -238,9 +239,9 @@ def test_a_short_forward_takes_what_the_host_needs_to_issue_it():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_whole_gradients_pass_through_device_memory_six_times_before_they_are_reduced(ranks):
-    """Check that an estimated workload reads or writes gradients six times in GPU memory before they are
-    reduced, at any number of ranks. fp32 gradients take twice the time of bf16 ones there and in the
-    reduction.
+    """Check an estimated workload: before a gradient is reduced, the GPU reads or writes it six times in its
+    memory, at any number of ranks. These accesses and the reduction take twice as long for fp32 gradients as for
+    bf16 gradients.
     """
     machine = preset("h100-node")
     narrow, wide = (
@@ -489,8 +490,10 @@ def test_a_number_that_is_none_is_refused_not_passed_over():
 
 
 def test_a_machine_that_does_not_tell_issues_layers_as_others_do():
-    """Check that an estimate for a machine without a measured time of issuing layers uses the presets' usual
-    time. Otherwise a measured machine would seem faster than the preset of the same hardware.
+    """Check the estimate for a machine without a measured time in which the host launches a layer's kernels. The
+    estimate then uses the time that the machine presets have.
+
+    Otherwise a measured machine would seem faster than the preset of the same hardware.
     """
     told = preset("h200").model_copy(update={"layer_issue_s": Quantity.exact(1.8e-3)})
     silent = told.model_copy(update={"layer_issue_s": None})

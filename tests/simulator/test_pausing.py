@@ -20,12 +20,13 @@ def planned(speculate, placement="host", **fields):
 
 
 def over_plain(times, clips):
-    """Return the total time of simulated steps in which `PauseRule` pauses early updates, divided by that of
-    steps without early updates.
+    """Return the total time of steps under `PauseRule`, which allows or pauses early updates, divided by the time
+    of these steps without early updates.
 
     Args:
-        times: Times of a step with right, with wrong, and without early updates (`StepTimes`).
-        clips: For each step, whether it clips, so that an early update is wrong.
+        times: Times of a step whose early updates are kept, of one whose early updates are redone, and of one
+            without early updates (`StepTimes`).
+        clips: For each step, True if it clips, so that early updates are redone.
     """
     rule, total_s = PauseRule(times), 0.0
     for clipped in clips:

@@ -117,8 +117,8 @@ def test_hosts_with_the_same_memory_update_alike():
 
 
 def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops_none():
-    """Check which share of a NUMA node's DRAM bandwidth one rank's host update uses on a server preset and on
-    a desktop preset. Published for the A100 node are 85 of 164 GB/s. One rank on two sockets may use both.
+    """Check which share of a NUMA node's DRAM bandwidth the host update of a single rank uses: 45% to 90% on server
+    presets, and all of it on desktop presets and gh200. Published for the A100 node are 85 of 164 GB/s.
     """
     for name in preset_names():
         machine, sheet = preset(name), SHEETS[name]
@@ -172,8 +172,9 @@ def test_without_nvlink_collectives_reach_half_of_what_copies_do():
 
 
 def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():
-    """Check that on an HGX A100 preset each rank has half a PCIe link from two ranks on, because two GPUs
-    share an uplink. GPUs in slots of their own have a whole link each.
+    """Check that with two or more ranks on an HGX A100 preset, each rank has half the bandwidth of a PCIe link,
+    because two GPUs share an uplink. On presets with each GPU in a slot of its own, each rank has the whole
+    bandwidth.
     """
     for name, share in (("a100-80gb", 0.5), ("a100-40gb", 0.5), ("a100-node", 1.0), ("rtx4090-x8", 1.0)):
         machine = preset(name)

@@ -71,9 +71,10 @@ KNOWN = st.dictionaries(st.integers(1, 17), st.floats(0.01, 1.5), max_size=5)
 @settings(max_examples=200, deadline=None)
 @given(KNOWN, st.sampled_from(["h2d", "d2h", "link", "dram", "storage"]))
 def test_no_share_grows_with_the_ranks_and_no_total_exceeds_the_node(known, name):
-    """Check the shares of a node's bandwidths that its ranks get, for any measured shares.
+    """Check the bandwidth that each rank of a node gets, if the machine description has any measured shares.
 
-    A rank's share never grows with the number of ranks. All ranks together never get more bandwidth than the node has.
+    A rank's share never grows with the number of ranks. All ranks together never get more bandwidth than the node
+    has.
     """
     shares = {ranks: {name: Quantity.exact(share)} for ranks, share in known.items()}
     node = machine(rank_shares=shares)

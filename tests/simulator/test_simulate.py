@@ -113,9 +113,11 @@ def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
 
 
 def test_parameters_on_the_host_come_in_for_each_pass():
-    """Check that in the simulator parameters in host memory are copied to the GPU before each pass (20 s per
-    layer) while the layer before computes, and not at the update. Layer 0's copy starts as soon as its
-    update has ended.
+    """Check that in the simulator parameters in host memory are copied to the GPU before each forward and each
+    backward, and not after the update.
+
+    The copy of a layer takes 20 s and runs while the layer before it computes. For the next iteration, layer 0's
+    copy starts as soon as layer 0's update has ended.
     """
     plan = plan_of(["host"] * 2, parameter_home=Plan.location_runs(["host"] * 2))
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
@@ -290,9 +292,10 @@ def rounded(timeline, kind):
 
 
 def test_stocks_gradients_queue_on_one_stream_beside_backward():
-    """Check that simulated stock DeepSpeed copies gradients on one stream while backward continues. The
-    kernels of each gradient wait for the running matrix product, together 1 s: a third of a layer's
-    backward.
+    """Check that simulated stock DeepSpeed copies gradients on one stream while backward of the next layer runs.
+
+    The gradient kernels of a layer wait until running matrix products end. These waits take 1 s in all: a third of
+    the layer's backward.
     """
     found = stock(gradients="asynchronous")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (5, 8)]
@@ -318,8 +321,10 @@ def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
 
 
 def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
-    """Check that in the simulator older DeepSpeed builds copy gradients unpinned and widen them to fp32 on the
-    host. Three copies of 20 s and 40 s of widening end before layer 0's backward may begin.
+    """Check that in the simulator older DeepSpeed builds copy gradients through unpinned memory and convert them to
+    fp32 on the host.
+
+    Between the backward passes of layer 1 and layer 0 there are three copies of 20 s each and a conversion of 40 s.
     """
     found = stock(gradients="unpinned_widened_on_host")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]

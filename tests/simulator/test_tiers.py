@@ -1,7 +1,8 @@
-"""Tests that one module of the simulator counts the bytes of each memory.
+"""Tests of the simulator's tables of placements. One module counts from them the bytes in GPU memory, in host
+memory and on a drive.
 
-A new placement of optimizer state then needs a new row in the simulator's tables of placements, and no
-change of the engines that simulate schedules.
+A new placement of optimizer state needs only new rows in these tables. The engines that simulate schedules stay
+unchanged.
 """
 
 import random
@@ -41,7 +42,7 @@ def further(monkeypatch):
 
 
 def planned(placements, locations=(), order=None, **fields):
-    """Return a plan with new placements, which a plan file would refuse."""
+    """Return a plan that is not validated, because validation would refuse the placement that this test adds."""
     plan = Plan(subgroup_size=10, ways=(Way("host"),) * len(placements), **fields)
     ways = tuple(map(Way, placements, locations or ["device"] * len(placements)))
     return plan.model_copy(update={"ways": ways, "order": order or plan.order})

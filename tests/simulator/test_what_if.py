@@ -188,8 +188,9 @@ def test_processes_give_the_same_rows():
 def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
     """Check the row of the strategy "ebbtide" in the table of `what_if`, for a model with large embeddings.
 
-    The row's iteration time is at most 8% longer than that of a searched plan. It is shorter if no step
-    clips, so that updates may start before the gradient norm is known.
+    The row's iteration time is at most 8% longer than that of a searched plan. If the workload says that no step
+    clips, the row's time is shorter than with the usual clip rate, because updates may then start before the
+    gradient norm is known.
     """
     layers = [
         Layer(params=n, forward_s=0.01, backward_s=0.02, activation_bytes=2 * 10**8)

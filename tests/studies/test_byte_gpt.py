@@ -115,8 +115,8 @@ def test_config_is_zero3_offload_with_clipping():
 
 
 def test_a_cpu_without_16_bit_products_computes_the_same_model(monkeypatch):
-    """Check that a byte GPT on a CPU without 16-bit matrix products computes the products in fp32, between
-    16-bit tensors. The losses agree with those of 16-bit products, and gradients stay in bf16.
+    """Check that on a CPU without instructions for 16-bit matrix products a byte GPT multiplies in fp32. Losses
+    agree with those of 16-bit products, and gradients stay in bf16.
     """
     losses, taken = [], []
     linear = torch.nn.functional.linear

@@ -1,5 +1,5 @@
-"""Tests of the two studies that execute plans on an emulated GPU with given rates: results are identical bit
-for bit, and figures add up.
+"""Tests of the two studies that execute plans on an emulated GPU with given rates: the training state is
+bit-identical to stock DeepSpeed's, and the reported numbers are consistent.
 """
 
 import importlib

@@ -12,7 +12,9 @@ from studies.front_door_speed import DOORS, FIGURES, WARMUP, measure, over_pairs
 
 
 class Told:
-    """A stand-in for a training process of the study. It returns recorded answers in place of training."""
+    """A stand-in for a training process of the study that compares `tune run` with direct calls of the library. It
+    returns recorded results instead of training.
+    """
 
     def __init__(self, text):
         lines = [line for line in text.splitlines() if line.startswith("answer ")]

@@ -303,8 +303,8 @@ def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no
 ):
     """Check that the GPU suite's bit comparison with stock DeepSpeed saves the results that it has.
 
-    The results of finished runs must be in the record if another run of stock DeepSpeed fails, and if the comparison is
-    killed. In an earlier version either event lost all results.
+    The file contract.json must have the results of all finished runs, although another run of stock DeepSpeed fails
+    and the comparison is then killed. In an earlier version either event lost all results.
     """
     asked = []
 

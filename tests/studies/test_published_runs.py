@@ -316,11 +316,11 @@ def test_a_run_that_cannot_fit_is_predicted_and_said_not_to(tmp_path, capsys):
 
 
 def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
-    """Check that the 90% intervals of predicted step times hold 80% to 97% of the published runs of Deep
-    Optimizer States although nothing is fitted to them, and that the intervals are narrow.
+    """Check that 80% to 97% of the published step times of Deep Optimizer States lie in the predicted 90%
+    intervals, although nothing is fitted to these runs. The intervals must also be narrow.
 
-    The runs of both nodes are judged together, because the two campaigns on the H100 node agree and lie
-    near the prediction.
+    This must hold for all runs together and for the A100 node alone. It need not hold for the H100 node alone: the
+    step times there lie near the predictions, so nearly all of them may be inside.
     """
     machines = {name: machine_of(name) for name in ("a100", "h100x4")}
     found = judging.intervals(machines, runs, [])
@@ -332,11 +332,11 @@ def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
 
 
 def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
-    """Check the spread between measurement campaigns on different nodes that ebbtide's prediction intervals
-    assume.
+    """Check the constant `CAMPAIGN_SPREAD`, the spread between measurement campaigns on different nodes that
+    ebbtide's prediction intervals assume.
 
-    This spread must equal that of MLPerf times between nodes of different makers. The published runs on
-    which the intervals are judged are not used for the spread.
+    The constant must equal the spread of MLPerf times between nodes of different makers. The published runs that
+    test the intervals have no part in it.
     """
     sigma, freedom = between_makers()
     assert round(sigma, 2) == CAMPAIGN_SPREAD

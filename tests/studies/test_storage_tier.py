@@ -1,5 +1,5 @@
-"""Tests of the study of training with optimizer state on a drive: the runs it trains, the share of state
-it stores, and the figures it compares.
+"""Tests of the study that trains with optimizer state on a drive: the training runs, the share of the state that is
+on the drive, and the compared figures.
 """
 
 import pytest

@@ -1,10 +1,10 @@
-"""Fifty workloads and machines for the plan search, with the recorded plan, iteration time and memory of
-each.
+"""Fifty workloads and machines for the plan search, with the recorded plan, iteration time and memory of each.
 
     python -m tests.tuner.golden           # plans all of them again and prints differences
     python -m tests.tuner.golden --write   # records them again: say in CHANGELOG.md why
 
-The cases are drawn from a seed and round numbers, so that no change of a machine preset changes them.
+All numbers of the workloads and machines are drawn with a fixed random seed, and none comes from a machine preset.
+So a change of a preset does not change the cases.
 """
 
 import argparse

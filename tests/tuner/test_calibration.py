@@ -68,8 +68,8 @@ def test_what_the_runs_do_not_show_stays():
 
 
 def test_the_whole_of_a_run_does_not_count_beside_its_phases():
-    """Check that calibration uses the measured iteration time of a run only for the time outside the phases,
-    `loop_s`. If the iteration time also adjusted other rates, the longest phases would count twice.
+    """Check that calibration uses the measured iteration time of a run only for `loop_s`, the time outside the
+    phases. All other rates come from the times of the phases, which the iteration time contains too.
     """
     machine = preset("h100-node")
     seen = observed(machine, 1)
@@ -110,8 +110,10 @@ def test_runs_that_contradict_each_other_are_named():
     ],
 )
 def test_a_machine_far_from_its_sheet_is_followed(name, factors):
-    """Check that calibration accepts three consistent runs that take two or three times as long as predicted,
-    and corrects the prediction to their times, by whichever of the possible rates.
+    """Check that calibration accepts three consistent runs that take two or three times as long as predicted, and
+    changes the machine's rates until the predictions equal the measured times.
+
+    The test leaves open which rates are changed, because several could explain the times.
     """
     machine = preset(name)
     runs = [observed(machine, n, factors=factors) for n in (1, 2, 4)]
@@ -263,8 +265,8 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
 
 @pytest.mark.parametrize(("name", "ranks"), [("a100-node", 4), ("a100-node", 8), ("h100-node", 4)])
 def test_a_plan_has_the_interval_that_was_judged(name, ranks):
-    """Check that a plan's prediction interval is as wide as the interval that the study of published runs
-    judges. A plan's interval is narrower if the times of the layers are measured.
+    """Check that the prediction interval of a plan with estimated layer times is as wide as the interval that the
+    study of published runs tests. With measured layer times the interval must be narrower.
     """
     machine = preset(name)
     work = workload_from_model(

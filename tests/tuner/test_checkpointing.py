@@ -1,5 +1,7 @@
-"""Tests of the plan's joint search for checkpoint interval, write cap (limit of the write rate) and copy
-budget (memory for copies): as good as a full grid, within memory, and with simulated costs.
+"""Tests of the search for a plan's checkpoint interval, together with the limit of the write rate and the memory
+for copies.
+
+The result is as good as that of a search over a full grid, and fits into memory. The costs come from the simulator.
 """
 
 from itertools import product

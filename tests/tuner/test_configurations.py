@@ -164,9 +164,11 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
 
 
 def _kinds(remarks):
-    """Return a list of the subjects of the remarks that `tune search` prints.
+    """Return the part before the colon of each remark that `tune search` prints, without a prediction error in
+    percent.
 
-    A prediction error in the subject is cut off, because remarks on an exhaustive simulation have none.
+    Remarks of an exhaustive simulation have no such error, so that the error must not count in a comparison with
+    them.
     """
     return [re.sub(r" \(\d+%\)", "", remark.split(":")[0]) for remark in remarks]
 

@@ -1,5 +1,5 @@
-"""Tests of the decision for a plan that the command line, Python and the service share: it refuses quickly
-a job that cannot fit, and more freedom never makes the plan slower.
+"""Tests of the function that chooses a plan for the command line, Python and the service. It quickly refuses a job
+that cannot fit into memory. If the search may also offload parameters, its plan is at most 0.5% slower.
 """
 
 import ebbtide.tuner

@@ -1,21 +1,22 @@
-"""Tests that recorded plans still have the recorded time and memory and do not beat the lower bound, and that
-some of them are no slower if planned again.
+"""Tests that recorded plans still have the recorded time and memory and do not beat the lower bound, and that some
+of them are no slower if planned again.
 
 The plans were recorded with an earlier simulator. Differences since then, and their reasons:
 
-- `SLOWER`: a host update waits until the parameter buffer that it writes to has been copied away. The
-  runtime always waited, and the schedule did not. Also, backward waits if more gradients would be
-  copied to the host at once than the runtime allows.
-- Host memory: the two parameter buffers count. With accumulation, the gradients of the accumulation
-  before count too.
-- Device memory: the gradients of staged and resident subgroups are held throughout, as the runtime
-  allocates them, and not only from their backward to their update. Staging buffers begin on 256-byte
-  borders. Gradients that are being copied to the host count, up to the runtime's limit. So `CROWDED`
-  plans, which filled the GPU, no longer fit.
-- `FASTER`: over several nodes, the next layer's gather no longer queues behind a reduction that waits
-  for this layer's backward, since the two have streams of their own.
-- `IN_PARTS`: gradients of subgroups of several layers are copied layer by layer, no longer when the
-  last layer is done. Rows whose subgroups lie in one layer did not change.
+- `SLOWER`: a host update waits until the parameter buffer that it writes to has been copied away. The runtime
+  always waited, and the earlier simulator did not. Also, backward waits if more gradients would be copied to the
+  host at once than the runtime allows.
+- Host memory: the two parameter buffers now count. With several micro-batches per step, the gradients of the
+  previous step count too.
+- Device memory: the gradients of staged and resident subgroups are held throughout, as the runtime allocates them,
+  and not only from their backward to their update. Staging buffers begin on 256-byte borders. Gradients that are
+  being copied to the host count, up to the runtime's limit. So `CROWDED` plans, which filled the GPU, no longer
+  fit.
+- `FASTER`: over several nodes, the next layer's gather no longer queues behind a reduction that waits for this
+  layer's backward, since the two have streams of their own.
+- `IN_PARTS`: if a subgroup has gradients of several layers, they are copied layer by layer. The earlier simulator
+  copied them together, after the backward of the last of these layers. Plans whose subgroups lie in one layer did
+  not change.
 """
 
 import pytest

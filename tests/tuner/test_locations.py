@@ -28,8 +28,8 @@ def test_those_that_leave_are_evenly_spaced():
 
 
 def whole(subgroups=40):
-    """Return a workload for the plan search whose 16-bit parameters fill all GPU memory that is in use before
-    any optimizer state.
+    """Return a workload for the plan search for which, apart from optimizer state, only the 16-bit parameters are
+    always in GPU memory.
     """
     work = workload(subgroups)
     return work.model_copy(update={"device_base_bytes": work.params * work.wire_bytes})

@@ -26,8 +26,8 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Changes:
-    """A test case of an option (``more``) that must change a `tune` command's outcome. The arguments
-    ``beside`` are given in both runs that are compared.
+    """A test case of a command-line option of `tune`. The command runs once without and once with the arguments
+    ``more``, which must change the outcome. Both runs also get the arguments ``beside``.
     """
 
     more: tuple[str, ...]
@@ -306,8 +306,8 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """Replace those calls of the `tune` commands that leave this process or take long. Return the recorder of
-    their arguments.
+    """Replace functions that the `tune` commands call and that measure the machine, start a server or a process, or
+    take long. Return the object that records the arguments of all their calls.
     """
     seen = Recorder()
     for target, result in {

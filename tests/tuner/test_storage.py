@@ -72,8 +72,8 @@ def test_no_numbers_of_placements_are_better(stored):
 
 
 def test_as_little_is_stored_as_memory_allows(stored):
-    """Check that the plan search stores no subgroup on a drive that could be in host memory instead: with any
-    one more, the host memory limit would be exceeded.
+    """Check that the plan search puts a subgroup on a drive only if it must: with any one of these subgroups in
+    host memory instead, the plan would exceed the host memory limit.
     """
     work = workload()
     limits = Limits.of(work, machine(), *SHORT.values())
@@ -142,9 +142,11 @@ def two_drives():
 
 
 def test_several_directories_are_as_fast_as_their_shares_let_them():
-    """Check the rates of two storage directories on different drives together. A byte read and written takes
-    1/4 ns on a drive that does both at once, and 1/2 + 1 ns on one where they take turns, so the shares of
-    state are 6/7 and 1/7.
+    """Check how optimizer state is divided between two storage directories on different drives, and the rates of
+    both together.
+
+    To read and write one byte takes 1/4 ns on a drive that reads and writes at once, and 1/2 + 1 ns on a drive that
+    does one after the other. So the first drive gets 6/7 of the state, and the second 1/7.
     """
     drives = two_drives()
     part = shares(drives)

@@ -189,10 +189,10 @@ def lost_tensor(state, wire, old, facts):
     ],
 )
 def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, change, name, says):
-    """Check that `tune verify` tells which of two differing runs is the defective one by that run's own
-    training state.
+    """Check that `tune verify` recognizes which of two training runs went wrong from that run's own training state.
 
-    The defective run is the reference of the comparison here, and all other differences are rounding.
+    Here the run that the other one is compared with went wrong. The other run differs from a correct one only by
+    rounding.
     """
     rounded = Trained(tmp_path, "plan", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(4, change).run()
@@ -212,7 +212,9 @@ def doubled_update(state, wire, old, facts):
 
 
 def few_flips(state, wire, old, facts):
-    """Change the updates of eight elements to the opposite sign, as a different order of summation may do."""
+    """Change the sign of the updates of eight elements. Another order of summation may do so, if the gradient of an
+    element is about zero.
+    """
     state["head"][:8] += 2 * (old["head"] - state["head"])[:8]
 
 
@@ -229,9 +231,11 @@ def few_flips(state, wire, old, facts):
 def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_rounding(
     tmp_path, stock, change, rounds, verdict
 ):
-    """Check that `tune verify` finds a lost or doubled update of one tensor in step 4, although the difference
-    that a flipped bit makes has grown larger by then. A few changed signs, or a step skipped by one run,
-    count as rounding.
+    """Check that `tune verify` finds an update of one tensor that is lost or made twice in step 4, although by then
+    a flipped bit would make a larger difference.
+
+    A few elements with an update of opposite sign must count as rounding, and so must a step that one of the runs
+    skips.
     """
 
     def norm(state, wire, old, facts):
@@ -295,11 +299,11 @@ def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
 @pytest.mark.parametrize("odd", ["plan", "stock"])
 @pytest.mark.parametrize("against", [("stock",), ("stock", "no-offload")])
 def test_what_does_not_recur_is_blamed_on_the_run_that_had_it(tmp_path, odd, against):
-    """Check that `tune verify` blames a single wrong bit on the run that had the bit, even if a third run
-    rounds differently.
+    """Check that `tune verify` blames a single wrong bit on the run that had the bit: the run under a plan, or the
+    run with DeepSpeed alone. A third run, without offload, rounds differently and must not change this.
 
-    `tune verify` trains the two runs that differ a second time. Only the run with the wrong bit then gives
-    another result than before.
+    `tune verify` repeats the two runs that differ. Only the run with the wrong bit then gives another result than
+    before.
     """
     made, rounded = Trained(tmp_path, "right").run(), Trained(tmp_path, "third", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(5, flip("embed")).run()

@@ -98,11 +98,11 @@ class Bench:
         durably=None,
         stored=None,
     ):
-        """Return the save of a state dict as a checkpoint. The save is prepared and not yet started.
+        """Return a job that saves a state dict as a checkpoint. The job is prepared, but not started.
 
         Args:
-            stored: Function for optimizer state that lives on a drive. It returns the step that is to be committed
-                on the drive, and the entry for this state in the checkpoint.
+            stored: Function for optimizer state that lives on a drive. It returns the number of the training step
+                whose state is committed on the drive, and the checkpoint's entry for this state.
         """
         files = files or Files()
         self.saved += 1

@@ -38,9 +38,8 @@ def check(folder: Path, commits: int):
 
 @pytest.fixture(autouse=True)
 def readers_end_what_a_crash_left():
-    """Install ebbtide's hook that cleans up what a crash left when a script reads a folder of checkpoints.
-
-    Each process that saves a checkpoint has this hook.
+    """Install ebbtide's hook, which every process that saves a checkpoint has. When a script reads a folder of
+    checkpoints, the hook first cleans up what a crash has left in the folder.
     """
     watch()
 

@@ -152,8 +152,11 @@ def test_others_checkpoints_just_go(root):
 
 
 def test_what_a_load_finds(root):
-    """Check that loading a checkpoint by its path restores and finds a checkpoint that was deleted before a
-    kill, although no code has listed the folder.
+    """Check that a checkpoint can be loaded by its path, if a run deleted it and was killed before it committed the
+    next checkpoint.
+
+    ebbtide keeps a copy of the deleted checkpoint until that commit. The load restores the checkpoint from the
+    copy, although nothing has listed the folder before.
     """
     from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
     from ebbtide.runtime.checkpoint.protocol.peers import Peers
@@ -167,10 +170,11 @@ def test_what_a_load_finds(root):
 
 
 def test_whoever_lists_while_the_commit_takes_the_notes_away(root, monkeypatch):
-    """Check that ebbtide's clean-up of a checkpoint folder does not fail if a commit removes the kept copies
-    of deleted checkpoints meanwhile.
+    """Check that ebbtide's clean-up of a folder of checkpoints does not fail if another thread commits a checkpoint
+    at the same time.
 
-    Another thread may commit after the folder with these copies was found, and before it is read.
+    Until the commit, ebbtide keeps copies of deleted older checkpoints. The commit removes these copies, here after
+    the clean-up has found their folder and before it reads the folder.
     """
     saved(root / "checkpoint_0", 10)
     deleted_first.remember(root / "checkpoint_0")

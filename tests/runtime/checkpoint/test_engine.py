@@ -570,8 +570,8 @@ class Evil:
 def test_malicious_pickles_are_refused(engines, tmp_path, which):
     """Check that loading a checkpoint never runs code that an attacker put into its pickled files.
 
-    The test also covers an attacker who makes the hashes fit: it removes the manifests, so that the folder
-    looks like a checkpoint of DeepSpeed, which has none.
+    The test first leaves the checkpoint's hashes as they are, so that they show the change. It then deletes the
+    manifest, as an attacker may do. The folder now looks like a checkpoint of DeepSpeed, which has no hashes.
     """
     from ebbtide.runtime.checkpoint.errors import CheckpointError
 
@@ -623,10 +623,11 @@ def test_16_bit_export_is_written_at_once(engines, tmp_path):
 
 
 def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, monkeypatch):
-    """Check that saving a checkpoint with a usual client state (the user's own entries) skips the trial of
-    loading the file.
+    """Check that a save does not load the checkpoint's file as a trial, if the client state (the user's own
+    entries) has only usual types.
 
-    The trial takes longer than the rest of the save's stall, so only files with uncommon types need it.
+    A trial shows whether the file can be loaded, but takes longer than everything else that training waits for in a
+    save. So ebbtide tries only files with unusual types.
     """
     from ebbtide.runtime.checkpoint.format import skeleton
 

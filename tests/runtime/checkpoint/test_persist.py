@@ -250,10 +250,11 @@ def test_the_disk_has_as_many_writes_as_writers_and_the_next_block_is_ready(tmp_
 
 
 def test_a_block_that_waits_for_the_disk_may_be_copied_and_is_then_written_once(tmp_path):
-    """Check that a block of a checkpoint that is copied while its writer thread waits for the disk is written
-    once, by the owner of the copy.
+    """Check that a writer thread that waits for the disk does not write its block of the checkpoint, if another
+    thread takes a copy of the block meanwhile.
 
-    The thread must not write the live memory, which the optimizer may update once the copy is made.
+    The block is then written once, from the copy. The waiting thread would read the tensors that training uses,
+    which the optimizer may update as soon as the copy exists.
     """
     bench, files = Bench(tmp_path, writers=1), Busy()
     job = bench.begin({"a": {"x": torch.randn(4 * BLOCK // 4)}}, files=files)

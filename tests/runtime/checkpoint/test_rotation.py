@@ -207,8 +207,11 @@ class Cut(BaseException):
 
 
 def cut_at(monkeypatch, number, cut=None):
-    """Make the change with the given number in the filesystem, counted from now on, raise `Cut`. If ``cut`` is
-    given, call it first.
+    """Replace Python's functions that change the filesystem, so that one call raises `Cut`.
+
+    Args:
+        number: Number of the call that raises, counted from now on.
+        cut: Function to call just before. None: no function.
     """
     left = [number]
 
@@ -607,10 +610,12 @@ def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
 
 
 def test_what_was_kept_at_the_very_end_stays_deleted(tmp_path):
-    """Check that an older checkpoint stays deleted if ebbtide kept a copy of it only while the newer
-    checkpoint was being committed.
+    """Check that an older checkpoint stays deleted if it is deleted at the very end of a newer checkpoint's save,
+    right after the commit.
 
-    Another rank may delete a checkpoint during the commit, and the end of the save does not wait for it.
+    Another rank may delete it then, because ranks do not wait for each other there. As during the whole save,
+    ebbtide makes a copy from which the older checkpoint could be restored. It must not be restored, since the newer
+    checkpoint is committed.
     """
     saved(tmp_path / "checkpoint-10", 10)
     saved(tmp_path / "checkpoint-20", 20)

@@ -290,8 +290,8 @@ def overflowing(engine, boundaries=1):
     """Train some steps, one of which has a loss that overflows. Return the state, the losses and the number of
     skipped steps.
 
-    Stock DeepSpeed later applies an infinity that is left from a skipped step. NaNs are therefore replaced
-    by a number, so that they can be compared.
+    An infinity that is left from a skipped step enters a later update of stock DeepSpeed, so that values become
+    NaN. The returned tensors have 7 in place of NaN, because two NaNs do not compare as equal.
 
     Args:
         boundaries: Number of backward passes per step.

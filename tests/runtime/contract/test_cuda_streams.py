@@ -231,10 +231,11 @@ def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
 
 
 def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
-    """Check that DeepSpeed's flat buffers stay page-locked when the plan of a ZeRO-2 engine is changed.
+    """Check that DeepSpeed's flat buffers stay page-locked when the plan of a ZeRO-2 engine is changed, because
+    copies run from them under any plan.
 
-    Copies run from these buffers under any plan, also for the first subgroup, which begins at the address
-    of a buffer.
+    A page lock is released by its address. The first subgroup begins at the address of a flat buffer, so a release
+    for this subgroup could unlock the whole buffer.
     """
     ours = attached(engine_for("clipping", stage=2), MIX)
     losses, norms = train(ours, 3)

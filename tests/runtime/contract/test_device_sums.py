@@ -163,11 +163,10 @@ WAYS = [["host"], ["device", "host"], ["resident"], ["host", "stored", "device"]
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_plans_change_at_any_micro_batch(stage, accumulation):
-    """Check that one plan with on-device gradient accumulation can be exchanged for another after any
-    micro-batch.
+    """Check that the plan can be changed after any micro-batch, if it accumulates gradients on the GPU.
 
-    At that moment a sum may still be on the GPU, a sum in host memory and its spare buffer may have been
-    exchanged, or a step may continue a sum that an earlier step left elsewhere.
+    At that moment a gradient sum may still be on the GPU. A sum in host memory may be in the buffer that was the
+    spare one. A step may also add to a sum that an earlier step has left in another buffer.
     """
 
     def new():
@@ -217,10 +216,12 @@ def windows(engine, lengths, behind=lambda number: None):
 
 @pytest.mark.parametrize("switches", [(), (0, 1, 2), (1,)])
 def test_a_lone_gradient_leaves_the_sum_alone(switches):
-    """Check the gradient sums of a ZeRO-2 engine if optimizer steps have different numbers of micro-batches.
+    """Check that the gradient sums of a ZeRO-2 engine are stock DeepSpeed's, bit for bit, if steps have different
+    numbers of micro-batches.
 
-    A step with one micro-batch does not change the sums. If the first micro-batch of a step does not use a
-    parameter, the parameter's sum continues from the previous step, also after a change of the plan.
+    In stock DeepSpeed, a step with one micro-batch leaves the sums of earlier steps unchanged. If the first
+    micro-batch of a later step does not use a parameter, that step adds to the parameter's old sum. A plan must do
+    the same, also after a change of the plan.
     """
 
     def new():

@@ -286,11 +286,10 @@ def changed_behind_steps(engine, change):
 
 
 def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pattern):
-    """Check that a script that reads optimizer state between two steps sees stock DeepSpeed's values, bit for
-    bit.
+    """Check that a script that reads optimizer state between two steps sees stock DeepSpeed's values, bit for bit.
 
-    The read moves the state to DeepSpeed's tensors. In the next step early updates (before the gradient
-    norm is known) may still start, and are kept.
+    Such a read moves the state to DeepSpeed's tensors. It must not prevent the early updates of the next step,
+    which start before the gradient norm is known, and none of them may be rolled back.
     """
     stock, (engine, counts) = whole(), updating_early(whole(), pattern)
     results = [outcome(e, 5, each=look) for e in (engine, stock)]

@@ -1,5 +1,5 @@
-"""Tests that memory never holds more than one subgroup twice while a plan is attached to an engine,
-changed or resumed.
+"""Tests that at most one subgroup's state is in memory twice at any time, while a plan is attached to an engine,
+changed, or resumed from a checkpoint.
 """
 
 import contextlib

@@ -303,7 +303,8 @@ def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
     """Check that training with ``plan="auto"`` changes to a plan with early updates, which start before the
     gradient norm is known.
 
-    The plan search is replaced by one that updates all parts early, so that measured rates do not matter.
+    The plan search is replaced by one whose plan updates all subgroups early, so that the result does not depend on
+    measured rates.
     """
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))

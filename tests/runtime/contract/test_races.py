@@ -44,11 +44,12 @@ class Rare(torch.nn.Module):
 @pytest.mark.parametrize("device", list(DEVICES))
 @pytest.mark.parametrize("placement", ["host", "device", "resident"])
 def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, placement):
-    """Check that the gradient of an unused parameter is not scaled for the next step while an update still
-    reads this gradient.
+    """Check that the gradient of an unused parameter is not scaled while the previous update still reads this
+    gradient.
 
-    Stock DeepSpeed scales and applies this gradient again in the next step. An unused parameter is not
-    gathered in the forward pass, so nothing else waits for its update before that.
+    If a step does not use a parameter, stock DeepSpeed scales the parameter's old gradient again and applies it.
+    Forward does not gather an unused parameter, so nothing else would wait for the previous update before the
+    gradient is scaled.
     """
 
     def new():

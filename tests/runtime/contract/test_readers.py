@@ -209,10 +209,10 @@ def test_what_is_read_right_after_a_step_is_new_and_whole(read):
 
 
 def test_parameters_have_stocks_shapes_right_after_a_step_and_never_an_old_value():
-    """Check that under ZeRO-3 parameters have stock DeepSpeed's shapes right after a step, with new values or
-    NaN.
+    """Check that under ZeRO-3 parameters have stock DeepSpeed's shapes right after a step, and the new values, or
+    NaN until their update has ended. They never have the values from before the step.
 
-    A Trainer counts ``p.numel()`` at that time for its `total_flos`.
+    The shapes matter because a Trainer counts ``p.numel()`` at that time for its `total_flos`.
     """
     reference, ours = start(), attached(start(), MIX, list(DEVICES)[-1])
     for number in range(2):
@@ -243,11 +243,11 @@ def shown_around_checkpoints(engine, folder, **options):
 
 @pytest.mark.parametrize("options", [{}, {"load_module_only": True}])
 def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options):
-    """Check that small parameters, which ZeRO-3 keeps whole on each rank, have stock DeepSpeed's values right
-    after a checkpoint save and after a load.
+    """Check that small parameters, which ZeRO-3 keeps whole on each rank, have stock DeepSpeed's values right after
+    a checkpoint is saved and right after one is loaded. The losses of the next steps must be stock DeepSpeed's
+    too.
 
-    No update is in progress then, because the plan stores no state on a drive. The next forward passes must
-    be traced as usual.
+    The plan keeps no state on a drive, since updates of such state may still run after a save.
     """
     seen, memory = [], [placement for placement in MIX if placement != "stored"]
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, memory, LAST))):

@@ -80,10 +80,10 @@ def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
 
 @pytest.mark.parametrize("begin", [["host"], ["host", "device"], ["stored", "host"]])
 def test_training_goes_on_as_plans_take_state_to_storage(begin, tmp_path):
-    """Check that training goes on with the same results when the plan is changed to plans that move optimizer
-    state to a drive.
+    """Check that training goes on with the same results when the plan is changed to plans that move optimizer state
+    to a drive.
 
-    A checkpoint is saved after each step, and a run under the first plan resumes from the last one.
+    A checkpoint is saved after each step. A new engine under the first plan then resumes from the last checkpoint.
     """
     later = {1: ["host", "stored"], 2: ["host"], 3: ["stored", "stored", "host"], 4: ["stored"]}
 
@@ -234,11 +234,11 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
 
 
 def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path, known_machine, monkeypatch):
-    """Check that the host buffers for stored state take less memory than storing the state saves, under
-    ``plan="auto"`` with a DeepSpeed config for a drive.
+    """Check that, under ``plan="auto"`` with a DeepSpeed config that offloads the optimizer to a drive, the host
+    buffers for state on the drive take less host memory than the state would take there.
 
-    The free memory is too small by a quarter of a subgroup. It is enough to store two subgroups and use one
-    buffer, so the plan must not store all subgroups.
+    Host memory is too small for all state by a quarter of one subgroup's state. To put two subgroups on the drive
+    and to use one buffer is enough, so the plan must keep the other subgroups in host memory.
     """
     free_memory(monkeypatch, 10**12)
     session = on_a_drive(tmp_path / "all", "auto").optimizer._ebbtide

@@ -52,8 +52,8 @@ def loop_of(engine, actions):
 def reads_in_a_window():
     """Return whether the installed DeepSpeed can gather a ZeRO-3 parameter between the micro-batches of a step.
 
-    A test needs such a gather to read the training state. DeepSpeed 0.18.6 raises an error: parameters stay marked as
-    in use after a backward without a gradient at its input.
+    A test needs such a gather to read the training state. DeepSpeed 0.18.6 raises an error: if a module's input
+    needs no gradient, the module's parameters stay marked as in use after backward.
     """
     from deepspeed.runtime.zero import partitioned_param_coordinator as module
 

@@ -158,8 +158,11 @@ def attached(engine: Any, pattern: list[str], device: str, seed: int | None = 1,
 
 
 def steps(engine, change, count=4, behind=lambda engine, number: None, state=state_of):
-    """Train with ``change`` called after each backward and ``behind`` after each step. Return the engine's
-    state and the losses.
+    """Train some steps, and return the engine's state and the losses.
+
+    Args:
+        change: Function that is called after each backward, before the step.
+        behind: Function that is called after each step.
     """
     batches, losses = Batches(2, SIZES["tiny"].sequence), []
     for number in range(count):

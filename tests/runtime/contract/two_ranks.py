@@ -1,4 +1,6 @@
-"""Training with stock DeepSpeed and with ebbtide on two ranks with different placements, run by torchrun."""
+"""Training on two ranks, with stock DeepSpeed and under plans of ebbtide. The placements may differ between the
+ranks. torchrun starts this script.
+"""
 
 import json
 import os
@@ -47,13 +49,14 @@ class Reordered(ByteGPT):
 
 
 def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps="all", model=ByteGPT, **config):
-    """Train on this rank, with stock DeepSpeed or under a plan, and return the engine's state, losses and
-    gradient norms.
+    """Train on this rank, with stock DeepSpeed or under a plan, and return the engine's state, losses and gradient
+    norms.
 
     Args:
-        away: Micro-batches after which the optimizer states are offloaded and reloaded, also within a
-            step.
-        overlaps: Ranks with a plan that overlaps forward.
+        away: Numbers of micro-batches. After the first of them, the engine's ``offload_states`` is called, and
+            after the others ``reload_states``, also in the middle of a step.
+        overlaps: Ranks whose plan overlaps updates with the next forward: "all", or any other value for rank 0
+            only.
     """
     rank = torch.distributed.get_rank()
     made = model() if model is Reordered else None
@@ -111,11 +114,13 @@ def compare(name, tried=PLANS, speculate=0, away=(), overlaps="all", **config):
 
 
 def a_gather_ahead_holds_nobody_up():
-    """Return whether DeepSpeed's request to gather the parameters of later modules ahead blocks no rank.
+    """Return whether DeepSpeed's request to gather the parameters of later modules in advance returns without
+    waiting for updates.
 
-    On each rank, updates that the first module does not need end after its forward. By then the parameters
-    of later modules have been requested, so that a wait in the request would never end. The second rank's
-    updates end even later, because the time of the first rank's gathers must not depend on its own updates.
+    On each rank, all updates that the first module does not need are held back until that module's forward has
+    ended. DeepSpeed requests later modules' parameters before then. If this request waited for the updates, it
+    would never return. On rank 1 the updates end even later than on rank 0, to check that no rank's gathers depend
+    on the time of its updates.
     """
     rank = torch.distributed.get_rank()
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}

@@ -41,11 +41,11 @@ WIRES = [
 
 @dataclass(frozen=True)
 class Form:
-    """A form of an update kernel that an optimizer step may run: its rule and variant, its dtypes and the GPU
-    generation.
+    """A compiled version of an update kernel that an optimizer step may run: the kernel (named after its
+    optimizer), its variant (the kind of weight decay), the dtypes, and the GPU generation.
 
     Attributes:
-        aligned: Pointers and lengths are multiples of 16, so that Triton loads four words at a time.
+        aligned: True if pointers and lengths are multiples of 16, so that Triton loads four words at a time.
     """
 
     kernel: str

@@ -115,8 +115,8 @@ def translate(ptx: str, name: str, mutants: Container[int] = ()) -> str:
     """Return a C++ function ``name(void** parameters, blocks)`` that runs a PTX kernel block by block.
 
     Args:
-        mutants: Positions of instructions listed in `MUTATED`. The instruction that the library's
-            variable ``mutant`` selects is replaced by its wrong version.
+        mutants: Positions of instructions that can be made wrong, as `MUTATED` says. The compiled code has a global
+            variable ``mutant``. The instruction at the position in this variable runs in its wrong version.
     """
     counts = dict(re.findall(r"\.reg \.\w+\s+%(rs|rd|r|p|f)<(\d+)>", ptx))
     kinds = {"rs": "u16", "r": "u32", "rd": "u64", "p": "bool", "f": "u32"}

@@ -140,8 +140,8 @@ def test_happens_before_orders_every_access(late_deepspeed, monkeypatch, capsys,
 
 
 def without(wait, whole=Issue._issue):
-    """Return a monkeypatch (owner, name, value) with which the ops of updates begin in their order but leave
-    out the given kind of wait.
+    """Return a monkeypatch (owner, name, value) under which the ops of updates leave out the given kind of wait,
+    and all else stays the same.
     """
 
     def issue(self, step, *others):

@@ -62,7 +62,9 @@ def unequal(a, b):
 
 
 def differing(function, form, n, tail, rate=0.3):
-    """Return the number of elements that a translated GPU kernel computes with other bits than the host kernel."""
+    """Return the number of elements for which a GPU kernel, translated from PTX to C++, computes other bits than
+    the host kernel.
+    """
     generator = torch.Generator().manual_seed(n + tail)
     kind, settings, group = RULE_OF[form.kernel, form.variant]
     rule = kind(**settings)
@@ -95,10 +97,10 @@ def kernels():
 
 
 def test_ptx_has_the_host_kernels_bits(kernels, capsys):
-    """Check two optimizer steps of every form of a GPU update kernel, translated from PTX, against the host
-    kernel, bit for bit.
+    """Check that every compiled version of a GPU update kernel computes the host kernel's bits in two optimizer
+    steps. The kernel's PTX is translated to C++ and runs on the CPU.
 
-    The lengths include blocks that are not full and tails after the last whole vector.
+    The tested lengths include blocks that are not full, and elements that remain after the last whole vector.
     """
     sources, names = {}, {}
     for form, asm in kernels.items():  # two generations often get the same
@@ -120,10 +122,11 @@ def test_ptx_has_the_host_kernels_bits(kernels, capsys):
 
 
 def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
-    """Check the updates of translated GPU kernels with learning rate 0, as in the first step of a warm-up,
-    against the host kernels.
+    """Check that GPU update kernels, translated from PTX to C++, compute the host kernel's bits with learning rate
+    0, as in the first step of a warm-up.
 
-    The Lion optimizer then adds minus the learning rate, and this term must be -0.0.
+    The Lion optimizer then adds 0.0 or -0.0 to each parameter. Only with the right sign do parameters of -0.0 have
+    the host kernel's bits.
     """
     forms = [form for form in FORMS if is_assembled(form)]
     functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in forms]

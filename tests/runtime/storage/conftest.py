@@ -14,8 +14,8 @@ BLOCK = 4096
 
 
 def state(subgroup, version):
-    """Return three random tensors as the state of a subgroup. The seed is made of the subgroup and the
-    version.
+    """Return three random tensors as the state of a subgroup. The subgroup and ``version``, a number that the test
+    chooses, set the random seed, so that each version has other values.
     """
     generator = torch.Generator().manual_seed(1_000 * version + subgroup)
     return tuple(torch.randn(ELEMENTS[subgroup], generator=generator) for _ in range(3))

@@ -1,8 +1,8 @@
-"""Tests of two ranks that keep optimizer state on one drive: training has stock DeepSpeed's results, bit
-for bit.
+"""Tests of two ranks that keep optimizer state on one drive: training has stock DeepSpeed's results, bit for bit.
 
-They cover checkpoints from and for stock DeepSpeed, other plans, an unchanged config, a file of its own
-for each rank, another number of ranks (which is refused), and a drive that fails.
+Each rank has its own file on the drive. The tests load checkpoints of stock DeepSpeed and export checkpoints for
+it, change the plan during training, and use a DeepSpeed config for NVMe unchanged. State from another number of
+ranks is refused. After a failed drive, training resumes from the checkpoint before.
 """
 
 import json

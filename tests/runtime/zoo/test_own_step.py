@@ -169,8 +169,11 @@ def test_a_step_has_the_settings_of_its_launch():
 @pytest.mark.parametrize("location", ["device", "host"])
 @pytest.mark.parametrize("extra", [TORCH_ADAM, {"bf16": STATES_16}, SGD], ids=["torch_adam", "states_16", "sgd"])
 def test_all_of_its_memory_is_told(extra, location):
-    """Check that the host memory that a plan reports for an optimizer with its own step is exact: before
-    anything is allocated, afterwards, and once the first step has made the moments.
+    """Check that the host memory that a plan reports is exact for an optimizer without an ebbtide kernel, whose own
+    ``step()`` runs the updates.
+
+    The number must be the same before anything is allocated, once the plan is attached, and after the first step,
+    which creates the moments.
     """
     away = {"offload_param": {"device": "cpu"}} if location == "host" else {}
     engine = attached(start(extra=extra, **away), ["host"], "emulated", None)
@@ -214,8 +217,8 @@ class Counting(torch.optim.Optimizer):
 
 
 def after_three_steps(kind):
-    """Update four zeros three times with gradients of one, as a plan does for an optimizer with its own step.
-    Return the optimizer and the four resulting values.
+    """Update four zeros three times with gradients of one, as a plan does with an optimizer for which ebbtide has
+    no kernel: it calls the optimizer's own ``step()``. Return the optimizer and the four resulting values.
     """
     ours = torch.nn.Parameter(torch.zeros(4))
     optimizer = kind([ours])
@@ -268,8 +271,10 @@ def test_an_optimizer_without_state_has_none_under_a_plan():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_is_shown_the_groups_that_stock_shows_it(stage):
-    """Check that under a plan an optimizer's step sees the parameter groups that stock DeepSpeed shows it:
-    under ZeRO-3 all groups, and below ZeRO-3 one at a time. Schedule-free optimizers count in their groups.
+    """Check that under a plan an optimizer's ``step()`` sees the parameter groups that stock DeepSpeed shows it:
+    under ZeRO-3 all groups, and under ZeRO-2 one at a time.
+
+    This matters for optimizers that count their steps in the groups, such as schedule-free ones.
     """
     outcomes = []
     for plan in (False, True):

@@ -31,7 +31,9 @@ def kind(config):
 
 
 def sample():
-    """Return the first published config of each kind that offloads the optimizer, as a list of (name, config)."""
+    """Return a list of (name, config): of the published configs that offload the optimizer, the first one of each
+    `kind`.
+    """
     found = {}
     for row in published():
         config = as_trained(row.config)

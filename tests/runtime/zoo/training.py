@@ -88,8 +88,8 @@ def trained(
 
 @cache
 def stock(config: str) -> Outcome:
-    """Return the result of training with stock DeepSpeed under a config, given as JSON text. Results are
-    cached, because many files are equal.
+    """Return the result of training with stock DeepSpeed under a config, given as JSON text. Results are cached,
+    because many of the published configs are equal.
     """
     return trained(json.loads(config))
 

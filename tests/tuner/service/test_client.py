@@ -1,5 +1,5 @@
-"""Tests of ebbtide's Python client of the HTTP service against a real server: its results, and errors that
-state the rule.
+"""Tests of ebbtide's Python client for the HTTP service, against a real server: results, and errors that name the
+key of the request that is wrong.
 """
 
 import pytest

@@ -255,8 +255,8 @@ def test_numbers_beyond_what_can_be_computed_are_refused_in_our_words(server, mt
 
 
 def _slips(model):
-    """Return a pair of a misspelt and the right name for each field of a pydantic model with a long enough
-    name.
+    """Return a list of (misspelt name, right name) for the fields of a pydantic model. Names of up to five letters
+    are left out.
     """
     return [(f"{name[:-2]}{name[-1]}", name) for name in model.model_fields if len(name) > 5]
 

@@ -171,8 +171,8 @@ def test_of_a_runs_iterations_a_typical_one_is_shown():
 
 
 def test_every_group_of_ops_and_kind_of_memory_has_a_colour_on_the_page():
-    """Check that the style sheet of the web page gives a colour, defined in the same sheet, to each group of ops
-    and each kind of memory that an answer may name.
+    """Check that the style sheet of the service's web page gives a colour, defined in the same sheet, to each group
+    of ops and each kind of memory that the page draws.
     """
     static = Path(str(files("ebbtide.tuner.service") / "static"))
     sheet, script = (static / "style.css").read_text(), (static / "timeline.js").read_text()
