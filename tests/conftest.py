@@ -152,7 +152,7 @@ def pytest_collection_finish():
 
 
 def one_thread():
-    """Set torch to one thread in the calling thread.
+    """Limit torch to one thread for operations that the calling thread starts.
 
     With a second thread, the small matrix products of the tests take a twelfth more CPU time. Threads that
     ebbtide's runtime starts are not affected: there, the environment variable OMP_NUM_THREADS sets the number of

@@ -22,8 +22,8 @@ LIMIT_BYTES, USED_BYTES = 2**30, 2**29
 
 
 def contained(folder):
-    """Simulate a container with a memory limit: write the files of such a control group into a folder, and make
-    ebbtide read them instead of the system's.
+    """Simulate a container: write the files of a control group with a memory limit into a folder, and make ebbtide
+    read these files instead of the system's.
     """
     group = folder / "sys/fs/cgroup/job"
     (folder / "proc/self").mkdir(parents=True, exist_ok=True)

@@ -179,8 +179,8 @@ class RecordingFiles(Files):
 def crash_states(ops, seed):
     """Yield (disk, number of commits so far) for each state in which a crash may leave the disk.
 
-    A crash may come after any of the recorded system calls. All calls before it that were synced are on the disk.
-    Of the others, many different subsets are tried.
+    A crash may come after any of the recorded system calls. All earlier calls that were synced have reached the
+    disk. Of the earlier calls that were not synced, many different subsets are tried as those that have reached it.
     """
     rng = random.Random(seed)
     for end in range(len(ops) + 1):

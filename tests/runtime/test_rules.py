@@ -159,9 +159,9 @@ def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
     seen = set()
 
     def form(state, grad, out, step, tail):
-        """Return the properties by which Triton distinguishes compiled versions of a kernel: the gradient's dtype,
-        whether addresses, the number of elements and the start of the tail (the last ``tail`` elements) are
-        multiples of 16, and the variant.
+        """Return the properties for which Triton compiles separate versions of a kernel: the gradient's dtype, the
+        variant, and whether addresses and sizes are multiples of 16. The sizes are the number of elements and
+        the number of elements before the tail.
         """
         aligned = [tensor.data_ptr() % 16 == 0 for tensor in (*state, grad, out)]
         return (grad.dtype, *aligned, len(grad) % 16 == 0, (len(grad) - tail) % 16 == 0, step.variant)

@@ -118,7 +118,7 @@ def test_hosts_with_the_same_memory_update_alike():
 
 def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops_none():
     """Check which share of a NUMA node's DRAM bandwidth the host update of a single rank uses: 45% to 90% on server
-    presets, and all of it on desktop presets and gh200. Published for the A100 node are 85 of 164 GB/s.
+    presets, and all of it on desktop presets and gh200. For the A100 node, 85 of 164 GB/s are published.
     """
     for name in preset_names():
         machine, sheet = preset(name), SHEETS[name]

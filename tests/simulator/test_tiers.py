@@ -42,7 +42,7 @@ def further(monkeypatch):
 
 
 def planned(placements, locations=(), order=None, **fields):
-    """Return a plan that is not validated, because validation would refuse the placement that this test adds."""
+    """Return a plan that is not validated, because validation would refuse the placement that `further` adds."""
     plan = Plan(subgroup_size=10, ways=(Way("host"),) * len(placements), **fields)
     ways = tuple(map(Way, placements, locations or ["device"] * len(placements)))
     return plan.model_copy(update={"ways": ways, "order": order or plan.order})

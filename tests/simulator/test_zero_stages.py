@@ -245,7 +245,8 @@ def test_a_way_that_no_version_has_is_refused():
 
 def test_round_robin_deals_whole_parameters_out_to_the_ranks():
     """Check estimated workloads with DeepSpeed's key `round_robin_gradients`. With the key, the first rank updates
-    parameters of more than half of the layers. Without it, this rank updates parameters of less than half.
+    parameters of more than half of the layers. Without it, this rank updates parameters of less than half of the
+    layers.
     """
 
     def layers(**zero):

@@ -1,5 +1,5 @@
 """Tests of the search for a plan's checkpoint interval, together with the limit of the write rate and the memory
-for copies.
+for copies of state that is being saved.
 
 The result is as good as that of a search over a full grid, and fits into memory. The costs come from the simulator.
 """

@@ -167,8 +167,7 @@ def _kinds(remarks):
     """Return the part before the colon of each remark that `tune search` prints, without a prediction error in
     percent.
 
-    Remarks of an exhaustive simulation have no such error, so that the error must not count in a comparison with
-    them.
+    Remarks of an exhaustive simulation contain no prediction error, so it is removed for comparisons with them.
     """
     return [re.sub(r" \(\d+%\)", "", remark.split(":")[0]) for remark in remarks]
 

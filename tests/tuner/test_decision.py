@@ -1,5 +1,6 @@
 """Tests of the function that chooses a plan for the command line, Python and the service. It quickly refuses a job
-that cannot fit into memory. If the search may also offload parameters, its plan is at most 0.5% slower.
+that cannot fit into memory. Its plan with offloaded parameters allowed is at most 0.5% slower than its plan
+without.
 """
 
 import ebbtide.tuner

@@ -191,8 +191,7 @@ def lost_tensor(state, wire, old, facts):
 def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, change, name, says):
     """Check that `tune verify` recognizes which of two training runs went wrong from that run's own training state.
 
-    Here the run that the other one is compared with went wrong. The other run differs from a correct one only by
-    rounding.
+    Here the run that serves as the reference went wrong. The other run differs from a correct one only by rounding.
     """
     rounded = Trained(tmp_path, "plan", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(4, change).run()

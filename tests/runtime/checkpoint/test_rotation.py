@@ -613,9 +613,9 @@ def test_what_was_kept_at_the_very_end_stays_deleted(tmp_path):
     """Check that an older checkpoint stays deleted if it is deleted at the very end of a newer checkpoint's save,
     right after the commit.
 
-    Another rank may delete it then, because ranks do not wait for each other there. As during the whole save,
-    ebbtide makes a copy from which the older checkpoint could be restored. It must not be restored, since the newer
-    checkpoint is committed.
+    Another rank may delete the older checkpoint at that time. As during the whole save, ebbtide then makes a copy
+    from which the older checkpoint could be restored. This copy must not be restored, since the newer checkpoint is
+    committed.
     """
     saved(tmp_path / "checkpoint-10", 10)
     saved(tmp_path / "checkpoint-20", 20)

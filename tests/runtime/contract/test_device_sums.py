@@ -165,8 +165,8 @@ WAYS = [["host"], ["device", "host"], ["resident"], ["host", "stored", "device"]
 def test_plans_change_at_any_micro_batch(stage, accumulation):
     """Check that the plan can be changed after any micro-batch, if it accumulates gradients on the GPU.
 
-    At that moment a gradient sum may still be on the GPU. A sum in host memory may be in the buffer that was the
-    spare one. A step may also add to a sum that an earlier step has left in another buffer.
+    At that moment a gradient sum may still be on the GPU. The host buffer of a sum may have been exchanged for a
+    spare buffer. A step may also add to a sum that an earlier step has left in another buffer.
     """
 
     def new():

@@ -204,11 +204,11 @@ def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
 
 
 class Locking(DEVICES[DEVICE]):
-    """An emulated device that copies each host buffer before the GPU uses it, as CUDA devices do with buffers that
-    are not page-locked. Buffers that the device itself has allocated are not copied.
+    """An emulated device that copies each host buffer before it uses the buffer, as ebbtide's CUDA device does if a
+    buffer is not page-locked. Buffers that the device itself has allocated are not copied.
 
     Each copy adds to ``kept`` the number of buffers that were copied before and are still allocated. A test checks
-    that it stays 0: each large buffer is freed before the next one is copied.
+    that ``kept`` stays 0, so that each large buffer is freed before the next one is copied.
     """
 
     def __init__(self):

@@ -55,8 +55,8 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps=
     Args:
         away: Numbers of micro-batches. After the first of them, the engine's ``offload_states`` is called, and
             after the others ``reload_states``, also in the middle of a step.
-        overlaps: Ranks whose plan overlaps updates with the next forward: "all", or any other value for rank 0
-            only.
+        overlaps: Ranks whose plan overlaps updates with the next forward: "all" for all ranks, any other value for
+            rank 0 only.
     """
     rank = torch.distributed.get_rank()
     made = model() if model is Reordered else None

@@ -2,7 +2,7 @@
 
 Each rank has its own file on the drive. The tests load checkpoints of stock DeepSpeed and export checkpoints for
 it, change the plan during training, and use a DeepSpeed config for NVMe unchanged. State from another number of
-ranks is refused. After a failed drive, training resumes from the checkpoint before.
+ranks is refused. After a failed drive, training resumes from the last checkpoint before the failure.
 """
 
 import json

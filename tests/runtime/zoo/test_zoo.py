@@ -32,7 +32,7 @@ def kind(config):
 
 def sample():
     """Return a list of (name, config): of the published configs that offload the optimizer, the first one of each
-    `kind`.
+    kind. Configs of one kind have the same values in all fields that matter to a plan.
     """
     found = {}
     for row in published():
