@@ -54,7 +54,7 @@ class Prediction(Page):
     storage_bytes: int = Field(
         0,
         ge=0,
-        description="Bytes of drive space for optimizer state: the version being written and all kept versions.",
+        description="Bytes of drive space for optimizer state, for the version being written and all kept versions.",
     )
     memory: dict[Memory, dict[Kind, NonNegativeInt]] = Field(default_factory=dict)
     limits: dict[Memory, NonNegativeInt] = Field(default_factory=dict)

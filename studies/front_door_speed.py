@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--pairs",
         type=int,
         default=4,
-        help="number of comparisons, each of a process under tune run with a process that calls ebbtide.initialize",
+        help="number of comparisons. Each compares a process under tune run with one that calls ebbtide.initialize",
     )
     parser.add_argument("--train", choices=DOORS, help=argparse.SUPPRESS)
     parser.add_argument("--overlap", action="store_true", help=argparse.SUPPRESS)

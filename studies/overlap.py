@@ -59,7 +59,7 @@ def main() -> None:
         "--clipped-steps",
         type=int,
         default=16,
-        help="number of timed steps for each share of steps that clip gradients",
+        help="number of timed steps in each run with clipping. The runs differ in the share of steps that clip",
     )
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()

@@ -41,7 +41,7 @@ class OwnStep:
 
     def scalars(self, scale: float) -> np.ndarray:
         raise NotImplementedError(
-            "ebbtide called its own update kernel for an optimizer that must be updated by its step(). "
+            "ebbtide called its update kernel for an optimizer whose own step() must compute the update. "
             "Report this as a defect of ebbtide"
         )
 
@@ -145,8 +145,8 @@ class OwnStepRule(UpdateRule):
 
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         raise NotImplementedError(
-            "ebbtide asked for the arguments of DeepSpeed's CPU op, but DeepSpeed has no such op for an optimizer that "
-            "is updated by its own step(). Report this as a defect of ebbtide"
+            "ebbtide asked for the arguments of DeepSpeed's CPU op, but DeepSpeed has no such op for an optimizer "
+            "whose own step() computes the update. Report this as a defect of ebbtide"
         )
 
 

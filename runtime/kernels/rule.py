@@ -206,7 +206,7 @@ def vector_width(rule: type[UpdateRule], op: Any) -> int:
     if len(equal) != 1:
         raise UnknownRoundingError(
             f"DeepSpeed's compiled op cpu_{rule.name} must round like exactly one of the builds that ebbtide knows "
-            "(AVX-512, AVX2, NEON, scalar with fused multiply-add), so that ebbtide's updates have the same bits, but "
+            "(AVX-512, AVX2, NEON, scalar with fused multiply-add), so that ebbtide's updates are bit-identical, but "
             f"{getattr(op, '__file__', op)} rounds like {len(equal)} of these builds. Delete this file so that "
             "DeepSpeed builds the op again on this machine (CXX=g++), or train without a plan"
         )

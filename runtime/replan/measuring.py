@@ -36,7 +36,7 @@ def measured_machine(drives: Sequence[str] = ()) -> Machine:
     if failed:
         raise RuntimeError(
             f'plan="auto" measures the machine before training, but the measurement failed ({failed[0]}). Fix the '
-            "cause, or set plan to a plan file"
+            'cause, or give a plan file instead of "auto"'
         )
     return Machine.model_validate(every[first])
 

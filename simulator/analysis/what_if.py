@@ -165,7 +165,7 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
     if "cpu_cores" in changes and not machine.device_shares_host_cores:
         raise RuleError(
             "cpu_cores must not be among the changes if forward and backward run on a GPU, because the machine's CPU "
-            "rates were measured with all cores and would stay the same, but got cpu_cores "
+            "rates were measured with all cores and would not change with cpu_cores, but got "
             f"{changes['cpu_cores']!r}. Change the rates instead (host_adam_params_per_s, "
             "stock_host_adam_params_per_s, dram_bytes_per_s)",
             key="changes.cpu_cores",

@@ -121,7 +121,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model-b",
         type=float,
-        help="size of the model as a number of billions of parameters (1.3, 3 or 7), if --size is not given",
+        help="size of the model in billions of parameters (1.3, 3 or 7). This option replaces --size",
     )
     parser.add_argument("--cap-gib", type=float, help="limit on GPU memory, in GiB")
     parser.add_argument(
@@ -134,7 +134,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--device",
         choices=["cuda", "emulated"],
         default="cuda",
-        help="device that trains the models. The value emulated has the same effect as --rehearse",
+        help="device that trains the models: cuda, or emulated (no GPU is used, as with --rehearse)",
     )
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -98,13 +98,13 @@ def main() -> None:
         "--steps",
         type=int,
         default=STEPS,
-        help="number of timed steps for each choice of which steps clip, such as 10%% of them",
+        help="number of timed steps in each part of the study. The parts differ in which steps clip gradients",
     )
     parser.add_argument(
         "--factor", type=float, default=0.04, help="factor by which the durations of the emulated layers are multiplied"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="train only with 10%% and 100%% of the steps clipped, for tests"
+        "--quick", action="store_true", help="run only the parts with 10%% and 100%% clipped steps, for tests"
     )
     args = parser.parse_args()
     become_only_rank()

@@ -40,7 +40,7 @@ def main() -> None:
         "--pairs",
         type=int,
         default=200,
-        help="number of random pairs (a machine and a workload) for which a plan is compared with a lower bound",
+        help="number of random pairs (a machine and a workload) for which a plan is compared with its lower bound",
     )
     parser.add_argument(
         "--few",

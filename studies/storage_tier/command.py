@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument(
         "--folder",
         type=Path,
-        help="folder for optimizer state. The rates of its disk are measured (default: the folder of the --json file)",
+        help="folder for optimizer state, on the disk that is measured (default: the folder of the --json file)",
     )
     parser.add_argument("--size", default="200m", choices=sorted(SIZES), help="size of the model")
     parser.add_argument("--steps", type=int, default=8, help="number of timed steps of each training run")

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         choices=ROUNDS,
         default=list(ROUNDS),
-        help="names of groups of artificial defects. Each is put into a training run, and tune verify must find it",
+        help="groups of artificial defects. Each defect is put into a training run, and tune verify must find it",
     )
     parser.add_argument("--no-overhead", action="store_true")
     parser.add_argument("--no-versions", action="store_true", help="test only the installed version of DeepSpeed")

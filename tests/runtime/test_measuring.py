@@ -55,6 +55,9 @@ def test_one_rank_of_a_node_measures(tmp_path, child_environment):
     ]
     told = [process.communicate(timeout=120) for process in ranks]
     said = [out.strip().splitlines()[-2:] for out, _ in told]
-    failed = 'plan="auto" measures the machine before training, but the measurement failed (rank 0: OSError: planted'
+    failed = (
+        'plan="auto" measures the machine before training, but the measurement failed (rank 0: OSError: planted). '
+        'Fix the cause, or give a plan file instead of "auto"'
+    )
     assert said == [["as rank 0 sees it drive", failed]] * 2, told
     assert [path.name for path in tmp_path.glob("measured_by_*")] == ["measured_by_0"]

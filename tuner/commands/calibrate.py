@@ -95,7 +95,7 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
         click.echo(
             f"{change.field:32} {change.before:10.4g} -> {change.after:10.4g}  "
             f"(quartiles after calibration: {change.low:.4g} to {change.high:.4g}; "
-            f"rates corrected together: {change.knob})"
+            f"one factor corrects all rates of {change.knob})"
         )
     if not calibrated.changes:
         click.echo("no rate was changed, because the runs add no information to the machine file")

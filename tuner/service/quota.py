@@ -168,7 +168,7 @@ def check_search(request: SearchJob, quota: Quota) -> None:
     if ops > quota.searched_ops:
         raise RuleError(
             f"a step must have at most {micro_batches * quota.searched_ops // ops} micro-batches in a search on this "
-            f"server, but can have {micro_batches} in this request. Lower accumulation, or if accumulation is in free, "
-            "lower global_batch",
+            f"server, but can have {micro_batches} in this request. Lower accumulation, or if the search varies "
+            "accumulation, lower global_batch",
             key="global_batch",
         )

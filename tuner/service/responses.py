@@ -183,7 +183,7 @@ class AnswerTold(Answered):
     bound_s: float | None
     rows: list[RowTold]
     memory: dict[str, dict[str, dict[str, int]]] = Field(
-        description="Bytes in use at the peak, by kind of data, for each memory (such as `device`) and for each "
+        description="Bytes in use at the memory peak, by kind of data, for each memory (such as `device`) and for each "
         "way to train (`plan`, `stock`, `no offload`)."
     )
     timelines: dict[str, TimelineTold | None] | None

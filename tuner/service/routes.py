@@ -213,7 +213,9 @@ def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
             key="changes",
         )
     if any(not math.isfinite(v) for values in posted.changes.values() for v in values):
-        raise RuleError("all values in changes must be finite numbers, but some are not", key="changes")
+        raise RuleError(
+            "changes (new values of machine and workload fields) must contain only finite numbers", key="changes"
+        )
 
 
 def _jobs(router: APIRouter, service: Service, names: Names) -> None:
