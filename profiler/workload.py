@@ -66,13 +66,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     from ebbtide.runtime.zero.checks import private
     from ebbtide.runtime.zero.checks.other_steps import recomputes
 
-    for phase in ("forward", "backward"):
-        without = [number for number, trace in enumerate(traces, 1) if not trace.phases[phase] > 0]
-        if without:
-            raise ValueError(
-                f"every profiled step must run the model's {phase}, but step {without[0]} did not. "
-                "Check the step function"
-            )
+    _check_phases(traces)
     optimizer = engine.optimizer
     forward_s = _median(trace.phases["forward"] for trace in traces)
     micro = int(engine.gradient_accumulation_steps())
@@ -113,6 +107,16 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
     )
+
+
+def _check_phases(traces: list[Trace]) -> None:
+    for phase in ("forward", "backward"):
+        without = [number for number, trace in enumerate(traces, 1) if not trace.phases[phase] > 0]
+        if without:
+            raise ValueError(
+                f"every profiled step must run the model's {phase}, but step {without[0]} did not. "
+                "Check the step function"
+            )
 
 
 def module_issue_s(traces: Iterable[Trace]) -> float:

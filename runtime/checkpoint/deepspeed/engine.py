@@ -212,14 +212,8 @@ class LazyCheckpointEngine(CheckpointEngine):
         begin = time.monotonic()
         name = checked_name(save_dir, tag, self._engine.global_steps)
         folder = Path(save_dir).absolute()
-        state = (
-            str(folder),
-            name,
-            self._engine.global_steps,
-            self._engine.micro_steps,
-            exclude_frozen_parameters,
-            save_latest,
-        )
+        steps = self._engine.global_steps, self._engine.micro_steps
+        state = (str(folder), name, *steps, exclude_frozen_parameters, save_latest)
         if state == self._saved and not client_state and foreign_trainer() is not None:
             return True  # Trainer saves each of its checkpoints twice: nothing has changed since
         verdict = self._agree_to_begin(str(folder / name))
@@ -247,20 +241,15 @@ class LazyCheckpointEngine(CheckpointEngine):
             self._saved = ()
             self._save_apart(write, folder / "latest" if save_latest else None, name)
             return True
-        attempt = Attempt(
-            folder,
-            name,
-            verdict.nonce,
-            self._engine.global_steps,
-            self._peers.rank,
-            self._peers.world_size,
-            save_latest,
-            self._plan_digest(),
-            _versions(),
-        )
+        attempt = self._attempt(folder, name, verdict.nonce, save_latest)
         self._note = self._save_in_background(attempt, write, begin)
         self._saved = state
         return True
+
+    def _attempt(self, folder: Path, name: str, nonce: str, save_latest: bool) -> Attempt:
+        step, peers = self._engine.global_steps, self._peers
+        digest = self._plan_digest()
+        return Attempt(folder, name, nonce, step, peers.rank, peers.world_size, save_latest, digest, _versions())
 
     def _save_in_background(self, attempt: Attempt, write: Callable[[], Any], begin: float) -> Note:
         in_place = self._returns_in_place()

@@ -10,8 +10,8 @@ from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER
 from ebbtide.runtime.checkpoint.protocol.inspect import Problem, verify
 from ebbtide.runtime.checkpoint.protocol.peers import Peers
 from ebbtide.runtime.checkpoint.protocol.publishing import recover_replaced
-from ebbtide.runtime.checkpoint.protocol.retention import Committed, committed, damaged, named_latest
-from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle, siblings
+from ebbtide.runtime.checkpoint.protocol.retention import Committed, committed, damaged, named_latest, siblings
+from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle
 
 
 @dataclass(frozen=True)

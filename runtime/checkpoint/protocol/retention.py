@@ -1,8 +1,9 @@
-"""The list of checkpoints in a folder, and the deletion of old ones."""
+"""The list of checkpoints in and beside a folder, and the deletion of old ones."""
 
 import contextlib
 import fcntl
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,3 +116,31 @@ def _delete(folder: Path, files: Files) -> bool:
     files.remove_tree(trash)
     files.point("trash_deleted")
     return True
+
+
+def newest_beside(directory: Path) -> Path | None:
+    """Return the newest checkpoint's folder among the siblings of ``directory`` (see `siblings`), or None."""
+    result = [c for folder in siblings(directory) for c in committed(folder)]
+    newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)
+    return None if newest is None else newest.folder.parent
+
+
+def siblings(directory: Path) -> list[Path]:
+    """Return the folders next to ``directory`` with names that differ from its name only in numbers.
+
+    If a trainer makes a folder for each checkpoint (``checkpoint-500``), these are the other
+    checkpoints of the same run.
+    """
+    directory = directory.absolute()
+    kind = re.sub(r"\d+", "#", directory.name)
+    others = (f for f in directory.parent.glob("*") if f.is_dir() and f != directory)
+    return sorted(f for f in others if "#" in kind and re.sub(r"\d+", "#", f.name) == kind)
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Return whether a folder or one of its direct subfolders holds a checkpoint of ebbtide or DeepSpeed."""
+    for depth in ("", "[!.]*/"):  # notes come and go
+        for name in (GLOBAL_NAME, "*_states.pt"):
+            if next(folder.glob(depth + name), None) is not None:
+                return True
+    return False

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME
 from ebbtide.runtime.checkpoint.protocol.inspect import verify
 from ebbtide.runtime.checkpoint.protocol.ownership import LEASE_S, lives, owner
 from ebbtide.runtime.checkpoint.protocol.publishing import recover_replaced
-from ebbtide.runtime.checkpoint.protocol.retention import committed
+from ebbtide.runtime.checkpoint.protocol.retention import committed, newest_beside
 
 NOTES = ".ebbtide"
 KEPT = "kept_"
@@ -385,34 +384,6 @@ def _hide(save_dir: Path, beside: Path | None) -> None:
             save_dir.rename(hidden)
             # Last: as long as it is in sight, its note must say what it is.
             shutil.rmtree(hidden / NOTES, ignore_errors=True)
-
-
-def newest_beside(directory: Path) -> Path | None:
-    """Return the newest checkpoint's folder among the siblings of ``directory`` (see `siblings`), or None."""
-    result = [c for folder in siblings(directory) for c in committed(folder)]
-    newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)
-    return None if newest is None else newest.folder.parent
-
-
-def siblings(directory: Path) -> list[Path]:
-    """Return the folders next to ``directory`` with names that differ from its name only in numbers.
-
-    If a trainer makes a folder for each checkpoint (``checkpoint-500``), these are the other
-    checkpoints of the same run.
-    """
-    directory = directory.absolute()
-    kind = re.sub(r"\d+", "#", directory.name)
-    others = (f for f in directory.parent.glob("*") if f.is_dir() and f != directory)
-    return sorted(f for f in others if "#" in kind and re.sub(r"\d+", "#", f.name) == kind)
-
-
-def holds_checkpoint(folder: Path) -> bool:
-    """Return whether a folder or one of its direct subfolders holds a checkpoint of ebbtide or DeepSpeed."""
-    for depth in ("", "[!.]*/"):  # notes come and go
-        for name in (GLOBAL_NAME, "*_states.pt"):
-            if next(folder.glob(depth + name), None) is not None:
-                return True
-    return False
 
 
 def _link_tree(source: Path, target: Path) -> None:

@@ -14,7 +14,8 @@ import threading
 from pathlib import Path
 
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.protocol.rotation import NOTES, Note, holds_checkpoint, twin
+from ebbtide.runtime.checkpoint.protocol.retention import holds_checkpoint
+from ebbtide.runtime.checkpoint.protocol.rotation import NOTES, Note, twin
 
 _lock = threading.Lock()
 _used: set[Path] = set()  # folders that this process has saved to or loaded from
