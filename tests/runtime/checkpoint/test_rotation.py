@@ -626,5 +626,5 @@ def test_what_was_kept_at_the_very_end_stays_deleted(tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint-20"]
     assert not (tmp_path / "checkpoint-20" / rotation.NOTES).exists()
     late.close(committed=True)
-    with pytest.raises(FileNotFoundError, match="has ended"):
+    with pytest.raises(FileNotFoundError, match="has already ended"):
         late.keep(tmp_path / "checkpoint-20")
