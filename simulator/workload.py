@@ -421,13 +421,8 @@ class Workload(Shown, Page):
         """
         if self.micro_batch is None:
             return None
-        return TrainedAs(
-            precision=self.wire_dtype,
-            micro_batch=self.micro_batch,
-            accumulation=self.gradient_accumulation_steps,
-            sequence=self.sequence,
-            recompute=self.recompute,
-        )
+        shared: dict[str, Any] = {name: getattr(self, name) for name in ("micro_batch", "sequence", "recompute")}
+        return TrainedAs(precision=self.wire_dtype, accumulation=self.gradient_accumulation_steps, **shared)
 
     @property
     def fingerprint(self) -> str:

@@ -215,14 +215,9 @@ def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict of `Job` fields on kernels and recomputation, from the values of the command-line flags
     that set them. Flags that were not given are left out.
     """
-    given: dict[str, Any] = {
-        name: about[name] for name in ("recompute_share", "kernels", "flash_version") if about.get(name)
-    }
-    if about.get("fused_loss"):
-        given["fused_loss"] = True
-    if about.get("no_flash_attention"):
-        given["flash_attention"] = False
-    return given
+    names = ("recompute_share", "kernels", "flash_version", "fused_loss")
+    given: dict[str, Any] = {name: about[name] for name in names if about.get(name)}
+    return given | ({"flash_attention": False} if about.get("no_flash_attention") else {})
 
 
 def started_by(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from ebbtide.runtime.checkpoint.files import Files
@@ -235,14 +235,11 @@ class ExtentStore:
             extent = self._free_extent(subgroup)
         view = self._views.get(subgroup)
         own = view is not None and source[0].data_ptr() == view.tensors[0].data_ptr()
-        try:
+        with self._failing():
             self._raise_failure()
             hashes = self._blocks.write(subgroup, extent, source, own=own)
             if view is not None:
                 view.show(extent, self._blocks.files)
-        except BaseException as error:
-            self._fail(error)
-            raise
         with self._condition:
             self._versions.end_write(subgroup, extent, version, hashes, unchecked=self._verify_reads)
             self.written_bytes += sum(map(padded, self._blocks.layout.sizes[subgroup]))
@@ -310,7 +307,7 @@ class ExtentStore:
             self._notify()
 
     def prepare(self, version: int, step: int, name: str, data: str) -> StepRecord:
-        """Make a version of the state on the drives durable, as a step beside all earlier ones.
+        """Make a version of the state on the drives durable as a step. Keep all earlier steps.
 
         Call `announce` for the version first. This method waits for the version's writes and for the previous commit,
         so call it on a thread that may block.
@@ -324,12 +321,9 @@ class ExtentStore:
             StorageError: A write or a sync failed. Earlier steps are intact.
         """
         with self._committing:
-            try:
+            with self._failing():
                 extents = self._written(version)
                 self._blocks.sync()
-            except BaseException as error:
-                self._fail(error)
-                raise
             record = StepRecord(step=step, name=name, extents=extents, data=data)
             self._name([record, *self._versions.steps])
             self.abandon(version)  # the step protects what the version named
@@ -356,11 +350,8 @@ class ExtentStore:
                 self._name([s for s in self._versions.steps if s.name != name])
 
     def _name(self, steps: list[StepRecord]) -> None:
-        try:
+        with self._failing():
             self._folders.commit(self.nonce, steps)
-        except BaseException as error:
-            self._fail(error)
-            raise
         with self._condition:
             self._versions.steps = steps
             self._notify()
@@ -430,10 +421,15 @@ class ExtentStore:
         self._progress_s = time.monotonic()
         self._condition.notify_all()
 
-    def _fail(self, error: BaseException) -> None:
-        with self._condition:
-            self._failure = self._failure or error
-            self._condition.notify_all()
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            with self._condition:
+                self._failure = self._failure or error
+                self._condition.notify_all()
+            raise
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -110,7 +110,7 @@ class Versions:
         self._clock = 0  # the latest version
 
     def grow(self, subgroups: Iterable[int]) -> None:
-        """Add subgroups whose extents are empty."""
+        """Add subgroups with empty extents."""
         self.subgroups |= {s: Extents([None] * self.extents, [[]] * self.extents) for s in subgroups}
 
     def tick(self) -> int:

@@ -1,4 +1,4 @@
-"""The list of checkpoints in and beside a folder, and the deletion of old ones."""
+"""The list of checkpoints in a folder, the search for checkpoints beside it, and the deletion of old ones."""
 
 import contextlib
 import fcntl

@@ -1,4 +1,4 @@
-"""The access to private members of DeepSpeed, whose table is in `private_names`.
+"""The access to private members of DeepSpeed (`private_names` has their table).
 
 `check_version` and `check_members` are called before an engine is taken over. They refuse a DeepSpeed outside the
 tested range, and a DeepSpeed that lacks a member that its version should have.
