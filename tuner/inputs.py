@@ -150,8 +150,8 @@ _WORKLOAD_OPTIONS = (
     ),
     click.option(
         "--flash-version",
-        type=click.IntRange(2, 4),
-        help="With --model: major version of FlashAttention, e.g. 3 on H100 (default: the machine's own rate).",
+        type=click.IntRange(1, 4),
+        help="With --model: major version of FlashAttention, e.g. 3 on H100 (default: 2, as in PyTorch).",
     ),
     *LAUNCHER_OPTIONS,
     click.option(

@@ -18,7 +18,7 @@ from ebbtide.simulator.machine import Machine
 
 Kernels = Literal["fused", "eager"]
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
-FlashVersion = Literal[2, 3, 4]
+FlashVersion = Literal[1, 2, 3, 4]
 FLASH_VERSIONS: tuple[FlashVersion, ...] = get_args(FlashVersion)
 # Korthikanti et al., arXiv 2205.05198, equation 1: a layer stores 34 s b h bytes of activations, 10 of which tensor
 # parallelism leaves whole.
@@ -92,9 +92,12 @@ class Device:
         Raises:
             ModelError: ``flash_version`` does not run on the machine's GPU.
         """
+        gain = _attention_gain(machine.device_name, flash_version)
+        if not training.get("flash", True):
+            gain = _stored_gain(machine)
         return cls(
             machine.rate("device_flops_per_s"),
-            machine.rate("attention_flops_per_s") * _attention_gain(machine.device_name, flash_version),
+            machine.rate("attention_flops_per_s") * gain,
             machine.rate("device_memory_bytes_per_s"),
             wire_bytes,
             **training,
@@ -174,6 +177,17 @@ def _attention_gain(device_name: str, version: FlashVersion | None) -> float:
         runs = " or ".join(map(str, sorted({2, *compute.versions})))
         raise ModelError(f"flash_version must be {runs} on {device_name}, but got {version}", "flash_version")
     return gain
+
+
+def _stored_gain(machine: Machine) -> float:
+    """Return how many times faster a machine multiplies attention scores that it stores, than flash attention does.
+
+    Published runs without flash attention are predicted best at the rate of version 1.
+    """
+    compute = compute_of(machine.device_name)
+    if compute is None or machine.attention_flops_per_s is None:
+        return 1.0
+    return compute.found / compute.attention
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,10 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
             compute.products * sheet.flops, "assumed", f"{compute.products:.0%} of {rated}: {compute.runs}", _COMPUTE
         ),
         "attention_flops_per_s": _value(
-            compute.attention * sheet.flops, "assumed", f"{compute.attention:.0%} of {rated}: {compute.runs}", _COMPUTE
+            compute.attention * sheet.flops,
+            "assumed",
+            f"{compute.attention:.0%} of {rated}: {compute.attention_source}",
+            _COMPUTE,
         ),
         "device_memory_bytes_per_s": _value(_HBM * hbm, "datasheet", f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s"),
         "device_adam_params_per_s": _value(

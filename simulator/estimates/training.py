@@ -17,8 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, mod
 MOST_RANKS, MOST_TOKENS = 10**7, 10**8
 _LONG = 2**14  # tokens: from here on, attention takes a large part of the time
 _OLD_ATTENTION = (
-    "attention is as fast as the kernels of 2023 that preset rates were found with, and newer ones are up to three "
-    "times faster: give the version of FlashAttention (flash_version, --flash-version)"
+    "attention is computed as by version 2 of FlashAttention, which PyTorch calls, and later versions are up to twice "
+    "as fast: give the version that your model uses (flash_version, --flash-version)"
 )
 
 
@@ -97,7 +97,7 @@ class Training(BaseModel):
         recompute_share: Fraction of layers that are computed again. 1: all. 0.5: every other layer.
         flash_attention: True if attention scores are never stored in memory.
         flash_version: Major version of FlashAttention, by whose published speed attention is computed. None: the
-            machine's own rate, which presets have from runs with kernels of 2023.
+            machine's own rate, which in presets is the speed of version 2.
         kernels: Implementation of the kernels between matrix products. ``fused``: fused or compiled
             (Megatron-LM, torch.compile, Liger). ``eager``: PyTorch's own, as in the transformers library.
         fused_loss: True if one kernel computes logits and loss, or if both are computed chunk by chunk.

@@ -17,24 +17,36 @@ class Compute:
 
     Attributes:
         products: Fraction that large matrix products reach.
-        attention: Fraction that flash attention reaches, forward and backward, on causal sequences.
+        found: Fraction that flash attention reached in these runs, forward and backward, on causal sequences.
         runs: Names of these published runs, or of the similar GPU whose fractions are used.
-        versions: For major versions of FlashAttention, the fraction that they reach by the papers about them.
+        versions: For major versions of FlashAttention, the fraction that they reach by the papers about them. If empty,
+            ``found`` counts for version 2.
     """
 
     products: float
-    attention: float
+    found: float
     runs: str
     versions: Mapping[int, float] = field(default_factory=dict)
 
-    def attention_gain(self, version: int | None) -> float | None:
-        """Return how many times faster a version of FlashAttention is than ``attention``.
+    @property
+    def attention(self) -> float:
+        """Return the fraction that version 2 of FlashAttention reaches, which PyTorch calls for its own attention."""
+        return self.versions.get(2, self.found)
 
-        The result is None if the version does not run on this GPU. Version 2 runs on every GPU.
+    @property
+    def attention_source(self) -> str:
+        """Return the source of ``attention``: the papers about FlashAttention, or ``runs``."""
+        return "FlashAttention 2, arXiv 2307.08691 and 2407.08608" if 2 in self.versions else self.runs
+
+    def attention_gain(self, version: int | None) -> float | None:
+        """Return how many times faster a version of FlashAttention is than version 2.
+
+        The result is None if the version does not run on this GPU, or if its speed there is not known.
         """
-        if version is not None and version in self.versions:
-            return self.versions[version] / self.attention
-        return 1.0 if version in (None, 2) else None
+        if version is None or version == 2:
+            return 1.0
+        reached = self.versions.get(version)
+        return reached / self.attention if reached else None
 
 
 # One constant for all devices was a quarter off: an A100 sustains more of its sheet than an H100, whose clock its power
@@ -46,23 +58,27 @@ _TINY = "runs of whyNLP/tinyllama"
 # Fractions of the sheet that versions of FlashAttention reach on long sequences, by the abstracts of their papers.
 # Version 2 on A100: 50 to 73% (Dao, arXiv 2307.08691). On H100: 35%, and version 3 is 1.5 to 2 times as fast, up to 75%
 # in forward (Shah et al., arXiv 2407.08608). Version 4 on B200: up to 71% in forward (arXiv 2603.05451), and the mean
-# over forward and backward is assumed to be as far below this as version 3's. MosaicML's runs, on which ``attention``
-# was found, took the Triton kernel of version 1 (llm-foundry, commit b2a43a14, ``--attn_impl``).
+# over forward and backward is assumed to be as far below this as version 3's. MosaicML's runs took the Triton kernel of
+# version 1 (llm-foundry, commit b2a43a14, ``--attn_impl``): there, version 1 counts as fast as they found.
 _V2_AMPERE, _V2_HOPPER = 0.6, 0.35
 _V3 = 1.75 * _V2_HOPPER
-_AMPERE_VERSIONS = {2: _V2_AMPERE}
-_HOPPER_VERSIONS = {2: _V2_HOPPER, 3: _V3}
+_V1_AMPERE, _V1_HOPPER = 0.36, 0.22
+_AMPERE_VERSIONS = {1: _V1_AMPERE, 2: _V2_AMPERE}
+_HOPPER_VERSIONS = {1: _V1_HOPPER, 2: _V2_HOPPER, 3: _V3}
 _B200_VERSIONS = {4: 0.71 * _V3 / 0.75}
 COMPUTE: Mapping[str, Compute] = {
     "NVIDIA A100": Compute(
-        0.72, 0.36, f"{_MOSAIC}, of IBM's fms-fsdp and torchtitan with Llama models", _AMPERE_VERSIONS
+        0.72, _V1_AMPERE, f"{_MOSAIC}, of IBM's fms-fsdp and torchtitan with Llama models", _AMPERE_VERSIONS
     ),
     "NVIDIA A100 80GB PCIe": Compute(
-        0.65, 0.32, "nine tenths of the SXM board's: NVIDIA A100 data sheet, top apps", {2: 0.9 * _V2_AMPERE}
+        0.65,
+        0.9 * _V1_AMPERE,
+        "nine tenths of the SXM board's: NVIDIA A100 data sheet, top apps",
+        {2: 0.9 * _V2_AMPERE},
     ),
-    "NVIDIA H100": Compute(0.60, 0.22, f"{_MOSAIC}, of IBM's fms-fsdp, torchtitan and llm.c", _HOPPER_VERSIONS),
-    "NVIDIA H200": Compute(0.60, 0.22, "as the H100, the same chip", _HOPPER_VERSIONS),
-    "NVIDIA GH200": Compute(0.60, 0.22, "as the H100, the same chip", _HOPPER_VERSIONS),
+    "NVIDIA H100": Compute(0.60, _V1_HOPPER, f"{_MOSAIC}, of IBM's fms-fsdp, torchtitan and llm.c", _HOPPER_VERSIONS),
+    "NVIDIA H200": Compute(0.60, _V1_HOPPER, "as the H100, the same chip", _HOPPER_VERSIONS),
+    "NVIDIA GH200": Compute(0.60, _V1_HOPPER, "as the H100, the same chip", _HOPPER_VERSIONS),
     "NVIDIA B200": Compute(0.60, 0.22, "as the H100: no run of its own", _B200_VERSIONS),
     "NVIDIA GeForce RTX 3090": Compute(1.0, 0.5, _TINY),
     "NVIDIA GeForce RTX 4080": Compute(0.95, 0.5, "as the RTX 4090, the same generation"),
