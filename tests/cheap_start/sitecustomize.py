@@ -104,7 +104,8 @@ class Finder:
         def exec_module(module):
             load(module)
             attribute, changed = CHANGES[name]
-            setattr(module, attribute, changed(getattr(module, attribute)))
+            if hasattr(module, attribute):  # another version of torch may lack it
+                setattr(module, attribute, changed(getattr(module, attribute)))
 
         spec.loader.exec_module = exec_module
         return spec
