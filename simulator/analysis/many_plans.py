@@ -84,6 +84,7 @@ class PlanSweep:
         remember = lru_cache(MOST_AMOUNTS)
         self.held_bytes, self.slots = remember(self.held.bytes), remember(self.held.slots)
         self.each_bytes = remember(self.held.each_bytes)
+        self._amounts: dict[bytes, tuple[Amounts, Amounts]] = {}
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
@@ -172,8 +173,13 @@ class PlanSweep:
         Args:
             placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
         """
-        waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
-        return tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))
+        key = placement.tobytes()
+        if key not in self._amounts:
+            if len(self._amounts) == MOST_AMOUNTS:
+                self._amounts.pop(next(iter(self._amounts)))
+            waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
+            self._amounts[key] = tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))
+        return self._amounts[key]
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
         """Return the number of parameters with gradients that a plan accumulates in GPU memory instead of host memory.

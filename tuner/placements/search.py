@@ -5,7 +5,7 @@ plans that are tried first.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations_with_replacement, product
@@ -55,9 +55,11 @@ ROUNDED = (-2, -1, 0, 1, 2)  # subgroups around a division of fractions
 FEWEST_WITH_LITTLE_EFFORT = 10  # points of a grid
 SPILLED_POINTS = 91  # numbers of what is not on storage
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
-MOST_REMEMBERED = 512  # rows of plans, as they are without early updates
+MOST_REMEMBERED = 512  # rows of plans
 SETTLED = (6, 12)  # iterations: the period is taken from the later ones
+Row = NDArray[np.float64]  # of the simulator's results for a plan
 Bounds = dict[tuple[Limits, int | None], Bound]  # by elements with parameters on the host
+_WITHOUT_EARLY = bytes(code & ~EARLY for code in range(2**8))
 _STORED_CODES = [PLACEMENT_CODES[placement] for placement in STORED]
 
 
@@ -254,7 +256,8 @@ class Search:
         self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
         self._orders = UpdateOrders(workload, machine)
         self._gone: dict[bytes, int] = {}  # bytes, by parameter locations
-        self._waiting: dict[tuple[Any, ...], tuple[float, float]] = {}  # iteration and backward
+        self._rows: dict[tuple[Any, ...], Row] = {}  # of the plans that were simulated last
+        self._active_bytes = workload.activation_bytes
         self._bounds: Bounds = {} if bounds is None else bounds
         # Of the best, of the best that waits for the norm, and of the best with parameters on the device.
         self.best_s = self.plain_s = self.whole_s = math.inf
@@ -410,7 +413,7 @@ class Search:
         c = c if self.sums else c.with_codes(c.codes & ~SUMMED)
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self._sweep, c), options_of(c)))
 
-    def _mean_s(self, codes: Codes, row: np.ndarray, options: tuple[Any, ...], most_s: float = math.inf) -> float:
+    def _mean_s(self, codes: Codes, row: Row, options: tuple[Any, ...], most_s: float = math.inf) -> float:
         """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip
         gradients.
 
@@ -428,27 +431,29 @@ class Search:
         early = (codes & EARLY) > 0
         if right_s > most_s or not early.any():
             return right_s
-        slots, prefetch, threads, overlap, issue, host_slots = options
-        plain = codes & ~EARLY
-        key = (
-            plain.tobytes(),
-            slots,
-            prefetch,
-            threads,
-            overlap,
-            host_slots,
-            b"" if issue is None else issue.tobytes(),
-        )
-        if key not in self._waiting:
-            if len(self._waiting) == MOST_REMEMBERED:
-                self._waiting.pop(next(iter(self._waiting)))
-            waits = self._sweep.evaluate(plain, *options)
-            self._waiting[key] = float(waits[kernel.ITERATION_S]), float(waits[kernel.BACKWARD_S])
+        _, prefetch, threads, *_ = options
+        waits = self._row(codes & ~EARLY, options)
         sizes = self._sweep.sizes
         of_placement = {p: sizes[early & (codes % SUMMED == PLACEMENT_CODES[p])].tolist() for p in EARLY_PLACEMENTS}
         late = late_s(self.workload, self.machine, of_placement, threads, prefetch)
-        times = times_of((right_s, float(row[kernel.BACKWARD_S])), self._waiting[key], late)
+        times = times_of(
+            (right_s, float(row[kernel.BACKWARD_S])),
+            (float(waits[kernel.ITERATION_S]), float(waits[kernel.BACKWARD_S])),
+            late,
+        )
         return times.mean_s(self.workload.expected_clip_rate)
+
+    def _row(self, codes: Codes, options: tuple[Any, ...]) -> Row:
+        """Return the simulator's results for a plan. The results of the last plans are remembered, as a plan
+        with early updates is always compared with the same plan without them.
+        """
+        *numbers, issue, host_slots = options
+        key = (codes.tobytes(), *numbers, b"" if issue is None else issue.tobytes(), host_slots)
+        if key not in self._rows:
+            if len(self._rows) == MOST_REMEMBERED:
+                self._rows.pop(next(iter(self._rows)))
+            self._rows[key] = self._sweep.evaluate(codes, *options)
+        return self._rows[key]
 
     def peaks(self, candidate: Candidate) -> Score:
         """Return the simulated time and memory peaks of a plan, without adding them to the scores of this
@@ -473,7 +478,7 @@ class Search:
         taken = self._taken(c.codes, c.staging_slots, c.host_slots)
         if not (self.limits.hold(*taken) and self._may_store(c.codes)):
             return Score(math.inf, *taken)
-        row = evaluated(self._sweep, c)
+        row = self._row(c.codes, options_of(c))
         peaks = [int(row[column]) for column in (kernel.DEVICE_PEAK, kernel.HOST_PEAK, kernel.STORED)]
         return Score(self._mean_s(c.codes, row, options_of(c)), *peaks)
 
@@ -502,7 +507,7 @@ class Search:
             w = self.workload
             locations: list[Memory] = ["host" if gone else "device" for gone in away]
             self._gone[key] = moved_out(w, fetched_elements(w, locations)) * w.wire_bytes if away.any() else 0
-        return max(0, self.workload.device_base_bytes - self._gone[key]) + self.workload.activation_bytes
+        return max(0, self.workload.device_base_bytes - self._gone[key]) + self._active_bytes
 
     @property
     def fits(self) -> bool:
@@ -710,15 +715,17 @@ def may_update_early(workload: Workload, machine: Machine) -> bool:
     return workload.zero_stage == 3 and not machine.unified_memory and workload.expected_clip_rate < 1
 
 
-def turned(c: Candidate, subgroups: Collection[int], bit: int) -> Candidate:
+def turned(c: Candidate, subgroups: Iterable[int], bit: int) -> Candidate:
     """Return a copy of a plan with one flag, such as early update, inverted for the given subgroups."""
-    some = set(subgroups)
-    return replace(c, ways=bytes(code ^ bit if s in some else code for s, code in enumerate(c.ways)))
+    ways = bytearray(c.ways)
+    for subgroup in subgroups:
+        ways[subgroup] ^= bit
+    return replace(c, ways=bytes(ways))
 
 
 def waiting(c: Candidate) -> Candidate:
     """Return a copy of a plan without early updates, so that every update waits for the gradient norm."""
-    return replace(c, ways=bytes(code & ~EARLY for code in c.ways))
+    return replace(c, ways=c.ways.translate(_WITHOUT_EARLY))
 
 
 def _grid(count: int, most: int, choices: Sequence[Placement]) -> Iterator[dict[Placement, int]]:
@@ -775,6 +782,6 @@ def options_of(c: Candidate) -> tuple[Any, ...]:
     return c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
 
 
-def evaluated(sweep: PlanSweep, c: Candidate) -> np.ndarray:
+def evaluated(sweep: PlanSweep, c: Candidate) -> Row:
     """Return the row of results (times and memory peaks) that the simulator gives for a plan."""
     return sweep.evaluate(c.codes, *options_of(c))

@@ -8,6 +8,7 @@ annealing, which moves single subgroups, then begins near the best mixture.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import permutations
 
 from ebbtide.simulator.plan import ParameterLocation, Placement
@@ -22,11 +23,22 @@ WORTH = 0.99  # times the seconds with all parameters on the GPU
 MOST_SLOTS = 16  # for stored subgroups, in host memory
 LAST_STEP = 0.5  # subgroups
 FEWER_LOCATIONS = 0.2
+MOST_SPREAD = 256  # mixtures that are remembered: many changes leave the mixture as it is
 
 
 def spread(sizes: Sequence[int], shares: Mapping[Placement, float]) -> list[Placement]:
-    total, placements = sum(sizes), list[Placement]()
-    there = [p for p in PLACEMENTS if shares.get(p, 0.0) > 0.0]
+    """Return a placement for each subgroup, so that each placement has its share of the elements.
+
+    Subgroups that stay on the GPU come first. The other placements are interleaved.
+    """
+    there = tuple((p, shares[p]) for p in PLACEMENTS if shares.get(p, 0.0) > 0.0)
+    return [*_spread(tuple(sizes), there)]
+
+
+@lru_cache(MOST_SPREAD)
+def _spread(sizes: tuple[int, ...], some: tuple[tuple[Placement, float], ...]) -> tuple[Placement, ...]:
+    shares, total, placements = dict(some), sum(sizes), list[Placement]()
+    there = [*shares]
     stay = [p for p in there if RECIPES[p].state == "device"]
     moving = [p for p in there if p not in stay]
     left = {p: shares[p] * total for p in there}
@@ -43,7 +55,7 @@ def spread(sizes: Sequence[int], shares: Mapping[Placement, float]) -> list[Plac
         chosen = max(moving, key=due.__getitem__)
         due[chosen] -= size
         placements.append(chosen)
-    return placements
+    return tuple(placements)
 
 
 def spaced(count: int, away: int) -> tuple[ParameterLocation, ...]:
