@@ -90,6 +90,15 @@ class PlanSweep:
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
         self._count_ops()
 
+    def longer(self, iterations: int) -> "PlanSweep":
+        """Return a predictor for the same workload and machine that simulates another number of iterations.
+
+        Both share the recorded iterations, which take most of the time that a new predictor costs.
+        """
+        other = PlanSweep(self.workload, self.machine, iterations)
+        other._programs = self._programs
+        return other
+
     def _rates(self) -> Floats:
         has = self.machine.has
         return np.array([self.machine.rate(n) if has(n) else np.nan for n in RATES])

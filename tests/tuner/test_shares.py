@@ -52,7 +52,9 @@ def test_the_descent_finds_mixtures_between_the_points_of_the_first_grid(model):
 def test_the_descent_ends_with_nothing_slower_than_its_beginning(seed):
     search = first_plans(*random_job(seed))
     plain = min((c for c in search.scores if not c.count(EARLY)), key=lambda c: search.scores[c].iteration_s)
-    starts = [Shares.from_plan(search, c) for c in (search.best(), plain)] + [Shares.from_bound(search)]
+    starts = [Shares.from_plan(search, c) for c in (search.best(), plain)] + [
+        Shares.from_bound(search, search.locations)
+    ]
     starts_s = [start.seconds(search) for start in starts]
     best_s = search.best_s
     descend(search, MOST)

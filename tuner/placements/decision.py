@@ -34,10 +34,10 @@ MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated
 NEAR = 1.05  # times the first plan of the best subgroup size: a slower size is no finalist
 FEW_STEPS = 4  # micro-batches: a longer step takes longer to simulate, and fewer cuts are compared
 GLANCED = 1.02  # times the first plan of the best subgroup size, for a quick answer
-GLANCE = 400  # evaluations of a quick answer
-GLANCED_OPS = 2_000_000  # evaluations of a quick answer, times an iteration's ops
-DESCENT, DESCENT_OPS = 300, 1_500_000  # evenly spread plans for each cut; times an iteration's ops
-AT_FIRST, AT_LAST = 0.2, 0.6  # of the evaluations, for each finalist and for the best of them
+GLANCE = 250  # evaluations of a quick answer
+GLANCED_OPS = 1_500_000  # evaluations of a quick answer, times an iteration's ops
+DESCENT, DESCENT_OPS = 100, 500_000  # evenly spread plans from each start; times an iteration's ops
+AT_FIRST, AT_LAST = 0.2, 0.9  # of the evaluations, for each finalist and for the best of them
 Progress = Callable[[float, str], object]
 
 
@@ -202,11 +202,12 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
         progress(0.6 + 0.2 * number / len(finalists), "improving the best plans")
         search.effort = question.effort
         search.try_first()
+        descend(search, _changes(search))
         improve(search, AT_FIRST * question.effort)
     best = min(finalists, key=lambda search: search.best_s)
     if question.offload_parameters:
         progress(0.8, "moving parameters")
-        free_parameters(best, _changes(best))
+        free_parameters(best, _changes(best), again=True)
     improve(best, AT_LAST * question.effort)
     full = _decided(question, _largest_of_the_best(finalists, quick))
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
@@ -230,7 +231,7 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
     most = 1 if question.workload.gradient_accumulation_steps > FEW_STEPS else FINALISTS
     finalists = _finalists(searches, GLANCED)[:most]
     if question.offload_parameters:
-        free_parameters(finalists[0], _changes(finalists[0]) // 2)
+        free_parameters(finalists[0], _changes(finalists[0]))
     for search in finalists:
         glance(search)
     return _decided(question, _largest_of_the_best(finalists)), searches
@@ -347,7 +348,7 @@ def follow(search: Search, coarser: Sequence[Search]) -> None:
     for other in coarser:
         if search.moves_parameters or not other.moves_parameters:
             search.score(finer(other.best(), other.workload, search.workload))
-    descend(search, _changes(search))
+    descend(search, _changes(search), near=bool(coarser))
     try_early(search)
 
 

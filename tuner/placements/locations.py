@@ -75,7 +75,7 @@ def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
     best = base
     for locations in dict.fromkeys([tried, *(spaced(count, n) for n in sorted(numbers))]):
-        if locations and search.floor_s(locations) < best_s:  # else no plan of it can be better
+        if locations and (math.isinf(best_s) or search.floor_s(locations) < best_s):  # else none can be better
             seconds = search.try_first(locations)
             best, best_s = (locations, seconds) if seconds < best_s else (best, best_s)
     search.locations = best
@@ -120,5 +120,4 @@ def _fewest(search: Search, count: int) -> int:
 
 def _hold(search: Search, count: int, away: int) -> bool:
     placement = next((p for p in search.choices if p in STORED), HOST)
-    score = search.peaks(evenly({placement: count}, locations=spaced(count, away)))
-    return search.limits.missing_bytes(score) == 0
+    return search.holds(search.ordered(evenly({placement: count}, locations=spaced(count, away))))

@@ -253,7 +253,7 @@ class Search:
         self.scores: dict[Candidate, Score] = {}
         self._ordered: dict[Candidate, Candidate] = {}
         self._sweep = PlanSweep(workload, machine)
-        self._longer = [PlanSweep(workload, machine, iterations=n) for n in SETTLED]
+        self._longer = [self._sweep.longer(n) for n in SETTLED]
         self._orders = UpdateOrders(workload, machine)
         self._gone: dict[bytes, int] = {}  # bytes, by parameter locations
         self._rows: dict[tuple[Any, ...], Row] = {}  # of the plans that were simulated last
@@ -695,9 +695,9 @@ class Search:
             self._bounds[key] = lower_bound(self.workload, self.machine, self.limits, away=away)
         return self._bounds[key]
 
-    def floor_s(self, locations: tuple[ParameterLocation, ...]) -> float:
+    def floor_s(self, locations: tuple[ParameterLocation, ...] | None) -> float:
         """Return a lower bound in seconds of the iteration time, given the location of each subgroup's
-        16-bit parameters. ``inf`` if the job does not fit into memory.
+        16-bit parameters, or for any locations if None. ``inf`` if the job does not fit into memory.
         """
         try:
             return self.bound_with(locations).iteration_s

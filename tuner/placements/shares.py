@@ -17,8 +17,13 @@ from ebbtide.simulator.update.way import EARLY, EARLY_PLACEMENTS, PARAMETERS_ON_
 from ebbtide.tuner.placements.moves import PLACEMENTS, STAGED, STORED
 from ebbtide.tuner.placements.search import MOST_OUTLIERS, Candidate, Search, turned, waiting
 
-FIRST_STEP, COARSE = 0.25, 0.06  # of the parameters
+# Of the parameters: the first step of a descent, from plans of a search itself, of one with larger subgroups,
+# and with parameters in host memory. Which one leads to the best plan is not known beforehand.
+FIRST_STEPS, NEAR_STEPS, FREED_STEPS = (0.25,), (0.12, 0.03), (0.25, 0.06)
+COARSE = 0.06
+FEW, MANY = 60, 100  # changes
 SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could move their parameters to host memory
+FREED = SHARES[:2]  # where all could stay on the GPU
 WORTH = 0.99  # times the seconds with all parameters on the GPU
 MOST_SLOTS = 16  # for stored subgroups, in host memory
 LAST_STEP = 0.5  # subgroups
@@ -106,12 +111,15 @@ class Shares:
         return cls(of, large, early, c.staging_slots, c.host_slots, tuple(locations))
 
     @classmethod
-    def from_bound(cls, search: Search) -> "Shares":
+    def from_bound(cls, search: Search, locations: tuple[ParameterLocation, ...] | None) -> "Shares":
         """Return the fraction of the parameters with each placement in the ideal plan, which reaches the lower
         bound of the iteration time. The ideal plan may divide subgroups, so every real plan may be slower.
+
+        Args:
+            locations: Location of each subgroup's 16-bit parameters in the ideal plan. If None, any.
         """
         params = search.workload.params
-        of = {p: n / params for p, n in search.bound_with(search.locations).params.items()}
+        of = {p: n / params for p, n in search.bound_with(locations).params.items()}
         large = {s: max(of, key=of.__getitem__) for s in search.workload.large_subgroups[:MOST_OUTLIERS]}
         return cls(of, large, {}, 2, HOST_SLOTS, search.locations)
 
@@ -208,26 +216,33 @@ class Shares:
                 yield replace(self, of={**self.of, one: self.of[one] - moved, other: self.of.get(other, 0) + moved})
 
 
-def descend(search: Search, most: int) -> None:
+def descend(search: Search, most: int, *, near: bool = False) -> None:
     """Improve plans that spread their placements evenly over the model, by changing one number of a plan at a time
     for as long as the predicted iteration gets shorter.
 
     The search starts from three plans: the best plan so far, the best plan without early updates (updates before the
-    gradient norm is known), and the ideal plan, which reaches the lower bound of the iteration time. Large changes
-    improve each of these plans. Ever smaller changes then improve the best two results.
+    gradient norm is known), and the ideal plan, which reaches the lower bound of the iteration time. A few changes
+    improve each of these plans. Ever smaller changes then improve the best result.
 
     Args:
         search: Plan search with at least one plan that fits.
-        most: Largest number of changes to try.
+        most: Largest number of changes to try from one start.
+        near: True if the best plan comes from a search with larger subgroups, whose mixture is nearly the
+            best one here too. The descent then begins with smaller steps.
     """
     if not search.fits or len(search.choices) == 1:
         return
-    plain = min((c for c in search.scores if not c.count(EARLY)), key=lambda c: search.scores[c].iteration_s)
-    starts = [Shares.from_plan(search, start) for start in dict.fromkeys([search.best(), plain])]
-    search.spread = _best_of(search, [*starts, Shares.from_bound(search)], most)
+    starts = [search.best()]
+    if not near:
+        starts.append(min((c for c in search.scores if not c.count(EARLY)), key=lambda c: search.scores[c].iteration_s))
+    shares = [
+        *(Shares.from_plan(search, c) for c in dict.fromkeys(starts)),
+        Shares.from_bound(search, search.locations),
+    ]
+    search.spread = _best_of(search, shares, NEAR_STEPS if near else FIRST_STEPS, most)
 
 
-def free_parameters(search: Search, most: int) -> None:
+def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
     """Allow a plan search to move 16-bit parameters to host memory, if its best plan with evenly spread placements
     then becomes at least 1% faster.
 
@@ -235,35 +250,44 @@ def free_parameters(search: Search, most: int) -> None:
 
     Args:
         search: Plan search whose plans keep all parameters on the GPU. Its plans were already improved by `descend`.
-        most: Largest number of changes to a plan that are tried.
+        most: Largest number of changes to a plan that are tried from one start.
+        again: True to look for a better choice of locations if parameters move already.
     """
     now: Shares | None = search.spread
-    if now is None or search.moves_parameters or not search.can_move_parameters:
+    moved = search.moves_parameters
+    if now is None or (moved and not again) or not search.can_move_parameters:
         return
     before_s, count = now.seconds(search), len(search.workload.subgroups)
-    choices = (spaced(count, max(1, round(share * count))) for share in SHARES)
-    starts = [replace(now, locations=some) for some in choices if search.floor_s(some) < WORTH * before_s]
-    if not starts:
+    worth_s = before_s if moved else WORTH * before_s
+    if search.floor_s(None) >= worth_s:
         return
-    after = _best_of(search, starts, most)
-    search.moves_parameters = after.seconds(search) < WORTH * before_s
-    if search.moves_parameters:
+    starts = [
+        replace(now, locations=spaced(count, max(1, round(share * count)))) for share in (SHARES if again else FREED)
+    ]
+    starts += [Shares.from_bound(search, None)] if moved else []
+    after = _best_of(search, starts, FREED_STEPS, most)
+    if after.seconds(search) < worth_s:
+        search.moves_parameters = True
         search.spread, search.locations = after, after.locations
 
 
-def _best_of(search: Search, starts: Sequence[Shares], most: int) -> Shares:
-    ends = [_descended(search, start, FIRST_STEP, COARSE, most // (len(starts) + 1)) for start in starts]
-    best = sorted(ends, key=lambda shares: shares.seconds(search))[:2]
+def _best_of(search: Search, starts: Sequence[Shares], steps: Sequence[float], most: int) -> Shares:
+    """Descend from each start with each first step, for a few changes. Then descend from the best end
+    alone.
+    """
     least = LAST_STEP / len(search.workload.subgroups)
-    ends = [_descended(search, shares, COARSE / 2, least, most // 3) for shares in best]
-    return min(ends, key=lambda shares: shares.seconds(search))
+    ends = [_descended(search, start, step, least, min(most, FEW)) for start in starts for step in steps]
+    best = min(ends, key=lambda shares: shares.seconds(search))
+    return _descended(search, best, COARSE, least, min(most, MANY))
 
 
 def _descended(search: Search, now: Shares, step: float, least: float, most: int) -> Shares:
     now_s, tried, first = now.seconds(search), 0, 0
-    while step >= least and tried < most:
+    while step >= least:
         others = [*now.near(step, search)]
         for number in range(first, first + len(others)):
+            if tried == most:
+                return now
             other = others[number % len(others)]
             tried += 1
             seconds = other.seconds(search)

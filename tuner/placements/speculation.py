@@ -16,7 +16,7 @@ from ebbtide.tuner.placements.moves import STAGED
 from ebbtide.tuner.placements.search import Candidate, Search, turned
 from ebbtide.tuner.quantities import told_seconds
 
-FEW = 8  # of the best plans without early updates, with which the search begins
+FEW = 3  # of the best plans without early updates, with which the search begins
 ROOM = 3  # subgroups that no longer stay on the device, at the most, for early staged updates
 PARTS = 8  # of the best plan's early updates: how fine their number is chosen
 SPREADS = 4  # likewise of how far apart they are
