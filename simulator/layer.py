@@ -1,4 +1,4 @@
-"""The data types of a workload's layers, and of the memory in use while they run."""
+"""The classes for a layer of a workload, and for the memory in use at one moment of a profiled iteration."""
 
 from typing import Literal, Self
 

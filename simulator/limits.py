@@ -87,7 +87,10 @@ class Limits:
         margin: float | None = None,
         storage_bytes: int | None = None,
     ) -> "Limits":
-        """Return the memory limits of one rank: the given sizes, or the machine's memory, minus a safety margin.
+        """Return the memory limits of one rank, with a safety margin already subtracted.
+
+        The limit of GPU or host memory is the given size minus the margin. If no size is given, it is the size of the
+        machine's memory minus the margin.
 
         Args:
             margin: Fraction of each memory that stays free. None: derived from how much the memory peaks of the

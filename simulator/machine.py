@@ -179,13 +179,18 @@ class Machine(Shown, Page):
         return self
 
     def rank_share(self, capacity: ShareName, ranks: int) -> float:
-        """Return the fraction of a machine's rate (such as of DRAM) that each of several concurrent ranks gets. For
-        one rank: 1.
+        """Return the fraction of a single rank's speed that each of several concurrent ranks gets. For one rank: 1.
 
-        Between measured numbers of ranks, the total of all ranks is interpolated linearly. Beyond the largest
-        measured number, the total of DRAM and storage stays constant, and the link of each further rank adds as
-        much as that of the last measured ones. The fraction never grows with the number of ranks. If nothing was
-        measured, DRAM and storage are divided equally, and every rank has a link of its own.
+        The speed is the bandwidth of DRAM, of storage, or of copies between host and GPU. The fraction comes from
+        measurements with several ranks:
+
+        - Between two measured numbers of ranks, the total speed of all ranks is interpolated linearly.
+        - Beyond the largest measured number, the total speed of DRAM or storage stays constant. For copies, each
+          further rank adds as much to the total speed as a rank added between the two largest measured numbers.
+        - If nothing was measured, DRAM and storage are divided equally, and every rank has a link to its GPU of its
+          own.
+
+        The fraction never grows with the number of ranks.
         """
         known = self._known_shares(capacity)
         if ranks <= 1 or ranks in known:
@@ -288,7 +293,12 @@ class Machine(Shown, Page):
         )
 
     def has(self, name: RateName) -> bool:
-        """Return True if a machine has a rate of the given name, or can derive it from another rate."""
+        """Return True if a machine has a value for a speed, such as a copy bandwidth, or another speed to compute it
+        from.
+
+        Args:
+            name: Name of the speed.
+        """
         known = RATES.get(name)
         if known is None or getattr(self, name) is not None:
             return True
@@ -375,9 +385,13 @@ class Machine(Shown, Page):
         )
 
     def storing_in(self, directories: Sequence[str]) -> "Machine":
-        """Return a copy of the machine with the storage rates of several folders that are used together.
+        """Return a copy of the machine with the storage bandwidth of several folders that are used together.
 
-        Each folder holds a part of every subgroup's optimizer state.
+        Each folder holds a part of every subgroup's optimizer state. The read and write bandwidth of all folders
+        together is computed from that of each folder (`StorageRates.together`).
+
+        Args:
+            directories: Paths of the folders.
         """
         together = StorageRates.together({name: self.storage_of(name) for name in directories})
         return self.model_copy(

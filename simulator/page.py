@@ -1,5 +1,5 @@
-"""The base class of plans, profiles and other pydantic models that are stored as one JSON file, and the versions that
-they name.
+"""The base class of plans, profiles and other pydantic models that are stored as one JSON file, and a function for the
+versions of installed packages, which such files record.
 """
 
 import os

@@ -95,9 +95,10 @@ def _as_rows(ways: Any) -> Any:
 
 
 def rows_of(ways: Sequence[Way]) -> list[dict[str, Any]]:
-    """Return the rows of a plan file, as dicts, for the `Way` (placement, parameter location, flags) of each subgroup.
+    """Return the entries of the list ``ways`` in a plan file, as dicts, from the `Way` of each subgroup.
 
-    Neighboring subgroups with equal values share a row. Fields with default values are left out.
+    A `Way` is a placement, a parameter location and flags. Neighboring subgroups with equal values share an entry,
+    which gives their number as ``count``. Fields with default values are left out.
     """
     rows = []
     for way, group in groupby(ways):

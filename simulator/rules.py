@@ -1,7 +1,8 @@
-"""Errors for values that break a rule, such as in a plan file or an option, and the search for a name despite
-its spelling.
+"""Errors for values that break a rule, such as in a plan file or an option, and functions that find the name that a
+user meant.
 
-An error's message names the field as the user gave it, and says what must hold.
+An error's message names the field as the user gave it, and says what must hold. The functions accept other spellings of
+a name, such as "RTX 4090" for "rtx4090", and suggest similar names for a misspelled one.
 """
 
 import re

@@ -55,7 +55,11 @@ class Shown:
         return pd.DataFrame(self.records())
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw a bar for each row of the table of a plan, machine or similar object, and return the matplotlib axes."""
+        """Draw a bar chart of a plan, machine or similar object, and return the matplotlib axes.
+
+        There is one bar for each row of the table that notebooks show for the object (`records`). The values of the
+        columns that `drawn` names are stacked in the bar.
+        """
         return bars(self.records(), self.drawn(), self.in_short(), ax)
 
 

@@ -1,4 +1,6 @@
-"""The rates of reading and writing in the folders that may hold optimizer state, for one folder or several together."""
+"""The read and write bandwidth of folders that may hold optimizer state on drives: of a single folder, or of several
+folders that are used together.
+"""
 
 from collections.abc import Mapping
 from typing import Self

@@ -1,4 +1,6 @@
-"""The data type of a workload: layers, subgroups of optimizer state, and settings of one rank's training iteration."""
+"""The class of workloads. A workload is one rank's training iteration: its layers, its subgroups of optimizer state,
+and its settings.
+"""
 
 import hashlib
 import json
@@ -270,9 +272,10 @@ class Workload(Shown, Page):
         return own._with(subgroups=subgroups, subgroup_size=subgroup_size, **stays)
 
     def cut_as(self, plan: Cut) -> "Workload":
-        """Return a copy of the workload with the subgroups of a plan.
+        """Return a copy of the workload that has the subgroups of a plan.
 
-        The workload is returned unchanged if its parameters, cut to the plan's sizes, do not give these subgroups.
+        The workload's parameters are divided again, by the plan's subgroup size. If this does not result in the plan's
+        subgroups, the plan does not fit the workload. The workload is then returned unchanged.
         """
         if tuple(plan.subgroups) in ((), self.subgroups) or not self.parameters:
             return self
@@ -280,10 +283,11 @@ class Workload(Shown, Page):
         return cut if cut.subgroups == tuple(plan.subgroups) else self
 
     def cut_by(self, plan: Cut) -> "Workload":
-        """Return a copy of the workload with the subgroups that follow from a plan's subgroup size.
+        """Return a copy of the workload with its parameters divided into subgroups by a plan's subgroup size.
 
         Raises:
-            ValueError: `recut` or `in_pieces` refuses the sizes.
+            ValueError: The workload has no list of its parameters, a size is not positive, or the plan divides
+                DeepSpeed's subgroups although the ZeRO stage is not 3.
         """
         if not plan.deepspeed_subgroup_size:
             return self.recut(plan.subgroup_size)
@@ -333,8 +337,9 @@ class Workload(Shown, Page):
 
     @property
     def large_subgroups(self) -> list[int]:
-        """Return the numbers of subgroups that are more than twice as large as the median subgroup, such as an
-        embedding's.
+        """Return the indices of the subgroups that have more than twice as many elements as the median subgroup.
+
+        The subgroup of a large embedding is an example.
         """
         typical = sorted(self.subgroups)[len(self.subgroups) // 2]
         return [i for i, n in enumerate(self.subgroups) if n > OUTLIER * typical]

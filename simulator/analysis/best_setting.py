@@ -86,11 +86,12 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Return the fastest simulation of an offloading strategy that fits into memory.
+        """Simulate an offloading strategy with each of the given settings, and return the fastest simulation that fits
+        into memory.
 
-        The strategy is simulated with each of the given settings. The fastest plans of ebbtide are also simulated with
-        early updates, which start before the gradient norm is known. If no simulation fits into memory, return the one
-        that needs the least additional memory.
+        If the strategy is ebbtide, the fastest of its plans are simulated a second time, with early updates where they
+        are possible. An early update starts before the gradient norm is known. If no simulation fits into memory,
+        return the one that needs the least additional memory.
 
         Args:
             settings: Sets of options for the strategy, such as different ratios of Twin-Flow.
@@ -157,10 +158,16 @@ class _Strategy:
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
-    """Return a plan with evenly spread placements and up to `SLOTS` staging buffers in GPU memory.
+    """Return a plan that updates given fractions of the subgroups on the GPU, with up to `SLOTS` staging buffers.
 
-    A subgroup far larger than the others, such as an embedding's, is not staged (copied to the GPU for its
-    update), because every staging buffer would have to be as large.
+    Staged subgroups are spread evenly among the subgroups that the CPU updates. The state of a staged subgroup is
+    copied from host memory to a staging buffer in GPU memory for the update. A subgroup far larger than the others,
+    such as an embedding's, is not staged, because every staging buffer would have to be as large. Another subgroup is
+    staged instead.
+
+    Args:
+        device_share: Fraction of all subgroups that are staged.
+        resident_share: Fraction of all subgroups that have their state in GPU memory.
     """
     plan = shared_plan(workload, device_share, resident_share)
     placements, large = list(plan.placements), workload.large_subgroups

@@ -200,7 +200,9 @@ class CheckpointSimulation:
         return self._schedule(saving, self.writing(saving))
 
     def cost(self, saving: CheckpointPlan) -> CheckpointCost:
-        """Return the cost of one checkpoint that is fully written before the next one is saved.
+        """Return the cost of one checkpoint: the seconds that training loses, and the memory that the checkpoint needs.
+
+        The checkpoint is assumed to be completely written before the next checkpoint is saved.
 
         Args:
             saving: Checkpoint settings, as in a plan.

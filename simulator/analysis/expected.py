@@ -105,14 +105,21 @@ def early_updates_worth(
 def late_s(
     workload: Workload, machine: Machine, sizes: Mapping[Placement, Sequence[int]], threads: int = 0, prefetch: int = 0
 ) -> float:
-    """Return an upper limit of the delay, in seconds, that dropped early updates cause for updates after the norm.
+    """Return an upper limit of the delay, in seconds, that dropped early updates cause to the other updates of a step.
 
-    An early update starts before the gradient norm is known, and is dropped if the step clips. When the norm is
-    known, the update that is running is completed, and early updates that have not started are left out. Staged
-    subgroups that would have been copied to the GPU in the meantime come later.
+    An early update starts before the gradient norm is known, and is dropped if the step clips. The other updates start
+    after the norm. They are delayed in two ways:
+
+    - The early update that is running when the norm becomes known is completed first. Early updates that have not
+      started are left out.
+    - For early updates on the GPU, the state of their subgroups is copied to the GPU first. So the state of up to
+      ``prefetch`` other subgroups may be copied later than without early updates.
 
     Args:
-        sizes: By placement, the elements of the subgroups that are updated early.
+        sizes: For each placement, the numbers of elements of the subgroups with early updates.
+        threads: Number of threads of an update on the CPU. 0: all cores.
+        prefetch: Plan's limit for the number of subgroups with state that is copied to the GPU before the norm.
+            Subgroups with early updates are not counted.
     """
     late = {
         placement: early_update_s(workload, machine, max(some, default=0), threads, placement=placement)

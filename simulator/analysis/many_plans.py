@@ -174,13 +174,15 @@ class PlanSweep:
         return row
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
-        """Return a plan's amounts of subgroups, for updates that wait for the gradient norm and for early updates.
-
-        For each combination of placement and parameter location, in the order of `plain_ways`, an amount is the
-        number of subgroups, the number of their elements, and the elements of the largest one.
+        """Count a plan's subgroups, and their elements, for each combination of placement and parameter location.
 
         Args:
             placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
+
+        Returns:
+            Two results: for subgroups that are updated after the gradient norm is known, and for subgroups with early
+            updates. Each result has three tuples: the numbers of subgroups, their total elements, and the elements of
+            the largest one. A tuple has one number for each combination, in the order of `plain_ways`.
         """
         key = placement.tobytes()
         if key not in self._amounts:
@@ -191,10 +193,13 @@ class PlanSweep:
         return self._amounts[key]
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Return the number of parameters with gradients that a plan accumulates in GPU memory instead of host memory.
+        """Return the total number of elements of the subgroups that accumulate gradients in GPU memory under a plan.
 
-        The result is 0 if training without such a plan does not accumulate gradients in host memory either, for
-        example with one micro-batch per step.
+        Without the plan, training would accumulate these gradients in host memory. The result is 0 if training
+        accumulates no gradients in host memory in any case, for example with one micro-batch per step.
+
+        Args:
+            placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
         """
         if not self.held.sums:
             return 0.0

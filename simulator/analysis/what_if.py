@@ -283,9 +283,10 @@ class _Bar:
 
 
 def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner | None = None) -> dict[str, Any]:
-    """Simulate one combination of a strategy, a GPU memory size and changed fields (a `Point`).
+    """Simulate one `Point`: a strategy, a GPU memory size, and new values for some fields of the machine or the
+    workload.
 
-    Return the combination's row in the table of `what_if`, as a dict by column.
+    Return the row for this point in the table of `what_if`, as a dict from column to value.
     """
     work, changed = _changed(workload, machine, point)
     limits = _limits(work, changed, point)

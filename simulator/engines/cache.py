@@ -35,9 +35,10 @@ def takes_files(folder: Path) -> bool:
 
 @lru_cache
 def _temporary(among: str) -> Path:
-    """Return a folder for reusable files in the directory for temporary files, if the home directory is not writable.
+    """Return the folder for reusable files that is used if the home directory is not writable.
 
-    Only the current user can write to the folder, because compiled code is loaded from it.
+    The folder is inside the directory for temporary files, which ``among`` names. Only the current user can write to
+    the folder, because compiled code is loaded from it.
     """
     folder = Path(among) / f"ebbtide-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

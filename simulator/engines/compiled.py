@@ -71,10 +71,11 @@ class CompiledSchedule:
     """A schedule of ops as arrays, converted once and then simulated on any number of machines.
 
     Attributes:
-        ops: One row for each op: shape (n, kernel.OP_COLUMNS).
+        ops: Array with one row for each op: shape (n, kernel.OP_COLUMNS).
         after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
-        rate_keys: Pairs of the name of a machine's rate and a number of CPU cores, which matters only for CPU updates.
-            The column RATE of ``ops`` has an op's position in this tuple.
+        rate_keys: Pairs of the name of a machine's speed, such as a copy bandwidth, and a number of CPU cores. The
+            number of cores matters only for the speed of CPU updates. For each op, the column RATE of ``ops`` contains
+            the index of the op's pair in this tuple.
     """
 
     schedule: Schedule
@@ -139,10 +140,12 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
 
 
 def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
-    """Return the times and memory peaks of a simulated schedule, with names, from the arrays of the compiled simulator.
+    """Return the times and memory peaks of a simulated schedule as a `SimResult`, from arrays of the compiled
+    simulator.
 
     Args:
-        summary: Row of times and peaks that the compiled simulator wrote.
+        summary: Times and memory peaks of the whole schedule, at the indices ITERATION_S, FORWARD_S and so on of the
+            module `kernel`.
         start_s, end_s: Start and end of each op, in seconds.
     """
     return SimResult(
@@ -162,7 +165,11 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
 
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
-    """Return the rates of a machine that a compiled schedule needs, as an array in the order of its ``rate_keys``."""
+    """Return the speeds at which the ops of a compiled schedule run on a machine, as an array.
+
+    The speeds are, for example, bytes per second of copies and parameters per second of updates. Their order is that of
+    the schedule's ``rate_keys``.
+    """
     return np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
 
 

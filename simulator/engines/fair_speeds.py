@@ -22,12 +22,18 @@ R_LEFT, R_LOAD, R_FULL = range(3)  # of each capacity, while it is shared out
 
 @uncounted
 def max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing: Ints, room: Floats) -> None:
-    """Write the speeds of the running ops under max-min fair sharing of capacities such as DRAM bandwidth.
+    """Compute the speeds of the running ops under max-min fair sharing of capacities such as DRAM bandwidth.
 
-    The result equals that of `ebbtide.simulator.engines.sharing.max_min_speeds`.
+    The results are written to ``speed``, and equal those of `ebbtide.simulator.engines.sharing.max_min_speeds`.
 
     Args:
-        growing, room: Working arrays, which are overwritten. ``room`` has a row for each constant R_*.
+        busy: For each lane (queue of ops), 1 if an op of the lane runs, and 0 otherwise.
+        demand: For each lane and capacity, the amount of the capacity that the lane's op uses at full speed.
+        capacity: Amount of each capacity.
+        speed: Output: for each lane, the speed of its op as a fraction of full speed.
+        growing: Working array, which is overwritten. It marks the lanes that can still get a higher speed.
+        room: Working array, which is overwritten. For each capacity it holds the amount that is left (R_LEFT), the
+            total demand on it (R_LOAD), and whether it is used up (R_FULL).
     """
     count = 0
     for i in range(LANE_COUNT):

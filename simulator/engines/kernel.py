@@ -63,7 +63,7 @@ class _Notes(NamedTuple):
     """The working arrays of one run of the compiled simulator.
 
     A lane is a queue of ops. Ops of one lane form a class if they use the same amount of each shared capacity, such as
-    DRAM bandwidth.
+    DRAM bandwidth. The speeds of the running ops follow from their classes, so they are cached by these classes.
 
     Attributes:
         after_first, after: See `run`.
@@ -72,9 +72,10 @@ class _Notes(NamedTuple):
         head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops in ``queue``.
         busy, running, left: For each lane, whether it runs an op, which op it runs, and the seconds that this op still
             needs at full speed.
-        bits: For each lane, the class of the op that it runs, as a part of a key of the cache of speeds.
+        bits: For each lane, the class number of its running op, at the lane's own four bits of a cache key. All lanes'
+            bits together are the key for the cached speeds.
         growing, room: Arrays for `max_min`.
-        classes: For each lane, the number of classes so far.
+        classes: For each lane, the number of different classes among its ops so far.
         known: For each lane and class, the amounts of the shared capacities that an op of the class uses.
     """
 

@@ -1,6 +1,8 @@
-"""The ops of recipes and of a recorded iteration as arrays, from which numba builds the schedules of plans.
+"""Arrays of ops, from which compiled code builds the schedules of plans.
 
-A recipe is the sequence of ops for one way of updating a subgroup.
+One group of ops comes from a recorded training iteration: these ops do not depend on the plan. The other ops come from
+recipes. A recipe is the sequence of ops for one way of updating a subgroup. The code that reads the arrays is compiled
+by numba.
 """
 
 from __future__ import annotations
@@ -47,9 +49,10 @@ class RecipeArrays:
 
     Attributes:
         rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ops, where
-            the columns WORK and DRAM are per parameter. The last five columns (T_WAITS to T_PUBLISHES) are attributes
-            of the op's `Step`: waits, takes, gives_back, early and publishes.
-        ways: One row for each way of updating, at the index `Way.code`: shape (2 * PARAMETERS_ON_HOST, 5). The five
+            the columns WORK and DRAM are per parameter. The last five columns (T_WAITS to T_PUBLISHES) hold attributes
+            of the op's `Step`: the events that the op waits for, the kind of buffer that it fills, the kind of buffer
+            that it frees, whether it may run early, and whether a forward may read the new parameters after it.
+        ways: One row for each way of updating, at the index `Way.code`, which is below 2 * PARAMETERS_ON_HOST. The five
             numbers of a row are positions in ``rows``. The update's ops before the gradient norm begin at W_FIRST. Its
             ops after the norm begin at W_BEFORE and end at W_LAST. The ops for the gradient begin at W_GRADIENT_FIRST
             and end at W_GRADIENT_LAST.
@@ -79,12 +82,13 @@ class RecipeArrays:
         )
 
     def with_threads(self, threads: int) -> Floats:
-        """Return the array ``rows``, which has one row for each op, for a plan with a given number of CPU threads.
+        """Return a copy of the array ``rows`` for plans with a given number of CPU threads.
 
-        The number of threads sets how many CPU cores an op may use.
+        The array describes the ops for the gradients and updates of subgroups, one op in each row. In the copy, the ops
+        that run on CPU threads use this number of CPU cores. The compiled code that builds schedules reads the copy.
 
         Args:
-            threads: CPU threads of the updates. 0: all cores.
+            threads: Number of CPU threads of the updates. 0: all cores.
         """
         rows = self.by_threads.get(threads)
         if rows is None:
@@ -107,14 +111,19 @@ def _waits(step: Step) -> list[int]:
 
 
 class Program(NamedTuple):
-    """A recorded training iteration as arrays. An entry is an op, or a marker for ops that depend on the plan.
+    """A simulated training iteration that was recorded as arrays, so that the schedule of any plan can be built from
+    them.
+
+    An entry of the recording is an op that does not depend on the plan, or a marker. A marker shows where ops of the
+    plan must be inserted.
 
     Attributes:
         places: One row for each entry, and a last row for the end: shape (entries + 1, X_COLUMNS). A row has the
             entry's kind, the part of a gradient that a marker stands for, and the position in ``refs`` at which this
             entry's numbers begin.
         refs: For each entry in order, the numbers of the entries that it waits for (`Place.refs`), in one array.
-        rows: Op of each entry: shape (entries, OP_COLUMNS). Zeros for markers.
+        rows: One row for each entry, which describes its op: shape (entries, OP_COLUMNS). The row of a marker contains
+            only zeros.
         parts: Number of gradient parts. A part is one layer's contribution to one subgroup's gradient.
     """
 

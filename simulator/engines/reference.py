@@ -35,11 +35,12 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 
 
 def capacities(machine: Machine, ranks: int) -> dict[str, float]:
-    """Return the capacities per second (such as DRAM bandwidth) of each of ``ranks`` equal ranks of a node, by name.
+    """Return the capacities that one rank gets if ``ranks`` equal ranks run on a node, as a dict by name.
 
-    CPU cores are divided among the ranks only if forward and backward run on the CPU. Otherwise DRAM bandwidth
-    limits the updates: a few cores can already use a rank's share of DRAM bandwidth. Dividing both would count
-    the other ranks twice.
+    A capacity is an amount per second, such as DRAM bandwidth. `Machine.rank_share` gives one rank's fraction of the
+    bandwidth of DRAM, storage and copies. CPU cores are divided among the ranks only if forward and backward run on the
+    CPU. Otherwise each rank gets all cores, because DRAM bandwidth limits the updates: a few cores can already use a
+    rank's share of DRAM bandwidth. If cores and DRAM bandwidth were both divided, the other ranks would count twice.
     """
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)

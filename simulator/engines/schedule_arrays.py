@@ -349,7 +349,9 @@ def build(
     `build_schedule` builds the same schedule as Python objects.
 
     Args:
-        rows, ways: Arrays of `RecipeArrays`.
+        program: Recorded training iteration, which provides the ops that do not depend on the plan.
+        rows: Array `RecipeArrays.rows`: each row describes one op of the gradient or update of a subgroup.
+        ways: Array `RecipeArrays.ways`: for each way of updating a subgroup, the positions of its ops in ``rows``.
         sizes, placement: For each subgroup, the number of its elements, and its `Way.code`.
         issue: All subgroups in the order of their updates.
         arrival: All subgroups in the order in which their gradients become complete.

@@ -1,9 +1,10 @@
-"""The duration of collective operations inside a node, and the bytes that they bring in from other nodes.
+"""Estimates for collective operations: the time of their transfers inside a node, and the bytes that a node receives
+from other nodes.
 
-All-gather and reduce-scatter run as rings, as in NCCL: all data except a rank's own part passes each rank's
-port once. A ring is as slow as its slowest hop. An all-reduce is a reduce-scatter followed by an all-gather
-(Patarasu and Yuan, Bandwidth optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). Between nodes
-NCCL may use trees for an all-reduce. They bring no fewer bytes into the busiest node.
+All-gather and reduce-scatter run as rings, as in NCCL: all data except a rank's own part passes each rank's port once.
+A ring is as slow as its slowest hop. An all-reduce is a reduce-scatter followed by an all-gather (Patarasu and Yuan,
+Bandwidth optimal all-reduce algorithms, 2009; NCCL tests, PERFORMANCE.md). Between nodes, NCCL may use trees instead of
+rings for an all-reduce. Trees bring no fewer bytes into the busiest node than rings.
 """
 
 import math
@@ -136,8 +137,8 @@ class Layout:
 
     @property
     def tensor_groups_cut(self) -> int:
-        """Return the number of tensor-parallel groups with ranks both on a node and on other nodes, for the node that
-        has most such groups.
+        """Count, on each node, the tensor-parallel groups that also have ranks on other nodes, and return the largest
+        count.
         """
         if self.gpus <= self.gpus_per_node or self.gpus_per_node % self.tensor == 0:
             return 0

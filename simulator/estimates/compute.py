@@ -1,10 +1,11 @@
-"""The seconds that a GPU computes on one block of a transformer (embedding, layer or head), from its shapes.
+"""An estimate of the seconds that a GPU computes on one block of a transformer (embedding, layer or head).
 
-Matrix products run at the rate of large products, but never faster than GPU memory delivers their operands.
-Attention has its own rate, because its products are small and a softmax lies between them. Device memory
-alone limits the kernels between products: norms, activations, residuals, rotary embedding and the loss. Their
-memory traffic depends on their implementation. Fused or compiled kernels read and write each tensor once,
-PyTorch's own modules do so for every operation.
+The estimate follows from the shapes of the block and of the micro-batch. A matrix product is assumed to reach the
+FLOP/s that large products reach on this GPU, unless GPU memory delivers the operands more slowly. Attention has a
+FLOP/s value of its own, because its products are small and a softmax lies between them. The other kernels are norms,
+activations, residuals, rotary embedding and the loss. They take as long as their traffic in GPU memory. This traffic
+depends on their implementation: fused or compiled kernels read and write each tensor once, but PyTorch's own modules do
+so for every operation.
 """
 
 import math
@@ -50,14 +51,17 @@ LOSS_BYTES: Mapping[str, tuple[int, int]] = {"fused": (16, 14), "eager": (24, 24
 
 @dataclass(frozen=True)
 class Pass:
-    """The cost of a block's forward, or of its backward without recomputation, relative to a forward.
+    """The costs of a forward or backward through a block, each divided by the cost of a forward.
+
+    For the forward, ``products``, ``scores`` and ``traffic`` are 1. The backward is counted without recomputation.
 
     Attributes:
-        products: Cost of the matrix products, relative to the matrix products of a forward.
-        scores: Cost of the attention scores, relative to the attention scores of a forward.
-        traffic: Memory traffic of the kernels that run between the matrix products, relative to a forward's. There is
-            one value for fused and one for eager kernels.
-        loss: Index into `LOSS_BYTES` of this pass's memory traffic per logit.
+        products: Time of the matrix products, divided by the time of the matrix products in a forward.
+        scores: Time of the attention scores, divided by the time of the attention scores in a forward.
+        traffic: GPU memory traffic of the kernels between the matrix products, divided by the traffic of these kernels
+            in a forward. There is one value for fused and one for eager kernels.
+        loss: 0 for the forward and 1 for the backward: an index into the pairs of `LOSS_BYTES`, the bytes of GPU memory
+            traffic per logit.
     """
 
     products: float
@@ -72,7 +76,9 @@ BACKWARD = Pass(products=2.0, scores=BACKWARD_SCORES, traffic=BACKWARD_TRAFFIC, 
 
 @dataclass(frozen=True)
 class Device:
-    """The rates of a GPU, and the training settings that decide how long it computes on a block of a model."""
+    """The FLOP/s and memory bandwidth of a GPU, and the training settings that decide how long the GPU computes on a
+    block of a model.
+    """
 
     flops_per_s: float
     attention_flops_per_s: float
@@ -87,7 +93,14 @@ class Device:
     def of(
         cls, machine: Machine, wire_bytes: int, flash_version: FlashVersion | None = None, **training: Any
     ) -> "Device":
-        """Return the GPU rates of a machine, together with the training settings that decide how long a block takes.
+        """Return a `Device`: the FLOP/s and memory bandwidth of a machine's GPU, together with training settings.
+
+        The settings are those that decide how long the GPU computes on a block of a model.
+
+        Args:
+            wire_bytes: Bytes of a parameter in the training precision.
+            flash_version: Major version of FlashAttention. None: the machine's own FLOP/s of attention are used.
+            training: Training settings, which are the other fields of `Device`.
 
         Raises:
             ModelError: ``flash_version`` does not run on the machine's GPU.
@@ -180,9 +193,10 @@ def _attention_gain(device_name: str, version: FlashVersion | None) -> float:
 
 
 def _stored_gain(machine: Machine) -> float:
-    """Return how many times faster a machine multiplies attention scores that it stores, than flash attention does.
+    """Return the speed of attention that stores its scores in GPU memory, divided by the speed of flash attention.
 
-    Published runs without flash attention are predicted best at the rate of version 1.
+    Both are FLOP/s of the same machine. Attention that stores its scores is assumed to be as fast as FlashAttention 1,
+    because this predicts published training runs without flash attention best.
     """
     compute = compute_of(machine.device_name)
     if compute is None or machine.attention_flops_per_s is None:

@@ -130,7 +130,8 @@ class Job(Training):
         """Return the estimated workload of one rank of a training job on a machine. See `workload_from_model`.
 
         Raises:
-            ModelError: The machine lacks a rate that the estimate needs.
+            ModelError: The machine's ``device_flops_per_s`` is None. Or its ``network_bytes_per_s`` is None, although a
+                tensor-parallel group has ranks on several nodes.
         """
         if machine.device_flops_per_s is None:
             raise ModelError(

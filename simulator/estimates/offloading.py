@@ -47,7 +47,8 @@ class Offloading:
         pinned_parameters: ``offload_param.pin_memory``, or DeepSpeed's default for it.
         superoffload: ``offload_optimizer.super_offload``.
         zenflow: True if the config has the section ``zenflow``.
-        storage: Folder in ``offload_optimizer.nvme_path`` where a plan's stored state is kept.
+        storage: Path of the folder where a plan keeps optimizer state on a drive. It is a subfolder of the config's
+            ``offload_optimizer.nvme_path``. None if the config does not offload optimizer state to NVMe.
         given: True if there is a config at all.
         torch_adam: ``optimizer.params.torch_adam``: torch's own Adam updates on the CPU.
         deepspeed: DeepSpeed's version. None: the installed version, or the newest if there is none.
@@ -83,11 +84,10 @@ class Offloading:
 
     @property
     def beyond_state(self) -> str:
-        """Return the key of the DeepSpeed config for an offload that is not the offload of optimizer state to host
-        memory.
+        """Return the key of the DeepSpeed config that moves optimizer state to NVMe, or that moves parameters or
+        activations off the GPU.
 
-        The key moves optimizer state to NVMe, or moves parameters or activations off the GPU. The result is empty if
-        the config has no such key.
+        The result is empty if the config has no such key, for example if it only moves optimizer state to host memory.
         """
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"
@@ -143,9 +143,11 @@ class Offloading:
 
     @property
     def _checks(self) -> dict[str, Any]:
-        """Return the option of `build_strategy` for the place where this DeepSpeed version checks for an overflow.
+        """Return the option of `build_strategy` that tells whether DeepSpeed checks gradients for an overflow on the
+        host or on the GPU.
 
-        The result is empty for versions that check on the host for fp16 only, as the newest version does.
+        The place depends on DeepSpeed's version. The result is empty for the newest versions: they check on the host if
+        training is in fp16, and do not check otherwise.
         """
         if not at_least(_HOST_CHECK, self.deepspeed):
             return {"overflow_check": "device"}
@@ -153,11 +155,10 @@ class Offloading:
 
     @property
     def _flat_copies(self) -> dict[str, Any]:
-        """Return the options of `build_strategy` for ZeRO-1 or 2 offload, which depend on three things in the
-        DeepSpeed config.
+        """Return the options of `build_strategy` for ZeRO-1 or 2 offload.
 
-        These are DeepSpeed's version, whether host memory is pinned, and whether torch's own Adam updates on the
-        CPU.
+        They depend on DeepSpeed's version, and on two settings of the DeepSpeed config: whether host memory is pinned,
+        and whether torch's own Adam updates on the CPU.
         """
         found: dict[str, Any] = {} if self.pinned else {"pinned": False}
         if not at_least(_WIDE_PARAMETERS, self.deepspeed):
@@ -286,8 +287,10 @@ def left_to_stock(config: Mapping[str, Any]) -> str:
 
 
 def replaced_by_a_plan(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a dict from each key of ``offload_optimizer`` in a DeepSpeed config that has no effect under a plan
-    to the reason.
+    """Return the keys of ``offload_optimizer`` in a DeepSpeed config that have no effect under a plan.
+
+    Returns:
+        A dict from each such key to a text for the user with the reason.
     """
     state = section(config, STATE)
     found = {}

@@ -194,12 +194,12 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 
 
 def _passes_bytes_per_s(rate: float) -> float:
-    """Return the memory bandwidth of DeepSpeed's CPU update, in bytes/s, from a published rate.
+    """Return the host memory bandwidth of DeepSpeed's CPU update, in bytes/s, from a published speed.
 
-    The published rate includes a copy of new parameters to the GPU through unpinned memory, but the result is for the
-    update alone. The bandwidth is computed in two ways, and the larger result is returned. In the first way, the copy
-    runs at the speed of one CPU core. In the second way, the copy is limited by the DRAM bandwidth that the other
-    ranks leave.
+    The published speed is that of an update followed by a copy of the new parameters to the GPU through unpinned
+    memory. The bandwidth is that of the update alone. It is computed in two ways, and the larger result is returned. In
+    the first way, one CPU core limits the speed of the copy. In the second way, DRAM bandwidth limits the copy as well
+    as the update.
 
     Args:
         rate: Published parameters per second of one rank.
@@ -210,11 +210,13 @@ def _passes_bytes_per_s(rate: float) -> float:
 
 
 def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
-    """Return the memory bandwidth that DeepSpeed's CPU update uses if only one rank runs on a preset machine.
+    """Return the host memory bandwidth that DeepSpeed's CPU update uses if only one rank runs on a preset machine.
 
-    It follows from a published rate, otherwise from a NUMA node's bandwidth. A rate published for several
-    concurrent ranks is a lower limit. For the preset of the H100 node half of a NUMA node's bandwidth is
-    assumed, since the only published rate of a single rank (A100) uses half of its socket's.
+    If a speed of the update (parameters per second) was published for the machine, the bandwidth is computed from this
+    speed. If the speed was published for several concurrent ranks, this bandwidth is a lower limit. If no speed was
+    published, a fraction of a NUMA node's bandwidth is assumed. The fraction is one half for servers, such as the
+    preset of the H100 node, because the update used half of its socket's bandwidth in the only published measurement of
+    a single rank (A100).
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:

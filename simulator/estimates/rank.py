@@ -1,4 +1,6 @@
-"""The estimate of one rank of a training job under ZeRO-3: its parameters, times, activations and bytes."""
+"""An estimate of one rank in a training job under ZeRO-3: the rank's parameters, the times of its layers, the GPU
+memory that it uses, and the bytes that it receives from other nodes.
+"""
 
 import math
 from collections.abc import Sequence
@@ -91,8 +93,10 @@ class Rank:
 
     @property
     def loop_s(self) -> float:
-        """Return the seconds per iteration that the training script spends between iterations. 0 if the machine has no
-        value.
+        """Return the seconds per iteration that training spends outside forward, backward and step, such as for data
+        and logging.
+
+        `tune calibrate` determines this time for a machine. The result is 0 if the machine has no such value.
         """
         return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
@@ -176,11 +180,12 @@ class Rank:
         ]
 
     def live_params(self, blocks: Sequence[Block]) -> int | None:
-        """Return the largest number of parameter elements that ZeRO-3 gathers at once if there is a single
-        data-parallel rank.
+        """Return the largest number of parameter elements that ZeRO-3 gathers at once, for a job with one data-parallel
+        rank.
 
-        The result is None below ZeRO-3 or with several data-parallel ranks. With several ranks, `base_bytes`
-        includes gathered parameters.
+        If a plan keeps the parameters in host memory, this number decides how many of them are in GPU memory at once.
+        The result is None below ZeRO-3, or with several data-parallel ranks. With several ranks, `base_bytes` includes
+        gathered parameters.
         """
         if self.job.zero_stage < 3 or self.job.data_parallel > 1:
             return None
@@ -201,7 +206,10 @@ class Rank:
 
     @cached_property
     def device(self) -> Device:
-        """Return the rates that the GPU of a training job reaches with the job's precision, kernels and tensor
+        """Return the FLOP/s and memory bandwidth of a training job's GPU, together with the job's settings, as a
+        `Device`.
+
+        The settings decide how long the GPU computes on a block of the model: precision, kernels, attention and tensor
         parallelism.
         """
         p = self.job
@@ -258,14 +266,19 @@ class Rank:
         return run_ahead_s(self.device_backward_s(block), issued), beside_s
 
     def unhidden_s(self, block: Block) -> float:
-        """Return the seconds that a block's backward takes longer if several ranks keep parameters in host memory.
+        """Return the seconds that are added to a block's backward if stock DeepSpeed keeps the parameters of several
+        ranks in host memory.
 
-        In that case, gathers and reductions do not overlap computation. DeepSpeed launches a module only after the
-        gather of the module's parameters. Before this gather, each rank copies its part of the parameters to the GPU
-        by a blocking copy, on the stream that waits for the gather of the previous module (``_all_gather_dtype``). In
-        backward, the gather of the previous module runs after a gradient reduction on the same NCCL stream. The
-        reduction itself waits for the backward of the module that ran before. With a single rank, such copies do not
-        block (``NoGatherCoalescedHandle``).
+        With parameters in GPU memory, gathers and reductions overlap computation. With parameters in host memory they
+        do not, because of a chain of waits:
+
+        - Before a module's parameters are gathered, each rank copies its part of them to the GPU with a blocking copy.
+          The host launches no further kernels until this copy has ended.
+        - The copy runs on the stream that waits for the previous gather (``_all_gather_dtype``).
+        - In backward, the previous gather runs after a gradient reduction on the same NCCL stream.
+        - The reduction waits for the backward that computes its gradients.
+
+        With a single rank, such copies do not block (``NoGatherCoalescedHandle``).
         """
         if self.job.zero_stage < 3 or self.job.data_parallel == 1:
             return 0.0
@@ -460,7 +473,8 @@ class Rank:
         return self.wire * min(self.job.reduce_bucket_elements, held * self.job.data_parallel)
 
     def backward_bytes(self) -> int:
-        """Return the bytes of GPU memory for DeepSpeed's gradients in backward that wait for their reduction.
+        """Return the bytes of GPU memory that gradients take during backward while they wait for DeepSpeed to reduce
+        them.
 
         These are a bucket of gradients, and the fp32 copy of the largest parameter's gradient.
         """

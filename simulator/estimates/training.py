@@ -86,31 +86,31 @@ class Training(BaseModel):
         sequence: Tokens per sample.
         micro_batch: Samples per rank and forward pass.
         accumulation: Micro-batches per optimizer step.
-        data_parallel: Number of data-parallel ranks, among which ZeRO partitions. The whole job has
-            data_parallel x tensor_parallel x pipeline_parallel GPUs.
+        data_parallel: Number of data-parallel ranks, among which ZeRO partitions. The whole job has data_parallel x
+            tensor_parallel x pipeline_parallel GPUs.
         stage: Number of the pipeline stage to simulate. 0: the first.
-        sequence_parallel: True if activations that tensor parallelism does not divide are divided along the
-            sequence.
+        sequence_parallel: True if activations that tensor parallelism does not divide are divided along the sequence.
         offload: Memory that holds optimizer state, parameters and activations.
-        recompute: True if only the input of each layer is kept, and the layer is computed again in backward
-            (activation checkpointing).
+        recompute: True if only the input of each layer is kept, and the layer is computed again in backward (activation
+            checkpointing).
         recompute_share: Fraction of layers that are computed again. 1: all. 0.5: every other layer.
         flash_attention: True if attention scores are never stored in memory.
-        flash_version: Major version of FlashAttention, by whose published speed attention is computed. None: the
-            machine's own rate, which in presets is the speed of version 2.
-        kernels: Implementation of the kernels between matrix products. ``fused``: fused or compiled
-            (Megatron-LM, torch.compile, Liger). ``eager``: PyTorch's own, as in the transformers library.
+        flash_version: Major version of FlashAttention. The published speed of this version determines the time of
+            attention. None: the machine's ``attention_flops_per_s`` determine it. In presets, these are the FLOP/s of
+            version 2.
+        kernels: Implementation of the kernels between matrix products. ``fused``: fused or compiled (Megatron-LM,
+            torch.compile, Liger). ``eager``: PyTorch's own, as in the transformers library.
         fused_loss: True if one kernel computes logits and loss, or if both are computed chunk by chunk.
         precision: Data type of parameters, and of gradients when they are reduced.
         gradient_bytes: Bytes per element of an accumulated gradient.
         clip: Norm to which gradients are clipped. 0: no clipping.
         clip_rate: Fraction of steps that clip gradients or overflow. None if unknown: see
             `Workload.expected_clip_rate`.
-        max_live_parameters, max_reuse_distance, persistence_threshold: DeepSpeed's ``stage3_`` keys of similar
-            names, in elements. They decide which gathered parameters stay on the GPU between two uses.
+        max_live_parameters, max_reuse_distance, persistence_threshold: DeepSpeed's ``stage3_`` keys of similar names,
+            in elements. They decide which gathered parameters stay on the GPU between two uses.
         overlap_comm: DeepSpeed's key of this name. None: DeepSpeed's default at this ZeRO stage.
-        launcher: Program that launches the ranks. It determines the number of threads of DeepSpeed's updates on
-            the CPU.
+        launcher: Program that launches the ranks. It determines the number of threads of DeepSpeed's updates on the
+            CPU.
         omp_threads: ``OMP_NUM_THREADS`` as set by the user.
         notes: Sentences that tell which value was assumed for a setting that was ``"auto"`` or missing.
         config: DeepSpeed config from which the settings were read.
@@ -233,10 +233,11 @@ class Training(BaseModel):
 
     @property
     def told(self) -> tuple[str, ...]:
-        """Return sentences for the user about a training job.
+        """Return sentences for the user about the estimate of a training job.
 
-        They tell which values were assumed for settings that were ``"auto"`` or missing, that attention in a long
-        sequence is timed without its kernel being known, and which config keys the simulator ignores.
+        They tell which values were assumed for settings that were ``"auto"`` or missing, and which config keys the
+        simulator ignores. If sequences are long and the version of FlashAttention is not given, a sentence tells that
+        version 2 is assumed.
         """
         keys = unread(self.config, self.offload, self.zero_stage)
         ignored = [f"not simulated: {', '.join(keys)}"] if keys else []

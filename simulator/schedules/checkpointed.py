@@ -29,9 +29,10 @@ COPY_BYTES_PER_S = 8e9  # of one thread's memmove, whatever all threads together
 class CheckpointedLoop(EbbtideLoop):
     """The simulated training loop of ebbtide with checkpoints, which are saved at the end of some iterations.
 
-    A checkpoint's bytes are written in the order ``writing``. The state of resident subgroups is copied to the
-    host in parts, during forwards and backwards. A save waits until the previous checkpoint is complete (``busy:
-    wait``). See `CheckpointCost.at_interval` for the other policies.
+    A checkpoint's bytes are written in the order that ``writing`` gives. The state of subgroups that live in GPU memory
+    is copied to the host in parts, during forwards and backwards. If the previous checkpoint is still being written, a
+    save waits for it. A plan can also set other policies for this case by the field ``busy``:
+    `CheckpointCost.at_interval` computes their cost.
     """
 
     def __init__(

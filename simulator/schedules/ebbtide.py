@@ -37,11 +37,15 @@ def build_schedule(
 
 
 def check_locations(plan: Plan, zero_stage: int) -> None:
-    """Check that a plan's early updates, parameter locations and stored state are possible at a ZeRO stage.
+    """Check that a plan's early updates, parameter locations and optimizer state on drives are possible at a ZeRO
+    stage.
+
+    An early update starts before the gradient norm is known.
 
     Raises:
-        PlanError: The plan has one of these below ZeRO-3, where each rank has all parameters, and DeepSpeed keeps
-            the optimizer state in one flat partition.
+        PlanError: The stage is below 3, and the plan has early updates, parameters in host memory or optimizer state on
+            drives. Below ZeRO-3 each rank has all parameters, and DeepSpeed keeps the optimizer state in one flat
+            partition.
     """
     if zero_stage == 3:
         return

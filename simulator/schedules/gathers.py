@@ -148,8 +148,8 @@ class _Coordinator:
         again soon.
 
         Args:
-            step: Position from which later uses count, in the order in which a forward and its backward use
-                modules.
+            step: Index of the next use, in the order in which a forward and its backward use modules.
+            module: Module with the parameters to release.
         """
         for key, _ in module:
             if key in self.there and not self._kept(key, step):

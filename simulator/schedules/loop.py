@@ -74,9 +74,12 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def step(self) -> None:
-        """Append to the schedule the end of an iteration: the gradient norm, the updates, and the return of `step()`.
+        """Append to the simulated schedule the end of an iteration: the gradient norm, the updates, and the return of
+        the optimizer's `step()`.
 
-        The method sets the attributes step_end and parameters_new.
+        The method sets the attribute step_end, which is the op that marks the return. If some updates run after the
+        return, the method also sets the attribute parameters_new: the ops after which a forward may read the updated
+        parameters.
         """
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
@@ -184,9 +187,10 @@ class TrainingLoop(ABC):
                 self.gradients(number, micro_step, reduced)
 
     def step_ends(self, waits: list[int]) -> None:
-        """Append to the schedule the return of the optimizer's `step()`, after the ops in ``waits``.
+        """Append to the schedule an op that marks the return of the optimizer's `step()`, after the ops in ``waits``.
 
-        Under ZeRO-1 and 2 the ranks exchange updated parameters before `step()` returns.
+        Under ZeRO-1 and 2, ops for the exchange of updated parameters between ranks are appended first, because
+        `step()` returns only after the exchange.
         """
         w = self.workload
         gathers = []

@@ -181,7 +181,8 @@ class StockLoop(TrainingLoop):
     def gone_bytes(self) -> int:
         """Return the bytes of parameters that are in host memory, so that GPU memory needs to hold fewer.
 
-        The result is 0 in this loop, which keeps all parameters in GPU memory.
+        The result is 0 in `StockLoop`, because this class simulates training with all parameters in GPU memory. A
+        subclass that keeps parameters in host memory overrides the property.
         """
         return 0
 
@@ -258,8 +259,10 @@ class StockLoop(TrainingLoop):
         return waits * self.workload.grad_bytes_per_param
 
     def _measured_path(self, layer: int, after: int) -> int:
-        """Append to the schedule one layer's part of the seconds that a profile measured for DeepSpeed's copies of
-        gradients.
+        """Append to the schedule an op for DeepSpeed's copies of one layer's gradients, with a measured duration.
+
+        A profile measured how much time all copies of gradients add to the backwards of a step. The op takes this
+        layer's share of that time in one micro-batch. The share is proportional to the layer's number of parameters.
         """
         w = self.workload
         part = w.layers[layer].params / (w.params * w.gradient_accumulation_steps)

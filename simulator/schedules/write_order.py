@@ -85,15 +85,18 @@ def order_writing(
 ) -> Writing:
     """Return the order and the times of writing a checkpoint's bytes to storage.
 
-    The result also tells which bytes are first copied in host memory, because an update overwrites them before they
-    are written.
+    The result also tells which bytes are first copied in host memory, because an update overwrites them before they are
+    written.
 
     Args:
         sizes_bytes: Bytes of each subgroup's state.
-        due: Times at which updates overwrite subgroups, in any order. At most one for each subgroup.
+        due: Times at which updates overwrite the state of subgroups. Each entry names its subgroup (`Due`). The entries
+            are in any order, with at most one for each subgroup.
+        pace: Bytes per second of the writes and copies.
         budget_bytes: Host memory reserved for copies of state.
         rest_bytes: Bytes to write after the state of all subgroups.
-        turns: All subgroups in the order of their updates. None: in the order of the layers.
+        turns: All subgroups in the order of their updates, which is also the order of writing. None: in the order of
+            the layers.
     """
     live = {REST: float(rest_bytes), **{i: float(n) for i, n in enumerate(sizes_bytes)}}
     ranks = {subgroup: rank for rank, subgroup in enumerate(turns or range(len(sizes_bytes)))}
@@ -117,7 +120,7 @@ def _in_order(due: Sequence[Due]) -> dict[str, deque[Due]]:
 
 @dataclass
 class _Writer:
-    """A simulation of a checkpoint's writer threads, as one writer with the sum of the threads' rates."""
+    """A simulation of a checkpoint's writer threads as a single writer that is as fast as all threads together."""
 
     pace: Pace
     free_bytes: float  # of the budget

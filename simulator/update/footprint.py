@@ -94,7 +94,11 @@ def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
 
 
 def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[int]:
-    """Return a list of the number of each layer's parameter elements that are kept in host memory."""
+    """Return, for each layer, how many of the layer's parameter elements are kept in host memory.
+
+    Args:
+        locations: For each subgroup, the memory that holds its parameters.
+    """
     if "host" not in locations:
         return [0] * len(workload.layers)
     return [sum(n for s, n in held if locations[s] == "host") for held in workload.shares()]
@@ -246,9 +250,10 @@ class Holding:
         updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> Footprint:
-        """Return the bytes that subgroups and buffers need, as a dict by memory, without the workload's base memory.
+        """Return the bytes that subgroups and buffers need, as a dict by memory (GPU, host, storage).
 
-        The arguments are those of `by_kind`.
+        Memory that training uses under any plan, such as for gradient buckets, is not included. `by_kind` explains the
+        arguments, and returns the same bytes by kind of contents.
         """
         return totals(self.by_kind(amounts, staging_slots, host_slots, updated_early, summed))
 
@@ -260,17 +265,23 @@ class Holding:
         updated_early: Amounts | None = None,
         summed: float = 0,
     ) -> ByKind:
-        """Return the bytes that subgroups and buffers need, as a dict by memory of dicts by kind (state, gradients
-        ...).
+        """Return the bytes that subgroups and buffers need, by memory and by kind of contents.
 
-        The workload's base memory is not included.
+        Memory that training uses under any plan, such as for gradient buckets, is not included.
 
         Args:
-            amounts: Number of subgroups and of elements for each of `plain_ways`, from `tally`.
-            updated_early: Number of subgroups and of elements with early updates (before the gradient norm is known),
-                for each of `plain_ways`. ``amounts`` does not include these subgroups. None: no update is early.
+            amounts: Three lists from `tally`: the numbers of subgroups, their total elements, and the elements of the
+                largest one. A list has one number for each combination of placement and parameter location.
+            staging_slots: Number of staging buffers (GPU memory for the state of one subgroup).
+            host_slots: Number of buffers in host memory for state that is stored on drives.
+            updated_early: Three such lists for subgroups with early updates (before the gradient norm is known).
+                ``amounts`` does not include these subgroups. None: no update is early.
             summed: Number of elements with gradients that are accumulated in GPU memory. For these elements, host
-                memory holds the gradients of the previous step (see `keeps_window`), but no sum of the present step.
+                memory holds no gradient sum of the present step. It still holds the gradients of the previous step,
+                because DeepSpeed may apply them again (see `keeps_window`).
+
+        Returns:
+            For each memory (GPU, host, storage), a dict from the kind of contents (state, gradients ...) to bytes.
         """
         both = amounts, updated_early or [[0] * len(amounts[0])] * 3
         early = both[1][1]
@@ -297,8 +308,9 @@ class Holding:
         """Return the number of buffers of each kind under a plan, as a dict.
 
         Args:
-            both: Two results of `tally`: for the subgroups with updates after the gradient norm is known, and for the
-                subgroups with early updates.
+            both: Two results of `tally`, which counts subgroups and their elements for each combination of placement
+                and parameter location. The first result is for subgroups that are updated after the gradient norm is
+                known, the second result for subgroups with early updates.
             staging_slots: Number of staging buffers of the plan (GPU memory for the state of one subgroup).
             host_slots: Number of buffers in host memory for state that is stored on drives.
         """
@@ -397,20 +409,28 @@ def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
 
 
 def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
-    """Return the number of parameters with gradients that a plan accumulates on the GPU over several micro-batches."""
+    """Return the total number of elements of the subgroups that accumulate gradients on the GPU under a plan.
+
+    The gradients are accumulated over the micro-batches of a step.
+
+    Args:
+        sizes: Number of elements of each subgroup.
+    """
     return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
 
 
 def tally(
     sizes: Iterable[int], placements: Sequence[Placement], locations: Sequence[ParameterLocation] = ()
 ) -> tuple[list[int], list[int], list[int]]:
-    """Return three lists: the number of subgroups, their elements, and the elements of the largest one.
-
-    Each list has a value for each of `plain_ways`, the combinations of a placement and a parameter location.
+    """Count subgroups, and their elements, for each combination of placement and parameter location.
 
     Args:
-        sizes, placements: Elements and placement of each subgroup.
+        sizes, placements: Number of elements, and placement, of each subgroup.
         locations: Memory that holds each subgroup's parameters. Empty: GPU memory for all.
+
+    Returns:
+        Three lists: the numbers of subgroups with each combination, their total elements, and the elements of the
+        largest one. A list has one number for each combination, in the order of `plain_ways`.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
     everywhere: tuple[ParameterLocation, ...] = ("device",)

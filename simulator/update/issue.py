@@ -22,8 +22,8 @@ class _Buffer(NamedTuple, Generic[Op]):
 
     Attributes:
         number: Number of the buffer among the buffers of its kind.
-        turn: Number of the buffer's latest release, if the releases of all buffers are counted from 1 on. 0: the
-            buffer was never used.
+        turn: Position of the buffer's latest release among the releases of all buffers, counted from 1. It shows which
+            of two buffers was released later. 0: the buffer was never used.
         behind: Op that frees the buffer when it ends. None: the buffer was never used.
     """
 

@@ -13,7 +13,7 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The fp32 tensors that an optimizer's update reads and writes for one parameter.
+    """A description of an optimizer's state: the fp32 tensors that an update reads and writes for each parameter.
 
     Attributes:
         name: Name of the optimizer in plans and workloads.

@@ -36,8 +36,10 @@ class StepTimes(NamedTuple):
 
     @property
     def saves(self) -> float:
-        """Return the time that early updates save in a step that does not clip, as a fraction of the time without
-        early updates.
+        """Return the time that early updates save in a step that does not clip, as a fraction of the step's time
+        without early updates.
+
+        An early update starts before the gradient norm is known.
         """
         return (self.plain_s - self.right_s) / self.plain_s
 

@@ -1,9 +1,9 @@
 """Recipes: the sequences of ops for a subgroup's gradient and update, for each placement of optimizer state.
 
 A recipe tells the lane of each op (a queue such as a copy direction), its amount of work, and what it waits for. The
-builder of schedules, the compiled simulator and the computation of memory read `RECIPES`. The runtime's executor
-follows the recipes through the schedule. The lower bound of an iteration's time is computed from the same ops and from
-`Bytes`, the bytes per parameter that ops move.
+builder of schedules, the compiled simulator, the computation of memory and the runtime's executor all use the recipes
+of `RECIPES`. So a simulated update and a real update have the same ops. The lower bound of an iteration's time is
+computed from the same ops and from `Bytes`, the bytes per parameter that ops move.
 """
 
 from __future__ import annotations
@@ -80,10 +80,17 @@ class Wait(IntFlag):
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """The bytes per parameter from which the amount of work of an update's ops is computed, for one workload.
+    """The bytes per parameter that the ops of an update copy, read or write, for one workload.
+
+    The amount of work of each op is computed from them.
 
     Attributes:
-        adams: Cost of an update relative to Adam's. See `OptimizerState.adams`.
+        state: Bytes of fp32 optimizer state.
+        staged: Bytes of optimizer state that are copied to the GPU or read from a drive for an update.
+        wire: Bytes of the parameter itself, in the training precision.
+        gradient: Bytes of an accumulated gradient.
+        host_traffic: Bytes of host memory traffic of ebbtide's fused update on the CPU.
+        adams: Cost of an update relative to Adam's. It is a ratio, not a number of bytes. See `OptimizerState.adams`.
     """
 
     state: int
@@ -117,8 +124,9 @@ def _adams(amounts: Bytes) -> float:
 def _unfused(amounts: Bytes) -> float:
     """Return the bytes of host memory traffic per parameter of DeepSpeed's unscale, update and conversion passes.
 
-    The unscale pass reads and writes the fp32 gradient. The conversion to 16 bits reads the master, and writes
-    a cache line that it fetches first.
+    The unscale pass reads and writes the fp32 gradient. The update reads the gradient, and reads and writes the state.
+    The conversion reads the fp32 master and writes the 16-bit parameter. The CPU reads each cache line of the 16-bit
+    parameter before it writes to the line, so the parameter counts twice.
     """
     return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
 
@@ -128,16 +136,19 @@ class Step:
     """A step of a recipe: one op in the sequence of ops for a subgroup's gradient or update.
 
     Attributes:
-        work, dram: Work per parameter in the unit of ``rate``, and host memory traffic per parameter in bytes.
+        rate: Name of the machine's speed at which the op runs, such as a copy bandwidth.
+        work: Function that returns the op's work per parameter, such as the bytes of a copy.
+        waits: Events that the op waits for.
+        dram: Function that returns the op's host memory traffic per parameter, in bytes.
         takes: Kind of buffer that the op writes to. The op waits until such a buffer is free.
         gives_back: Kind of buffer that becomes free when the op ends.
         threads: True if the op runs on the plan's CPU threads.
         device_share: Fraction of the GPU's compute that the op takes.
-        early: True if the op may run before the gradient norm is known, within `early_limits`. It starts during
-            backward, or already after the previous optimizer step if `Slot.ahead` is true for its buffer.
+        early: True if the op may fill its buffer before the gradient norm is known. `early_limits` returns how many
+            buffers of each kind may be filled this early. An op that fills a buffer in GPU memory starts during
+            backward. An op that fills a buffer in host memory may already start after the previous optimizer step.
         publishes: True if a forward may read the subgroup's new parameters after the op.
-        overwrites: True if the op overwrites state, so that it must wait for checkpoints that still read the
-            state.
+        overwrites: True if the op overwrites state, so that it must wait for checkpoints that still read the state.
     """
 
     kind: OpKind

@@ -56,10 +56,15 @@ def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
 
 
 def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
-    """Return the sizes of the parts into which a subgroup is divided, with at least ``least`` elements each.
+    """Return the sizes of the parts into which a subgroup is divided.
 
-    Each part ends at the end of a parameter, and at a multiple of the vector length (see `cut_flat`). A small
-    remainder joins the last part.
+    A part grows parameter by parameter. It is complete when it has at least ``least`` elements and ends at a multiple
+    of the vector length (see `cut_flat`). The elements after the last complete part are added to that part if they are
+    fewer than half of ``least``. Otherwise they form a smaller part.
+
+    Args:
+        parameters: Number of elements of each parameter in the subgroup.
+        least: Smallest number of elements of a complete part.
     """
     found, size = list[int](), 0
     for elements in parameters:

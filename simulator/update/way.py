@@ -59,10 +59,10 @@ class Way(NamedTuple):
 
     @property
     def unfused(self) -> Recipe:
-        """Return the recipe (the sequence of ops) for this way of updating, with DeepSpeed's separate CPU passes.
+        """Return the recipe (sequence of ops) of a subgroup's update, with DeepSpeed's CPU update instead of ebbtide's.
 
-        These passes replace ebbtide's fused kernel for the placement ``host``. The recipes of other placements do
-        not change.
+        DeepSpeed's update makes three passes over memory: unscale, update, and conversion to 16 bits. ebbtide has one
+        fused kernel for them. Only the recipe for the placement ``host`` changes.
         """
         return recipe_of(
             self.placement, self.parameters, fused=False, updated_early=self.early, summed=self.sum_on_device
@@ -72,9 +72,10 @@ class Way(NamedTuple):
     def redo(self) -> Recipe:
         """Return the recipe (sequence of ops) of an update after the gradient norm, for a subgroup with early updates.
 
-        This recipe is needed in two cases: in steps without early updates, and if a step clips or overflows, so
-        that the early update is discarded and redone. On the CPU the new parameters then always have a buffer of
-        their own.
+        This recipe is needed in two cases: in steps without early updates, and if a step clips or overflows, so that
+        the early update is discarded and redone. If the CPU does the update, it writes new parameters to a buffer that
+        belongs to this subgroup alone. So the update need not wait for one of the buffers that subgroups share
+        (`Slot.PARAMETER`).
         """
         plain = self._replace(early=False).recipe
         update = plain.steps[0]
@@ -97,9 +98,11 @@ class Way(NamedTuple):
 
     @property
     def can_sum_on_device(self) -> bool:
-        """Return True if the GPU can accumulate a subgroup's gradients over several micro-batches.
+        """Return True if a plan can choose that the GPU accumulates a subgroup's gradients over several micro-batches.
 
-        That is so if the subgroup's gradients are otherwise copied to host memory in each micro-batch.
+        The choice exists only for a subgroup with gradients that the update reads from host memory. Without
+        accumulation on the GPU, these gradients are copied to host memory in each micro-batch. Gradients of other
+        subgroups stay in GPU memory anyway.
         """
         return recipe_of(self.placement, self.parameters).summed_on_device is not None
 

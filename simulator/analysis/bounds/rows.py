@@ -64,9 +64,10 @@ class Rows:
         self.at_most(value, *terms, least=value)
 
     def lowest(self, *terms: Term) -> tuple[float, Floats] | None:
-        """Solve a linear program: return the minimum of a sum of terms, and the values of all variables there.
+        """Solve a linear program: return the minimum of a sum of terms, and the values of all variables at this
+        minimum.
 
-        Return None if no values satisfy all rows.
+        Return None if no values satisfy all constraints of the program.
         """
         from scipy.optimize import Bounds, LinearConstraint, milp
 

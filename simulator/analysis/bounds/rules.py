@@ -229,29 +229,33 @@ def buffers_hold_what_is_in_them(p: Problem) -> None:
 
 
 def the_window_has_a_forward(p: Problem) -> None:
-    """Add the rule to the lower bound that the window is at least a forward and the idle time of a pipeline.
+    """Add a constraint to the linear program for the lower bound of an iteration's time: the window is at least as long
+    as a forward and the idle time of pipeline parallelism together.
 
-    The window is the time from the gradient norm to the end of the next forward. Forward and idle time both
-    follow the norm, and run on the GPU's lane one after the other.
+    The window is the time from the gradient norm to the end of the next forward. The forward and the idle time both
+    follow the norm. They take place one after the other on the GPU's lane (queue of ops).
     """
     p.rows.at_most(-p.forward_s - p.work.pipeline_idle_s, (p.window, -1.0), name="training loop")
 
 
 def work_follows_what_it_waits_for(p: Problem) -> None:
-    """Add constraints to the linear program for the lower bound of an iteration's time: each resource has time for the
-    updates.
+    """Add constraints to the linear program for the lower bound of an iteration's time: updates fit between the moment
+    at which they can start and the next forward.
 
-    Each constraint is for one resource, the first k blocks of layers, and one moment of the step. The resource's work
-    for the updates of these blocks cannot start before the moment. It must end before the next forward reaches the
-    last layer of these blocks, which is ``tail_s`` seconds before the end of the forward.
+    Each constraint is for one resource (a queue of ops or a shared capacity), the first k blocks of layers, and one
+    moment of the step. The constraint counts the updates of these blocks that cannot start before the moment. They must
+    end before the next forward reaches the last layer of the blocks. So the time in between must be at least the time
+    for which these updates occupy the resource.
 
-    The moment is the gradient norm, the completion of the blocks' gradients, or the end of the last layer's backward.
-    The time from the moment to the norm consists of the rest of the backward and the waits of forward and backward. If
-    forward and backward use the resource completely, the time in which they run does not count.
+    There are three such moments: the gradient norm is known, the gradients of the blocks are complete, or the last
+    layer's backward ends. The time from the moment to the norm consists of the rest of the backward and the waits of
+    forward and backward. If forward and backward use the resource completely, the resource is not available for updates
+    while they run.
 
-    State that is copied to a buffer before the norm needs no copy after the norm. State that stays in its buffer needs
-    no copy out of the buffer before the forward ends. For all other state, these copies are a part of the work. Copies
-    out of buffers count only if all blocks are considered, because they make room for state of any block.
+    State that is copied to a buffer before the norm needs no copy after the norm. State that is still in its buffer
+    when the forward ends is copied out later. So these copies do not count. For all other state, the copies into and
+    out of buffers occupy the resource too. Copies out of buffers count only if the constraint is for all blocks,
+    because they make room for state of any block.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -285,12 +289,16 @@ def backward_waits_for_gradients(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: backward waits for copies of
     gradients.
 
-    The runtime starts a layer's backward only if few gradients are still being copied to the host: at most
-    `GRADIENTS_UNDER_WAY_BYTES` plus half of the oldest gradient, or only one gradient (`EbbtideLoop._make_room`). A
-    single gradient is at most as large as all gradients of one layer. So no more gradients than that are left when a
-    micro-batch's backward ends. All other gradients of the first k blocks of layers were copied between two moments:
-    the end of the backward of these blocks' last layer, and the end of the whole backward. Waits of backward lengthen
-    the time between these moments.
+    The runtime limits the gradients that are being copied to the host (`EbbtideLoop._make_room`). It starts the
+    backward of a layer only if these gradients take at most `GRADIENTS_UNDER_WAY_BYTES` plus half of the oldest
+    gradient's bytes, or if only one gradient is being copied. A single gradient is at most as large as all gradients of
+    one layer. So when a micro-batch's backward ends, the gradients that are still to be copied take at most the larger
+    of two sizes: `GRADIENTS_UNDER_WAY_BYTES` plus half of a gradient, or one gradient.
+
+    The first k blocks of layers come last in backward. Except for the gradients that are still to be copied, the
+    gradients of these blocks were copied between two moments. The first moment is the end of the backward of the last
+    layer in block k. The second moment is the end of the whole backward. The time between the two moments includes the
+    waits of backward.
 
     The constraints are added for the last micro-batch alone, and for all micro-batches together. The last micro-batch
     also copies the gradient sums that the GPU accumulates.
@@ -309,20 +317,20 @@ def backward_waits_for_gradients(p: Problem) -> None:
 
 
 def what_is_held_fits_into_memory(p: Problem) -> None:
-    """Add constraints to the linear program for the lower bound of an iteration's time: all data fits into each
-    memory.
+    """Add constraints to the linear program for the lower bound of an iteration's time: all data fits into each memory.
 
-    The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Some bytes
-    are replaced by smaller ones, because they are not linear or not common to all plans:
+    The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Some of these
+    bytes are not linear in the program's variables, or differ between plans. They are replaced by lower bounds:
 
-    - All buffers of one kind together hold at least the state that is in them.
+    - Buffers count only with the state that they contain at two moments (see `buffers_hold_what_is_in_them`), and not
+      with their full size.
     - Host memory that is reserved for state in GPU memory does not count, because only plans that split DeepSpeed's
       subgroups reserve such memory (`Workload.state_stays`).
-    - The gradients that are being copied to the host take at most a limit. If all gradients together are larger than
-      this limit, each gradient counts with the same fraction of its bytes, so that all gradients together count as the
-      limit.
-    - Of the parameters in host memory, the GPU holds copies for two layers at a time. The largest two layers may be
-      among them, but two layers of mean size count.
+    - The runtime limits the bytes of gradients that are being copied to the host. If all gradients together are larger
+      than this limit, each gradient counts with the same fraction of its bytes, so that all gradients together count as
+      the limit.
+    - Of the parameters in host memory, the GPU holds copies for two layers at a time. They count as two layers of mean
+      size, although the largest two layers may be among them.
     """
     w = p.given
     held = Holding.of_workload(w.model_copy(update={"state_stays": False}))

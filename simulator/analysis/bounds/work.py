@@ -76,12 +76,12 @@ class Costs:
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
     def step(self, step: Step) -> dict[Resource, float]:
-        """Return the least seconds that one op of an update occupies each resource per parameter element, as a dict.
+        """Return the least seconds that one op of an update occupies each resource, per parameter element, as a dict.
 
-        A resource is the op's lane (queue of ops), or a shared capacity such as DRAM bandwidth. The lane is occupied
-        at least as long as the op takes if no other op runs. It is also occupied at least as long as each shared
-        capacity is, if the op uses the whole capacity. An op on the CPU may use any number of threads. So the smallest
-        value over all numbers of threads is returned for each resource.
+        A resource is the op's lane (queue of ops), or a shared capacity such as DRAM bandwidth. A shared capacity is
+        occupied as if the op used the whole capacity. The lane is occupied for the time that the op takes if no other
+        op runs, or for the time of its slowest shared capacity if that is longer. An op on the CPU may use any number
+        of threads. So the value for each resource is the smallest over all numbers of threads.
         """
         some = [
             self._of(

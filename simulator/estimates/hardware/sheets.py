@@ -30,12 +30,20 @@ class Compute:
 
     @property
     def attention(self) -> float:
-        """Return the fraction that version 2 of FlashAttention reaches, which PyTorch calls for its own attention."""
+        """Return the fraction of the GPU's data sheet FLOP/s that version 2 of FlashAttention reaches.
+
+        PyTorch's own attention calls this version. If the papers about FlashAttention give no fraction for this GPU,
+        return the fraction that published training runs reached.
+        """
         return self.versions.get(2, self.found)
 
     @property
     def attention_source(self) -> str:
-        """Return the source of ``attention``: the papers about FlashAttention, or ``runs``."""
+        """Return a reference for the fraction of the GPU's data sheet FLOP/s that the property `attention` returns.
+
+        The reference is to the papers about FlashAttention if they give the fraction. Otherwise it names the published
+        training runs that reached the fraction, or the similar GPU that the fraction was taken from.
+        """
         return "FlashAttention 2, arXiv 2307.08691 and 2407.08608" if 2 in self.versions else self.runs
 
     def attention_gain(self, version: int | None) -> float | None:
@@ -151,7 +159,11 @@ class Sheet:
 
     @property
     def triad_bytes_per_s(self) -> float:
-        """Return the host memory bandwidth that a triad loop (``a = b + 2 c``) reaches, in bytes per second."""
+        """Return the host memory bandwidth that a triad loop (``a = b + 2 c``) is expected to reach, in bytes per
+        second.
+
+        It is estimated as a fraction of the data sheet's bandwidth, which depends on the kind of DRAM.
+        """
         return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
 
 
