@@ -1,4 +1,6 @@
-"""A test that processes which tests start do not import torch's compiler, which would take half of their time."""
+"""A test that a child process trains without importing torch's compiler. Other tests start many such processes, and the
+import would take half of their time.
+"""
 
 import subprocess
 import sys

@@ -115,8 +115,8 @@ def _all_imports(module: str) -> set[str]:
 
 
 def _loads_by_name(node: ast.AST) -> bool:
-    """Return True if a syntax node is a call that imports a module by its name: ``own("a.b")`` or
-    ``import_module("a.b")``.
+    """Return True if a syntax node is a call that imports a module by its name: ``import_module("a.b")``, or
+    ``own("a.b")`` with the function `own` of `ebbtide.runtime.frontdoor.hook`.
     """
     return (
         isinstance(node, ast.Call)

@@ -177,8 +177,11 @@ NODES = {
 
 
 def limits(name: str) -> dict[str, float]:
-    """Return the hardware's upper limit of each rate and size of a machine preset, as a dict keyed by the
-    field or rate of `Machine`.
+    """Return the upper limits of a machine preset's bandwidths, compute speeds, update speeds, memory sizes, and
+    numbers of cores and GPUs.
+
+    The limits are computed from published hardware facts in the table `NODES`. The result is a dict from the name of a
+    value to its limit. The name is a field of `Machine` or a key of the field ``other_rates``.
     """
     node = NODES[name]
     gpu, link = node.gpu, node.link_bytes_per_s
@@ -241,10 +244,11 @@ def offences(machine: Any) -> list[str]:
 
 
 def sheet_offences(sheet: Any, name: str) -> list[str]:
-    """Return a message for each data-sheet value of a machine preset that differs by more than 1% from the limit
-    that `limits` computes.
+    """Return a message for each data-sheet value of a machine preset that differs by more than 1% from the value that
+    follows from published hardware facts, such as the number of PCIe lanes (table `NODES`).
 
-    The data-sheet values limit the rates that `tune calibrate` finds.
+    The compared values are the GPU's FLOP/s and the bandwidths of GPU memory, of host memory, and of the link between
+    host and GPU. `tune calibrate` uses the FLOP/s and the link's bandwidth as upper limits of fitted speeds.
     """
     most, node = limits(name), NODES[name]
     pairs = {

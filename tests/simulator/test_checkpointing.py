@@ -1,7 +1,7 @@
 """Tests of checkpoint saves in the simulator.
 
-The costs of small cases are exact, the reference simulator and the compiled one agree, and no update
-overwrites state before the state is saved.
+In small cases the time that training waits for a save equals the time worked out by hand. The reference simulator and
+the compiled one agree. No update overwrites optimizer state before the save has written or copied this state.
 """
 
 import pytest

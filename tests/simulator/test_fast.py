@@ -54,8 +54,8 @@ def random_order(placements, rng):
 
 
 def with_storage(on, rng):
-    """Return the simulated machine with random rates of a drive, on which reads and writes slow each other
-    down.
+    """Return a copy of a simulated machine with a drive of random read and write bandwidth. Reads and writes at the
+    same time slow each other down.
     """
     rates = {f"storage_{way}_bytes_per_s": 10 ** rng.uniform(0, 3) for way in ("read", "write")}
     rates["storage_duplex_factor"] = rng.uniform(0.3, 1.0)
@@ -63,8 +63,12 @@ def with_storage(on, rng):
 
 
 def enlarged(work, on, rng):
-    """Return a workload and a simulated machine, both scaled up by 2**24 in half of the cases. Gradients are
-    then so large that the limit on gradients being copied delays backward.
+    """Return a workload and a simulated machine. The workload is the given one with a random time for launching a
+    module.
+
+    In half of the cases, the number of parameters and all speeds in bytes or parameters per second are multiplied by
+    2**24. Copies then take as long as before, but gradients exceed the number of bytes that may be on their way to the
+    host at once. So the simulated backward has to wait for gradient copies.
     """
     issued = {"module_issue_s": rng.choice([0.0, rng.uniform(0, 2)])}
     factor = rng.choice([1, 2**24])

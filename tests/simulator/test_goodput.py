@@ -22,11 +22,10 @@ from studies.goodput import Cluster, availability_interval, simulated_goodput
 
 
 def asked(iteration_s, stall_s, interference_s, steps, mtbf_s, restart_s=0.0, persist_s=0.0):
-    """Return the arguments of `expected_goodput` and `simulated_goodput`, built from plain numbers, as a
-    tuple.
+    """Build the arguments of `expected_goodput` and `simulated_goodput` from plain numbers, and return them as a tuple.
 
-    The numbers are the iteration time, the cost of a checkpoint, the failures, and the steps between
-    checkpoints.
+    The arguments are the iteration time, the cost of a checkpoint, the failures (mean time between failures, and time
+    of a restart), and the number of steps between checkpoints.
     """
     cost = CheckpointCost(stall_s, interference_s, persist_s)
     return iteration_s, cost, Failures(mtbf_s, restart_s), steps

@@ -1,5 +1,8 @@
-"""Tests of `Issue`, which decides the order and the waits of a step's update ops: all steps are complete
-and in order, also if early updates are rolled back.
+"""Tests of `Issue`, which decides the order of a step's update ops, and the ops that each update op waits for.
+
+In a complete step each subgroup is updated, and at most once after the gradient norm. No buffer is taken while another
+subgroup uses it, and no state is fetched before its last copy back has ended. All this also holds after skipped steps
+and after early updates (before the gradient norm) that are rolled back.
 """
 
 import dataclasses

@@ -271,8 +271,12 @@ def test_the_heads_loss_and_attention_scores_cost_memory_traffic():
 
 
 def test_parts_of_a_fused_loss_are_as_small_as_the_input_of_the_head():
-    """Check that Liger's rule sets the memory of a fused loss. With a vocabulary of 64 times the hidden size, a part
-    has a 64th of the logits, and with a small vocabulary an 8th.
+    """Check the simulated memory of a fused loss, which is computed in parts and holds the logits of one part at a
+    time.
+
+    The number of parts is the vocabulary size divided by the hidden size, as in Liger, but at least 8. So with a
+    vocabulary of 64 times the hidden size, a 64th of all logits is in memory, and with a vocabulary of 4 times the
+    hidden size, an 8th.
     """
 
     def saved(vocabulary):
@@ -441,8 +445,8 @@ def test_subgroups_hold_everything_once_and_close_where_they_are_full(sizes, sub
 
 
 def test_recut_is_what_deepspeed_does(only_rank):
-    """Check that `Workload.recut` cuts the same subgroups as a DeepSpeed engine that is built with that
-    `sub_group_size`.
+    """Check that `Workload.recut`, called with a new `sub_group_size`, returns the same subgroups as a DeepSpeed engine
+    that is built with this `sub_group_size`.
     """
     from ebbtide.profiler import profile_engine
 

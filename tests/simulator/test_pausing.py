@@ -150,7 +150,7 @@ def test_early_staged_updates_come_as_gradients_do_and_return_with_their_paramet
     norm = next(s for s in spans if s.kind == OpKind.NORM)
 
     def begins(kind):
-        """Return a list of each subgroup's start time of the ops of a kind, in seconds after the start of
+        """Return a dict from each subgroup to the start time of its op of the given kind, in seconds after the start of
         backward.
         """
         return {s.subgroup: s.start_s - norm.end_s + 8 for s in spans if s.kind == kind}

@@ -106,8 +106,8 @@ def test_published_updates_are_what_four_ranks_reach():
 
 
 def test_hosts_with_the_same_memory_update_alike():
-    """Check that host updates have the same rates in the presets `h100-node` and `h200`: both machines have
-    two sockets with eight channels of DDR5-4800 each.
+    """Check that CPU updates are equally fast (in parameters per second) in the presets `h100-node` and `h200`, and
+    that ranks share the DRAM bandwidth alike. Both machines have two sockets with eight channels of DDR5-4800 each.
     """
     four, eight = preset("h100-node"), preset("h200")
     for name in ("dram_bytes_per_s", "stock_host_adam_params_per_s", "host_adam_params_per_s"):
@@ -165,8 +165,10 @@ def test_pairs_of_gpus_without_a_switch_have_the_pairs_wires():
 
 
 def test_without_nvlink_collectives_reach_half_of_what_copies_do():
-    """Check the rate of collectives of machine presets without NVLink, whose rings run through host memory or
-    a PCIe switch. Published runs without NVLink reached 5 to 12 GB/s on PCIe 4.
+    """Check the bandwidth of collectives among the GPUs of the preset `rtx4090-x4`, which has no NVLink.
+
+    Collectives then run through host memory or a PCIe switch. The simulator assumes half of the bandwidth of a copy
+    between host and GPU, here 12.5 GB/s. Published runs without NVLink reached 5 to 12 GB/s on PCIe 4.
     """
     assert Links.of(preset("rtx4090-x4")).bytes_per_s(4) == 12.5e9
 

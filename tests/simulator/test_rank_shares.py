@@ -53,8 +53,12 @@ def test_measured_shares_replace_equal_ones_for_that_number_of_ranks():
 
 
 def test_between_known_numbers_of_ranks_their_total_changes_evenly():
-    """Check that a rank's share of a resource is interpolated between measured numbers of ranks. Two ranks use
-    0.6 of the DRAM bandwidth together and four use 0.8, so three use 0.7, and eight use 0.8 as well.
+    """Check that the bandwidth of all ranks together is interpolated between the numbers of ranks for which it was
+    measured.
+
+    In this test, two ranks together reach 0.6 of the DRAM bandwidth, and four reach 0.8. So three ranks reach 0.7.
+    Eight ranks are more than were measured, and reach 0.8 like four. For links between host and GPU this is different:
+    beyond the measured numbers, each further rank adds as much bandwidth as the last measured ranks did.
     """
     shares = {2: {"dram": Quantity.exact(0.3)}, 4: {"dram": Quantity.exact(0.2)}}
     node = machine(rank_shares=shares)
@@ -71,10 +75,12 @@ KNOWN = st.dictionaries(st.integers(1, 17), st.floats(0.01, 1.5), max_size=5)
 @settings(max_examples=200, deadline=None)
 @given(KNOWN, st.sampled_from(["h2d", "d2h", "link", "dram", "storage"]))
 def test_no_share_grows_with_the_ranks_and_no_total_exceeds_the_node(known, name):
-    """Check the bandwidth that each rank of a node gets, if the machine description has any measured shares.
+    """Check the simulated bandwidth of each rank if several ranks of a node run at once, for random measured bandwidths
+    in the machine description.
 
-    A rank's share never grows with the number of ranks. All ranks together never get more bandwidth than the node
-    has.
+    The bandwidth of one rank never grows with the number of ranks. All ranks together never exceed the DRAM or storage
+    bandwidth of the node, or one link per rank. Between measured numbers of ranks, the bandwidth of all ranks together
+    is linear.
     """
     shares = {ranks: {name: Quantity.exact(share)} for ranks, share in known.items()}
     node = machine(rank_shares=shares)

@@ -132,9 +132,11 @@ def test_parameters_on_the_host_come_in_for_each_pass():
 
 
 def test_what_the_device_updates_goes_to_the_host_in_two_buffers_in_turn():
-    """Check that in the simulator new parameters of resident subgroups are copied to host memory through two
-    buffers in turn. An update takes 10 s and a copy 20 s, so the third update waits for the first copy's
-    buffer.
+    """Check the simulated copies of new parameters to host memory, if optimizer state is on the GPU and parameters are
+    kept in host memory.
+
+    The copies use two buffers in GPU memory in turn. An update takes 10 s and a copy 20 s, so the third update waits
+    until the first copy has freed its buffer.
     """
     plan = plan_of(["resident"] * 3, parameter_home=Plan.location_runs(["host"] * 3))
     found = simulate(build_schedule(workload((10, 10, 10)), plan), machine())
@@ -343,8 +345,11 @@ def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
 )
 @pytest.mark.parametrize("threads", [1, 4, None])
 def test_zero_3_may_check_gradients_for_an_overflow_on_the_host(place, wire_dtype, checks, threads):
-    """Check that simulated stock offload checks all gradients on the host before the norm, if its version does so.
-    A rank with few threads takes as long as these threads compute.
+    """Check that simulated stock ZeRO-3 offload looks for infinities and NaNs in all gradients on the CPU before the
+    gradient norm, if the simulated DeepSpeed version does so for the dtype of the gradients.
+
+    If the number of CPU threads is given, the time of this check is the measured time of one thread divided by that
+    number.
     """
     work = workload((10**9, 10**9)).model_copy(update={"wire_dtype": wire_dtype, "stock_threads": threads})
     loop = StockLoop(work, StockOptions(overflow_check=place))
@@ -492,8 +497,11 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
 
 
 def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free():
-    """Check that in the simulator state on a drive is read for the next step as soon as the only host buffer
-    is free. Backward ends at 6 s, and each read or write of a subgroup takes 1 s.
+    """Check at which times the simulator reads optimizer state from a drive, if host memory has a buffer for one
+    subgroup only.
+
+    Each read starts as soon as the buffer is free, even a read for the next step. Backward ends at 6 s, and each read
+    or write of a subgroup takes 1 s.
     """
     rates = {"d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "storage_write_bytes_per_s": 12.0}
     plan = plan_of(["stored"] * 2, slots=0, host_slots=1)

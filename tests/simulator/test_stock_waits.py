@@ -49,8 +49,11 @@ def one_layer(own, others, beside=0.0, micro=1):
 
 
 def test_a_rank_waits_while_others_copy_their_slices_of_a_layer(machine_by_hand):
-    """Check by hand that a simulated rank of stock offload waits while other ranks copy their gradients of a
-    layer: a billion elements of each of two layers, which take 4 s each at 1 GB/s.
+    """Check how long a simulated rank of stock ZeRO-2 offload waits while other ranks copy their gradients to the host.
+    The expected time is computed by hand.
+
+    The model has two layers. In each layer other ranks own a billion gradient elements. Their copy in fp32 takes 4 s at
+    1 GB/s.
     """
     alone = seconds("zero_offload", one_layer(1000, 0), machine_by_hand)
     waiting = seconds("zero_offload", one_layer(1000, 10**9), machine_by_hand)
@@ -70,8 +73,12 @@ def test_with_accumulation_others_copy_sixteen_bits_out_and_in_as_well(machine_b
 
 
 def test_with_overlap_comm_others_copy_beside_backward(machine_by_hand):
-    """Check by hand that with `overlap_comm` the simulated gradient copies of other ranks run beside backward,
-    one after the other.
+    """Check the simulated backward of one rank while other ranks copy gradients to the host, with `overlap_comm`. The
+    expected times are computed by hand.
+
+    The copies of the other ranks run one after the other and during this rank's backward. Backward waits for them only
+    if this rank's own gradient copy comes after theirs. In each of the two layers, backward takes 1 s and the copies of
+    other ranks take 4 s.
     """
     waiting = seconds("zero_offload", one_layer(1000, 10**9, beside=1.0), machine_by_hand)
     # Its own thousand elements of the last layer are behind the others' of this layer, and backward waits for them.
@@ -106,8 +113,11 @@ def test_round_robin_and_overlap_never_wait_longer():
 
 
 def test_a_plan_does_not_wait_for_others_copies():
-    """Check that the simulated schedule of a plan does not wait for other ranks' gradient copies, because a
-    plan's copies run on a stream of their own.
+    """Check that under an ebbtide plan for ZeRO-2 a simulated rank does not wait while other ranks copy their gradients
+    to the host.
+
+    Under stock DeepSpeed the rank does wait: the other ranks join the next reduction only after their copies, which use
+    the stream of the reductions. A plan's copies have a stream of their own.
     """
     work = flat(4)
     plan = Plan(subgroup_size=work.subgroup_size, ways=Way.each(["host"] * len(work.subgroups)), overlap_forward=False)

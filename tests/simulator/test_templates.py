@@ -109,11 +109,11 @@ def test_other_times_need_no_further_build(name):
 
 
 def test_times_where_no_template_looks_are_always_built():
-    """Check that the simulator makes no schedule from a template if a strategy uses a time where templates do
-    not replace it.
+    """Check that the simulator builds every schedule of a strategy without a template, if a template would give a wrong
+    schedule.
 
-    A template is a compiled schedule with replaceable times. The strategy in this test adds a layer's
-    forward time to the duration of host updates, where no template replaces it.
+    A template is a compiled schedule with times that can be replaced, such as the forward time of a layer. Here the
+    strategy adds this forward time to the duration of CPU updates too, where a template does not replace it.
     """
     built = []
 

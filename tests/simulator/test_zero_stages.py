@@ -126,8 +126,10 @@ def test_what_a_stage_does_not_have_is_refused(fields, said):
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_slices_are_as_deepspeed_cuts_them(stage, ranks):
-    """Check that the simulator's slice of the flat parameter buffer for each rank has DeepSpeed's own
-    alignment: equal parts per rank, which ebbtide then cuts into subgroups.
+    """Check the simulated size of each rank's part of all parameters under ZeRO-1 and ZeRO-2.
+
+    As in DeepSpeed, all parameters are padded to a multiple of twice the number of ranks and divided into equal parts.
+    If ebbtide cuts a part into subgroups, the size of a subgroup is a multiple of 16 elements.
     """
     import torch
     from deepspeed.runtime.utils import align_dense_tensors
@@ -211,8 +213,10 @@ def test_zero_1_reduces_once_per_step_whatever_it_accumulates():
 
 
 def test_stock_updates_its_slice_in_one_piece():
-    """Check the simulated time of stock ZeRO-2 offload with 40 parameters: forward 4 s, backward 8 s, fp32
-    gradients 160 s, update 40 s, parameters 80 s and gather 5 s, one after the other.
+    """Check the simulated iteration time and host memory of stock ZeRO-2 offload with 40 parameters.
+
+    The following run one after the other: forward (4 s), backward (8 s), copy of the fp32 gradients to the host (160
+    s), update on the CPU (40 s), copy of the parameters to the GPU (80 s), and gather of the parameters (5 s).
     """
     work = workload(zero_stage=2, step_gather_s=5.0)
     timeline = simulate(build_strategy("zero_offload", work), machine())

@@ -1,5 +1,7 @@
-"""Tests of the study of the interval between checkpoints, on a tiny model: real kills of training, and
-figures that are consistent.
+"""Tests of the study of the interval between checkpoints.
+
+Its predictions are checked in small cases. A quick run on a tiny model kills training for real. In the results of this
+run, no other rule for the interval may have a higher predicted goodput than ebbtide's.
 """
 
 import json

@@ -31,7 +31,9 @@ sys.exit(status)
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, deepspeed_ops):
-    """Run both studies of checkpoint stalls. Return the folder with their records and pictures."""
+    """Run the studies `studies.checkpoint_stall` and `studies.checkpointing`. Return the folder with their results
+    (JSON files) and plots.
+    """
     folder = tmp_path_factory.mktemp("compared")
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     done = subprocess.run(

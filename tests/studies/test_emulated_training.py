@@ -1,5 +1,7 @@
-"""Tests of the two studies that execute plans on an emulated GPU with given rates: the training state is
-bit-identical to stock DeepSpeed's, and the reported numbers are consistent.
+"""Tests of the studies `overlap`, `guessed_overlap` and `fidelity`, which execute plans on an emulated GPU.
+
+Copies, updates and layers take prescribed times. Training must give the same bits as stock DeepSpeed, and the reported
+numbers must agree with each other.
 """
 
 import importlib

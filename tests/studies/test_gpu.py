@@ -24,10 +24,10 @@ REHEARSED = ["one_step", "ablation"]  # `python -m studies.gpu --rehearse` runs 
 
 @pytest.mark.slow
 def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_ops, capsys):
-    """Check the records and pictures of the GPU suite if it is rehearsed, which means run on the emulated device.
+    """Check the result files and plots of a rehearsal of the GPU suite, which is a run on the emulated device.
 
-    Each section of the suite, and each trial run of a section, is a process of its own. All records must say that the
-    device was emulated.
+    Every result file must say that the device was emulated, so that nobody takes its numbers for a GPU's. As on a GPU,
+    each section of the suite runs in its own process, and so does each trial run of a section.
     """
     arguments = ["--rehearse", "--out", str(tmp_path), "--part", *REHEARSED]
     try:
@@ -53,7 +53,9 @@ def test_a_rehearsal_writes_its_records_and_says_emulated(tmp_path, deepspeed_op
 
 
 def _goes_on_where_it_was(folder, names):
-    """Rehearse the GPU suite a second time, and check that no section with a complete record runs again."""
+    """Rehearse the GPU suite again in the folder of a complete rehearsal. Check that no section runs again: the result
+    file of each section must keep its modification time.
+    """
     before = {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}
     command.main(["--rehearse", "--out", str(folder), "--part", *REHEARSED])
     assert before == {name: (folder / f"{name}.json").stat().st_mtime_ns for name in names}

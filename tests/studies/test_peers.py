@@ -1,5 +1,7 @@
-"""Tests of the study that compares ebbtide with other offloading systems: figures computed from rows of
-results, and two real systems at a tiny size.
+"""Tests of the study that compares ebbtide with other offloading systems.
+
+The speedups and verdicts that the study computes are checked with made-up measurements. Stock DeepSpeed, ebbtide and
+the study's adapter for torchao also train for real, on tiny models.
 """
 
 import importlib
@@ -129,9 +131,12 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.slow
 def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
-    """Check the study's comparison of stock DeepSpeed and ebbtide with real training on the emulated device:
-    the training results in all rows are bit-identical. Trials in processes of their own are tested in
-    `tests/studies/test_gpu.py`.
+    """Check the part of `studies.peers` that compares stock DeepSpeed with ebbtide, and with ebbtide without single
+    features.
+
+    All of them really train, on the emulated device. Each must give the same bits as stock DeepSpeed with as many
+    micro-batches. To save time, all training runs share this process. `tests/studies/test_gpu.py` tests runs in
+    separate processes.
     """
     path = tmp_path / "peers.json"
     in_this_process(monkeypatch)

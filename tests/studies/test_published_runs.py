@@ -68,11 +68,12 @@ def test_memory_errs_upward_or_within_the_margin(pairs):
 
 
 def test_subgroups_are_those_of_fused_matrices(runs):
-    """Check the number of subgroups that ebbtide computes for published runs of Deep Optimizer States.
+    """Check that ebbtide cuts a model with 13e9 parameters into the same subgroups as DeepSpeed did in published runs.
 
-    Deep Optimizer States updates every n-th subgroup on the GPU, where n is the stride. The runs tell how many bytes of
-    these subgroups' gradients stay on the GPU after backward. Of 21 subgroups, two are updated on the GPU at strides 8
-    and 10, and ten at stride 2.
+    The runs used Deep Optimizer States, which updates every n-th subgroup on the GPU and keeps these subgroups'
+    gradients there (n is the stride). So the published GPU memory after backward shows the size of these gradients.
+    ebbtide computes 21 subgroups: two of them are updated on the GPU at stride 8, two at stride 10, and ten at stride
+    2.
     """
     stock = _only(runs, params_b=13, micro_batch=1, dp=4, prefetch=False, async_grads=True)
     waiting = {stride: _left_by_backward_gb(_only(runs, params_b=13, stride=stride)) for stride in (2, 8, 10)}
@@ -201,9 +202,10 @@ def test_what_no_model_can_be_is_an_error_with_its_line(tmp_path, capsys, change
 
 
 def test_each_stride_is_simulated(runs):
-    """Check that the study simulates each stride of Deep Optimizer States, which updates every n-th subgroup
-    on the GPU at stride n. At stride 1 all subgroups are updated on the GPU, and a larger stride keeps
-    fewer gradients there.
+    """Check that the study of published runs of Deep Optimizer States simulates the stride n of a run, which means that
+    every n-th subgroup is updated on the GPU.
+
+    At stride 1 all subgroups are updated on the GPU. The larger the stride, the fewer gradients stay in GPU memory.
     """
     run, machine = (next(r for r in runs if r.testbed == "a100" and r.stride == 2), machine_of("a100"))
     gradients = [predict(replace(run, stride=k), machine)["memory_gb"] for k in (1, 2, 3, 10)]
@@ -365,8 +367,10 @@ def test_what_differs_between_campaigns_counts_for_a_preset_only():
 
 
 def test_stock_offload_on_a_host_without_a_published_run_is_less_certain():
-    """Check that predictions of stock offload have a wider spread on a host without published runs, such as
-    `a100-80gb`. A measured machine needs no such spread.
+    """Check that a predicted iteration time of stock offload gets a wider interval for presets of hosts without a
+    published run, such as `a100-80gb`, than for presets of hosts with published runs.
+
+    An ebbtide plan, or a machine that `tune profile` measured, gets no wider interval.
     """
     known, unknown = machine_of("a100"), preset("a100-80gb")
     assert model_spread(known, "zero3_offload") == model_spread(known, "ebbtide") == model_spread(unknown, "ebbtide")

@@ -80,11 +80,12 @@ def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bi
 
 
 def test_each_run_is_judged_by_the_disk_that_it_had():
-    """Check that the study of state on a drive compares each run with a lower bound from the drive's rate
-    during that run.
+    """Check that the study of optimizer state on a drive divides the update time of each run by a lower bound for this
+    run. It does the same with the iteration time.
 
-    In the main case, the drive gets three times slower over three runs, and the updates of each run take
-    1.1 times the run's lower bound.
+    A run's lower bound is computed from the drive's bandwidths right before and after the run, because a drive may
+    become slower. In the main case, the drive becomes three times slower over three runs, and the updates of each run
+    take 1.1 times the run's lower bound.
     """
 
     def disk(rate):

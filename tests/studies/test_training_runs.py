@@ -117,8 +117,9 @@ def test_device_memory_of_rows_held_out_is_predicted_from_published_cells_alone(
     """Check that peak GPU memory of published runs is predicted from their published settings alone, with a median
     error of at most 8%.
 
-    No constant was fitted to these runs. The prediction includes the memory that torch's allocator holds in reserve
-    only for runs that report the memory of the whole GPU. The size of this reserve was fitted to other runs.
+    No constant was fitted to these runs. Some sources report the memory that is in use on the whole GPU. The prediction
+    for these runs, and only for these, includes memory that torch's allocator reserves without using it. The size of
+    this reserve was fitted to other runs.
     """
     seen = [(run, predict_training(run)) for run in runs if run.measured_gib]
     found = families.memory(seen)["held_out"]

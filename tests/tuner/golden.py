@@ -26,7 +26,9 @@ LETTERS = {"host": "h", "device": "d", "resident": "r"}
 class Row:
     """A row of golden.json: the plan that the search once found for a numbered case, and the plan's prediction.
 
-    The plan's placements are written in short form, e.g. ``12h1d3h``.
+    The plan's placements are written in short form. For example, ``12h1d3r`` means 12 subgroups that the CPU updates (h
+    for host), one that is copied to the GPU for its update (d for device), and three that stay on the GPU (r for
+    resident).
     """
 
     placement: str

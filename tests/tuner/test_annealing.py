@@ -125,8 +125,8 @@ def test_first_plans_mix_every_placement_that_there_is_and_try_slots():
 
 
 def test_options_are_tried_where_they_help():
-    """Check that the plan search sets the number of host threads and the overlap with forward to the fastest
-    values. In this test one thread is faster than all threads.
+    """Check that the plan search changes a plan's number of CPU threads to the fastest one, and lets updates overlap
+    the next forward. In this test one thread is faster than all threads.
     """
     work = workload(6)
     by_threads = {1: Quantity.exact(9e9), 4: Quantity.exact(2e9)}

@@ -1,5 +1,7 @@
-"""Tests of `tune calibrate`, which fits a machine's rates to measured runs: rates that produced the times
-are found again, and logs in the formats of real tools are read.
+"""Tests of `tune calibrate`, which fits the bandwidths and compute speeds of a machine to the times of measured runs.
+
+Here the measured times are simulated on machines with known speeds, so that the fitted speeds can be compared with the
+known ones.
 """
 
 import json
@@ -68,8 +70,11 @@ def test_what_the_runs_do_not_show_stays():
 
 
 def test_the_whole_of_a_run_does_not_count_beside_its_phases():
-    """Check that calibration uses the measured iteration time of a run only for `loop_s`, the time outside the
-    phases. All other rates come from the times of the phases, which the iteration time contains too.
+    """Check that calibration uses the measured time of a whole iteration only for `loop_s`, the time between the phases
+    of an iteration (forward, backward and step).
+
+    The bandwidths and compute speeds of the machine are fitted to the times of the phases. A longer iteration with the
+    same phases must not change them.
     """
     machine = preset("h100-node")
     seen = observed(machine, 1)
@@ -110,10 +115,11 @@ def test_runs_that_contradict_each_other_are_named():
     ],
 )
 def test_a_machine_far_from_its_sheet_is_followed(name, factors):
-    """Check that calibration accepts three consistent runs that take two or three times as long as predicted, and
-    changes the machine's rates until the predictions equal the measured times.
+    """Check that calibration accepts three consistent runs with phases that take two or three times as long as
+    predicted.
 
-    The test leaves open which rates are changed, because several could explain the times.
+    The machine's bandwidths and compute speeds are changed until the predicted step time is close to the measured one.
+    The test leaves open which of them are changed, because several changes could explain the times.
     """
     machine = preset(name)
     runs = [observed(machine, n, factors=factors) for n in (1, 2, 4)]
@@ -144,8 +150,10 @@ def test_what_no_rate_explains_is_said_and_widens_the_interval():
 
 @pytest.mark.parametrize("factors", [(1.0, 2.0), (1.0, 10.0), (1.0, 1.0, 2.0), (1.0, 1.0, 0.4)])
 def test_the_same_run_with_two_times_is_a_contradiction(factors):
-    """Check that calibration reports runs with the same settings and different measured times as a
-    contradiction, whichever of the runs the calibrated rates match.
+    """Check that calibration reports a contradiction if runs have the same settings but different measured times.
+
+    No machine can have both times. So the contradiction must be reported whichever of these times the calibrated
+    machine predicts.
     """
     machine = preset("a100-node")
     runs = [observed(machine, 1, factors={"step": factor}) for factor in factors]

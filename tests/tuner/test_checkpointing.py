@@ -1,7 +1,8 @@
-"""Tests of the search for a plan's checkpoint interval, together with the limit of the write rate and the memory
-for copies of state that is being saved.
+"""Tests of the search for a plan's checkpoint settings: the interval between checkpoints, the limit on bytes written
+per second, and the host memory for copies of state that is being saved.
 
-The result is as good as that of a search over a full grid, and fits into memory. The costs come from the simulator.
+The settings that are found reach nearly the expected goodput of the best settings in a full grid, and fit into memory.
+The simulator computes the costs of checkpoints.
 """
 
 from itertools import product

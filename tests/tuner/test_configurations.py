@@ -164,10 +164,11 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
 
 
 def _kinds(remarks):
-    """Return the part before the colon of each remark that `tune search` prints, without a prediction error in
-    percent.
+    """Return the part before the colon of each remark of a search over training configurations, and remove from it a
+    prediction error such as " (5%)".
 
-    Remarks of an exhaustive simulation contain no prediction error, so it is removed for comparisons with them.
+    The tests compare remarks of `tune search` with remarks on a simulation of all configurations. Only the former
+    contain a prediction error.
     """
     return [re.sub(r" \(\d+%\)", "", remark.split(":")[0]) for remark in remarks]
 

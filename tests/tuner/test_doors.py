@@ -77,9 +77,10 @@ def _peaks(row):
 
 
 def test_an_estimate_is_the_quick_answer_of_every_other_door():
-    """Check that `ebbtide.estimate` predicts the time and host memory of `even_plan`, the plan of a quick search.
+    """Check that `ebbtide.estimate` predicts the iteration time and host memory of the plan that `even_plan` finds in a
+    short search.
 
-    Other entry points answer with this plan too. Its subgroup sizes, early updates and memory margins must be the same.
+    The service answers with this plan too, so users get the same prediction everywhere.
     """
     model, machine, sequence, _ = ASKED
     have = preset(machine).with_rates(device_memory_bytes=16 * 2**30)

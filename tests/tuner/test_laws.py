@@ -95,8 +95,11 @@ def test_more_is_never_slower(law):
 
 @pytest.mark.parametrize("seed", [3, 4])
 def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
-    """Check that the plan search never finds a slower plan because it may use early updates, gradient sums on
-    the GPU, or staged updates. Each of the three is forbidden once for comparison.
+    """Check that the plan search never finds a slower plan if it may use one more technique.
+
+    The techniques are early updates (before the gradient norm), gradient sums on the GPU, and updates for which state
+    is copied to the GPU. For each technique, the plan of a search with all three is compared with the plan of a search
+    without this one.
     """
     work, machine = job(seed)
     work = work.model_copy(update={"clip_rate": 0.0, "gradient_accumulation_steps": 2})

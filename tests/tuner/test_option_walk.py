@@ -353,8 +353,11 @@ def calibrated(machine, seen):
 
 
 def outcome(ground, recorder, arguments):
-    """Run a `tune` command. Return its exit code, its output, a dict of the files it wrote, and a list of the
-    replaced calls it made.
+    """Run a `tune` command, and return its exit code, its output, a dict of the files that it wrote, and a list of
+    recorded calls.
+
+    Functions that would start a server or a process, measure the machine or take long are replaced by the recorder,
+    which records their calls.
     """
     runner = CliRunner()
     with runner.isolated_filesystem() as folder:

@@ -1,4 +1,6 @@
-"""Tests of the tables of memory by kind that `tune plan` prints."""
+"""Tests of the tables that `tune plan` prints: the predicted times of ways to train, and the peak memory of each kind
+of data, such as parameters or gradients.
+"""
 
 import io
 

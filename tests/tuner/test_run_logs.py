@@ -155,12 +155,13 @@ def test_times_of_day_that_cannot_be_are_told_and_left_out(tmp_path):
     ],
 )
 def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits):
-    """Check that calibration prints a note if the given micro-batch size contradicts the samples per second in a
-    run's log.
+    """Check that calibration prints a note if the given micro-batch size contradicts the samples per second in a run's
+    log.
 
-    At the logged rate, the phases of an iteration (forward, backward and step) take the time of two samples. If the
-    log has clock times, they show that an iteration takes longer than its phases. The logged rate may include this
-    time, so a micro-batch of four samples is accepted too.
+    At the samples per second in this log, two samples take as long as the phases of an iteration (forward, backward and
+    step). DeepSpeed may also have counted time between the phases, so more samples are possible. They must fit into the
+    whole iteration, as shown by the log's clock times. Without clock times, they must fit into twice the time of the
+    phases.
     """
     described = Described(model="m", shape={"micro_batch": samples})
     (seen,) = seen_in(tmp_path, REAL if timed else without_times(REAL), described)

@@ -1,5 +1,7 @@
-"""Tests of the row for DeepSpeed alone, in the table that compares a plan with other ways to train. It keeps the
-16-bit parameters where DeepSpeed would keep them.
+"""Tests of the row for DeepSpeed without ebbtide, in the table that compares a plan with other ways to train.
+
+If the plan keeps the 16-bit parameters on the GPU, so does this row. If the plan keeps them in host memory, this row
+does so only if DeepSpeed alone has no room for them on the GPU.
 """
 
 from dataclasses import replace
@@ -40,8 +42,10 @@ def limited(peak):
 
 @pytest.mark.parametrize("spare", [0, -1, GIB, -GIB])
 def test_deepspeed_moves_parameters_exactly_if_its_own_peak_does_not_fit(spare):
-    """Check that the row of DeepSpeed alone keeps parameters on the GPU exactly if the simulated peak of such
-    training, with DeepSpeed's own buffers, is within the memory limit.
+    """Check how DeepSpeed without ebbtide is simulated for comparison with a plan that keeps parameters in host memory.
+
+    Its parameters are on the GPU if, and only if, the simulated peak of GPU memory is then within the limit. The peak
+    includes DeepSpeed's own buffers.
     """
     work, have, peak, plan = job()
     within = limited(peak + spare)
@@ -52,7 +56,11 @@ def test_deepspeed_moves_parameters_exactly_if_its_own_peak_does_not_fit(spare):
 
 
 def test_the_limits_of_the_table_count_and_not_those_of_the_plan_file():
-    """Check that a plan made for a large GPU is compared with DeepSpeed on the GPU that is asked about."""
+    """Check that the comparison of a plan with DeepSpeed uses the memory limits that are given to `compare`, and not
+    the limits that the plan was made for.
+
+    Here the plan was made for a larger GPU. On the given GPU, DeepSpeed must keep its parameters in host memory.
+    """
     work, have, peak, plan = job()
     plan = plan.model_copy(update={"prediction": predict(work, have, plan, limited(4 * peak))})
     row = next(row for row in compare(work, have, limited(peak - GIB), plan, others=False) if row.role == "stock")

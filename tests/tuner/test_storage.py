@@ -184,8 +184,10 @@ def test_a_plan_names_its_folders_in_one_way():
 
 
 def test_a_search_stores_no_other_subgroups_than_it_may():
-    """Check that the plan search stores on the drive only subgroups that it may store, because the store of a
-    run in progress has space for these only.
+    """Check that a plan search puts only those subgroups on the drive that its argument ``storable`` names.
+
+    A search during training needs this limit, because the drive has space only for the subgroups that the current plan
+    stores.
     """
     work, have = twenty(6), machine(**FAST)
     limits = Limits.of(work, have, 5 * GIB, 2 * GIB, storage_bytes=TB)

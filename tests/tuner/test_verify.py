@@ -189,7 +189,8 @@ def lost_tensor(state, wire, old, facts):
     ],
 )
 def test_a_side_that_is_wrong_is_seen_by_its_own_state(tmp_path, stock, noise, change, name, says):
-    """Check that `tune verify` recognizes which of two training runs went wrong from that run's own training state.
+    """Check that `tune verify` names the one of two training runs that went wrong. It can tell from the wrong run's own
+    training state, such as a tensor that a step did not change.
 
     Here the run that serves as the reference went wrong. The other run differs from a correct one only by rounding.
     """
@@ -230,8 +231,8 @@ def few_flips(state, wire, old, facts):
 def test_an_update_of_one_tensor_that_goes_wrong_late_is_found_beside_loud_rounding(
     tmp_path, stock, change, rounds, verdict
 ):
-    """Check that `tune verify` finds an update of one tensor that is lost or made twice in step 4, although by then
-    a flipped bit would make a larger difference.
+    """Check that `tune verify` finds a lost or doubled update of one tensor in step 4, although rounding alone makes
+    differences of similar size.
 
     A few elements with an update of opposite sign must count as rounding, and so must a step that one of the runs
     skips.
@@ -455,8 +456,10 @@ def other_data(number, state, wire, old, facts):
 )
 @pytest.mark.parametrize("stage", [2, None])
 def test_where_a_script_does_not_train_like_itself_nothing_is_said(tmp_path, monkeypatch, noise, at, code, says, stage):
-    """Check that `tune verify` reports neither success nor a defect if two equal runs of the same script
-    differ too much. A small difference between the two runs is only mentioned.
+    """Check the verdict of `tune verify` if two runs of the same command, with the same settings, differ.
+
+    If they differ so much that a defect would not be seen, neither success nor a defect is reported. If they differ a
+    little, success is reported, and the difference is mentioned.
     """
     made = []
 

@@ -141,8 +141,10 @@ LLAMA_7B = {
 
 
 def test_zero_3_comes_first_where_zero_2_does_not_fit_and_memory_is_the_least_as_sold():
-    """Check the changes that ebbtide offers for the case of DeepSpeed issue #3770: 7e9 parameters on two GPUs
-    of 16 GB under ZeRO-2. ZeRO-3 comes first, and GPU memory is offered in sizes that are sold.
+    """Check the changes that ebbtide offers for a job that does not fit into memory: 7e9 parameters on two GPUs of 16
+    GB under ZeRO-2, as in DeepSpeed issue #3770.
+
+    ZeRO-3 is offered first. More GPU memory is offered as the smallest size that is sold and suffices, here 20 GiB.
     """
     job = Job.of_deepspeed(LLAMA_7B, sequence=512, data_parallel=2, zero_stage=2)
     asked = {"device_memory_bytes": 16 * GIB, "host_memory_bytes": 100 * GIB}

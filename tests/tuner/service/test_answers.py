@@ -314,8 +314,8 @@ def test_a_machine_that_was_pushed_can_be_asked_about(server):
 
 
 def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(server):
-    """Check that the service's timeline of stock DeepSpeed lasts as long as the iteration time in the row of
-    stock DeepSpeed in the same answer.
+    """Check that in one answer of the service, the timeline of stock DeepSpeed lasts as long as the iteration time of
+    stock DeepSpeed in the table that compares ways to train.
 
     The model has 8e9 parameters, which must be in host memory because the GPU has 24 GB.
     """
