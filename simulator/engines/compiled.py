@@ -144,8 +144,8 @@ def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
     simulator.
 
     Args:
-        summary: Times and memory peaks of the whole schedule, at the indices ITERATION_S, FORWARD_S and so on of the
-            module `kernel`.
+        summary: Times and memory peaks that the simulator computed, at the indices ITERATION_S, FORWARD_S and so on of
+            the module `kernel`.
         start_s, end_s: Start and end of each op, in seconds.
     """
     return SimResult(

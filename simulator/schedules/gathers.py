@@ -144,11 +144,12 @@ class _Coordinator:
         self._gather(wanted)
 
     def release(self, step: int, module: Module) -> None:
-        """Release a module's gathered parameters after their use, except those that ZeRO-3 keeps because they are used
-        again soon.
+        """Release a module's gathered parameters after their use, except those that ZeRO-3 keeps because a later use
+        comes soon.
 
         Args:
-            step: Index of the next use, in the order in which a forward and its backward use modules.
+            step: Index of the module use that comes next, in the order in which a forward and its backward use modules.
+                Only uses from this index on count as later uses.
             module: Module with the parameters to release.
         """
         for key, _ in module:

@@ -322,8 +322,8 @@ def what_is_held_fits_into_memory(p: Problem) -> None:
     The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Some of these
     bytes are not linear in the program's variables, or differ between plans. They are replaced by lower bounds:
 
-    - Buffers count only with the state that they contain at two moments (see `buffers_hold_what_is_in_them`), and not
-      with their full size.
+    - Buffers count only with the state that they contain at two moments, and not with their full size. The moments are
+      when the gradient norm is known and when the next forward ends (see `buffers_hold_what_is_in_them`).
     - Host memory that is reserved for state in GPU memory does not count, because only plans that split DeepSpeed's
       subgroups reserve such memory (`Workload.state_stays`).
     - The runtime limits the bytes of gradients that are being copied to the host. If all gradients together are larger
