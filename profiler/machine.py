@@ -56,25 +56,25 @@ def measure_machine(
     ranks: int = 1,
     drives: Sequence[str | Path] = (),
 ) -> Machine:
-    """Measure the rates of this machine that the simulator needs.
+    """Measure how fast this machine copies, computes, updates optimizer state and writes to disk, for the simulator.
 
     Args:
-        storage_dir: Folder for checkpoints. The disk that holds it is measured.
-        seconds: Total time to spend. Each rate is measured at least 5 times. The first run also compiles kernels.
-        device: ``auto`` uses CUDA if available. Without CUDA, a GPU is emulated on the CPU. The emulated rates
-            are marked, and describe no real GPU.
+        storage_dir: Folder for checkpoints. The disk that holds this folder is measured.
+        seconds: Total time to spend. Each speed is measured at least 5 times. The first run also compiles kernels.
+        device: ``auto`` uses CUDA if available. Without CUDA, a GPU is emulated on the CPU. The emulated speeds are
+            marked as emulated, and describe no real GPU.
         elements: Number of elements in the subgroup of optimizer state that is measured.
         progress: Called with the number of finished stages, the number of stages, and the next stage's name.
         name: Name of the machine. If None, the host's name.
-        fresh: Measure even if the cache has this machine. Only runs without ``storage_dir`` and ``drives`` are
-            cached, since disks belong to folders.
-        ranks: Number of processes that also measure at the same time (`ebbtide.profiler.rates.ranks`). They are
-            spawned, so a calling script must guard its own start with ``if __name__ == "__main__"``.
-        drives: Folders for optimizer state on drives. Each is measured (`Machine.drives`).
+        fresh: If True, measure even if the cache has results for this machine. Results with ``storage_dir`` or
+            ``drives`` are never cached, because another folder may be on another disk.
+        ranks: If above 1, also measure with this number of processes at the same time (`ebbtide.profiler.rates.ranks`).
+            The processes are spawned, so a calling script must guard its own start with ``if __name__ == "__main__"``.
+        drives: Folders for optimizer state on drives. The drive of each folder is measured (`Machine.drives`).
 
     Raises:
-        ValueError: ``cuda`` is requested without a GPU, seconds is not in (0, 60], or there are more ranks than
-            cores or GPUs.
+        ValueError: ``cuda`` is requested without a GPU, seconds is not in (0, 60], or there are more ranks than cores
+            or GPUs.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"seconds must be > 0 and at most {MOST_SECONDS:g} (--seconds), but got {seconds}")

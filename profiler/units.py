@@ -6,10 +6,10 @@ import torch
 
 
 def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Return the parts of a model with separately timed forward, as a list of pairs of path and module.
+    """Return the submodules of a model that are timed one by one in forward, as a list of pairs (name, submodule).
 
-    The parts are the members of lists of blocks (such as transformer layers), and the modules outside such
-    lists.
+    They are the members of module lists (such as transformer layers), and the submodules outside such lists. A name is
+    the submodule's path in the model, such as ``model.layers.0``.
     """
     result: list[tuple[str, torch.nn.Module]] = []
     for name, child in model.named_children():
@@ -23,10 +23,10 @@ def units(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def unit_of(parameter: str, unit_names: Sequence[str]) -> str:
-    """Return the path of the part of a model to which a parameter belongs, or "model" if it belongs to none.
+    """Return the name of the submodule that contains a parameter, or "model" if none of the given ones does.
 
     Args:
-        parameter: Name of the parameter, which begins with the part's path.
-        unit_names: Paths of all parts, as from `units`.
+        parameter: Name of the parameter in the model.
+        unit_names: Names of the submodules that are timed one by one, from `units`.
     """
     return next((unit for unit in unit_names if parameter.startswith(unit + ".")), "model")

@@ -54,13 +54,13 @@ class Watcher:
     """A recorder of times and memory in the steps of a DeepSpeed engine.
 
     The recorder puts hooks on the model's modules and wraps the engine's functions, until `remove`. A thread samples
-    memory between the hooks. This thread only reads counters and appends to the current record. Everything else runs on
-    the training thread. The engine's ``step`` is not wrapped: callers run it through `timed`.
+    memory between the hooks. This thread only reads counters and appends to the measurements of the current step.
+    Everything else runs on the training thread. The engine's ``step`` is not wrapped: callers run it through `timed`.
 
     Args:
         engine: DeepSpeed engine.
         first: True for the engine's first recorder. Counting activations and sampling memory may slow down training. In
-            that case only the first recorder's first record has them.
+            that case, both are done only in the first step that the first recorder measures.
     """
 
     def __init__(self, engine: Any, *, first: bool = True) -> None:

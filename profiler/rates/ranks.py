@@ -61,9 +61,9 @@ class StageSamples:
     together: list[list[float]]
 
     def share(self, source: Source, unit: str) -> Quantity:
-        """Return an activity's rate on each rank while all ranks run, divided by its rate while one rank runs alone.
+        """Return an activity's speed on a rank while all ranks run it, divided by its speed on a rank that runs alone.
 
-        The result is a quantity with its spread.
+        The result has the median and the quartiles over all ranks and repeats.
         """
         alone = statistics.median(self.alone)
         each = [statistics.median(rates) for rates in self.together]

@@ -60,13 +60,15 @@ def repeat_s(
 
 
 def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
-    """Return the rate of a measured activity with its spread: ``amount`` divided by each duration.
+    """Return the speed of an activity (such as a copy) as the median and the quartiles over repeated measurements.
+
+    The speed in one repeat is ``amount`` divided by the duration of the repeat.
 
     Args:
         amount: Number of bytes, parameters or operations in each repeat.
         durations_s: Seconds of each repeat.
-        source: Source that the rate records, such as measured or emulated.
-        detail: Text on how the rate was measured.
+        source: Value of the result's field ``source``, such as ``measured`` or ``emulated``.
+        detail: Text on how the speed was measured.
     """
     return Quantity.from_samples([amount / d for d in durations_s], source, detail)
 

@@ -102,11 +102,11 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
 
 
 def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
-    """Measure the read and write rates of a drive that would hold optimizer state during training.
+    """Measure the read and write speed of a drive that would hold optimizer state during training.
 
-    As many blocks are read or written at the same time as by ebbtide's runtime. Blocks are copied from and to
-    uncached host memory, through consecutive parts of a file of up to ``size_bytes``, so that no block is read
-    right after it was written.
+    As many blocks are read or written at the same time as by ebbtide's runtime. Written blocks come from different
+    places in host memory, so that the CPU's cache does not hold them. Reads and writes go through consecutive parts of
+    a file of up to ``size_bytes``, so that no block is read right after it was written.
 
     Raises:
         OSError: The folder cannot be written to.
