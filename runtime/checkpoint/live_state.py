@@ -51,7 +51,10 @@ class AnnouncedStep(Protocol):
     """
 
     def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
-        """Return a JSON text, which the checkpoint stores to find its optimizer state on a drive again."""
+        """Return a JSON text that tells where a checkpoint's optimizer state is on the drives.
+
+        The checkpoint stores this text, so that a later load finds the state.
+        """
         ...
 
     def prepare(self) -> None:
@@ -71,7 +74,10 @@ class AnnouncedStep(Protocol):
 
 
 class StoredState(Protocol):
-    """The interface of optimizer state on drives. A checkpoint commits this state there without copying it."""
+    """The interface that checkpoints use to protect, commit and read optimizer state on drives.
+
+    The state stays on the drives. A checkpoint does not copy it.
+    """
 
     @property
     def subgroups(self) -> Callable[[], Collection[int]]:
@@ -171,9 +177,9 @@ class LiveState:
             self._starts = [start for start, _, _ in self._ranges]
 
     def runs(self, address: int, size_bytes: int) -> list[tuple[int, int]] | None:
-        """Return the subgroups with state in a range of host addresses, in order, each with its number of bytes.
+        """Return the subgroups with optimizer state in a host address range, as pairs (subgroup, number of bytes).
 
-        None if part of the range is not registered optimizer state.
+        The pairs are in the order of addresses. Return None if part of the range is not registered as optimizer state.
         """
         result: list[tuple[int, int]] = []
         position, end = address, address + size_bytes

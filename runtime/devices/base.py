@@ -96,11 +96,11 @@ class Device:
         self.copy(to, source, LaneName.H2D_FETCH, stream)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:
-        """Compile in advance the GPU kernels that optimizer updates need, so that no training step waits
-        for the compiler.
+        """Compile the GPU kernels for optimizer updates in advance, so that no training step waits for the compiler.
 
         Args:
-            steps: An optimizer step of every form that the kernels must handle.
+            steps: Example hyperparameters of an update, one set for each variant of the update kernel. Variants differ
+                in the form of weight decay, for example.
             tensors: Number of tensors in a subgroup's optimizer state.
             gradient: Dtype of gradients.
             wire: Dtype of the model's parameters.
@@ -207,10 +207,9 @@ class Device:
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
-        """Set ``total``, in GPU memory, to ``base`` plus ``gradient``: the sum of micro-batches' gradients
-        so far.
+        """Add a micro-batch's gradient to the sum of earlier micro-batches' gradients: ``total = base + gradient``.
 
-        ``base`` is in host memory and is first copied to the GPU.
+        ``base`` is the earlier sum, in host memory. It is first copied to ``total``, in GPU memory.
         """
         self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
         total.add_(gradient)

@@ -10,13 +10,13 @@ from ebbtide.runtime.devices.emulated import EmulatedDevice
 
 
 def choose_device(kind: str = "auto", *, on_cuda: bool | None = None, masks: Sequence[Collection[int]] = ()) -> Device:
-    """Return the device that runs a plan: CUDA, unified memory or an emulated device.
-
-    The kind ``auto`` selects CUDA if training runs on CUDA, otherwise unified memory.
+    """Return the object that carries out a plan on a CUDA GPU, on an emulated GPU, or without a GPU.
 
     Args:
-        on_cuda: True if training runs on CUDA, as the training framework decides. If None, it is assumed to run
-            there if CUDA is available.
+        kind: ``cuda``, ``emulated``, ``unified`` (no GPU: GPU memory is host memory), or ``auto``. ``auto`` selects
+            ``cuda`` if training runs on CUDA, otherwise ``unified``.
+        on_cuda: True if training runs on CUDA, as the training framework decides. If None, training is assumed to run
+            on CUDA if CUDA is available.
         masks: The CPU cores that each rank on this host may use, in the order of ranks.
 
     Raises:

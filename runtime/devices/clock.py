@@ -69,10 +69,10 @@ class Moment:
 
     @property
     def reached_s(self) -> float:
-        """Return the time, in seconds of the host's clock, at which the training stream had done all work issued
-        before this moment.
+        """Return the time on the host's clock, in seconds, at which the training stream reached this recorded point.
 
-        Call this method only after the stream has done the work.
+        The stream has reached the point once it has done all work that was issued before the point was recorded. Call
+        this method only then.
         """
         return self.host_s if self.mark is None else self.mark.date_s(self.event)
 

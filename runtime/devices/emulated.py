@@ -17,11 +17,13 @@ from ebbtide.simulator.schedule import Lane as LaneName
 
 @dataclass(frozen=True, slots=True)
 class EmulatedRates:
-    """The rates to which an emulated GPU is slowed down. None for a rate keeps the host's own speed.
+    """The speeds that an emulated machine has for copies and optimizer updates.
+
+    None for a speed means that the work is not slowed down.
 
     Attributes:
-        duplex_factor: Rate of copies in both directions at a time, divided by the sum of the rates of both
-            directions alone.
+        duplex_factor: Bytes per second of concurrent copies in both directions together, divided by the sum of the
+            bytes per second of each direction alone.
     """
 
     h2d_bytes_per_s: float | None = None

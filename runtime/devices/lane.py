@@ -182,8 +182,9 @@ class Lane:
             del work  # with the tensors that it copied: the next one may be long in coming
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End the lane's thread after all queued operations. Wait at most ``timeout_s`` seconds for this
-        end.
+        """End the thread of this lane (a queue of copies or updates), once all queued operations have ended.
+
+        Wait at most ``timeout_s`` seconds for the end of the thread.
         """
         if self._thread is not None:
             self._queue.put(None)

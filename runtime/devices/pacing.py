@@ -27,11 +27,11 @@ class FluidPacer:
     """
 
     def __init__(self, capacities: Mapping[str, float]) -> None:
-        """Start a pacer, which makes emulated work last as long as on a GPU with given capacities.
+        """Start a pacer, which makes emulated work last as long as on a GPU with the given hardware resources.
 
         Args:
-            capacities: Amount per second that is available of each capacity, such as a link, by name. A capacity
-                without an entry is unlimited.
+            capacities: Amount of each resource that is available per second, by the resource's name. For a link, this
+                is its bytes per second. A resource without an entry is unlimited.
         """
         self._capacities = dict(capacities)
         self._active: list[_Job] = []
@@ -40,14 +40,14 @@ class FluidPacer:
 
     @contextmanager
     def work(self, seconds: float, demand: Mapping[str, float]) -> Iterator[None]:
-        """Make the ``with`` block last as long as its work would take on the emulated GPU, but at least ``seconds``.
+        """Make the ``with`` block last at least ``seconds``, the time that its work takes alone on the emulated GPU.
 
-        The block lasts longer while other blocks need the same capacities, such as the bandwidth of the link, because
-        concurrent blocks share each capacity.
+        The block lasts longer while concurrent blocks need the same resources, such as a link, because they share each
+        resource.
 
         Args:
-            seconds: Time that the work takes if it runs alone.
-            demand: Amount of each capacity that the work uses per second if it runs alone.
+            seconds: Time that the work takes if no other work runs.
+            demand: Amount of each resource that the work then uses per second, by the resource's name.
         """
         job = _Job(seconds, demand)
         self._begin(job)

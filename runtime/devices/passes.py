@@ -1,9 +1,7 @@
-"""The forward and backward of watched training steps: their time on the GPU, less the time that the GPU
-waits for copies.
+"""A recorder of the GPU time of forward and backward in training steps, without waits for copies.
 
-The GPU waits if backward must not run ahead of the copies of gradients to host memory, or if a layer's
-parameters are still being copied to the GPU. Events on the training stream show these waits, without a
-synchronization.
+The GPU waits if backward must not run ahead of the copies of gradients to host memory, or if a layer's parameters are
+still being copied to the GPU. Events on the training stream show these waits, without a synchronization.
 """
 
 from __future__ import annotations

@@ -33,11 +33,14 @@ class UpdateGate(Protocol):
 
 
 class OpBodies:
-    """The code of the operations that move and update subgroups' state. The executor says which buffers they use.
+    """A set of methods, one for each operation that moves or updates subgroups' state. The executor passes the buffers.
 
     Attributes:
-        gate: The object that an update asks before it overwrites state. None if nobody reads the state.
-        spent: By subgroup, the last elements of its state before its latest update, and the update's step.
+        gate: The object that an update asks before it overwrites state, because a checkpoint may still be reading the
+            state. None if nothing else reads the state.
+        spent: By subgroup: the last elements of its state before its latest update, and that update's hyperparameters.
+            They are kept if DeepSpeed's CPU op would overwrite the end of the gradient (`UpdateRule.spends`), so that
+            the values that it would leave there can be computed.
     """
 
     def __init__(
@@ -94,10 +97,11 @@ class OpBodies:
             self._copy(staged.into, staged.origin, LaneName.H2D, LaneName.H2D)
 
     def state_d2h(self, staged: StagedUpdate, out: torch.Tensor | None, subgroup: int) -> None:
-        """Copy a subgroup's new state to host memory.
+        """Copy a subgroup's new state from the GPU to host memory.
 
         Args:
-            out: Host memory for the parameters of an early update.
+            out: Host memory to which the subgroup's new parameters are also copied, if the update started before the
+                gradient norm was known. Otherwise unused.
         """
         if staged.dropped:
             return

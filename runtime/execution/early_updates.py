@@ -125,7 +125,10 @@ class EarlyUpdates:
         return early
 
     def drop(self, subgroups: Iterable[int]) -> dict[int, EarlyUpdate]:
-        """Drop the given subgroups' updates that began before the gradient norm was known. Return the dropped ones."""
+        """Drop the early updates of the given subgroups: updates that began before the gradient norm was known.
+
+        Return the dropped updates by subgroup. A subgroup without an early update in this step is left out.
+        """
         dropped = {s: self.begun.pop(s) for s in list(subgroups) if s in self.begun}
         for early in dropped.values():
             early.dropped = True
@@ -205,9 +208,13 @@ def spares_of(
     *,
     shared: bool = False,
 ) -> EarlyUpdates:
-    """Reserve spare buffers for the subgroups that a plan updates before the gradient norm is known.
+    """Reserve spare host buffers for the subgroups that a plan updates early, before the gradient norm is known.
+
+    An early update writes the new state to a spare buffer. The old state stays intact, in case the update is dropped.
 
     Args:
-        shared: True if their state is part of larger tensors that the training framework keeps.
+        updated_early: For each subgroup, whether the plan updates it early.
+        shared: True if the subgroups' state is part of larger tensors that the training framework keeps.
+            `EarlyUpdates.bring_back` can then copy state from a spare buffer back to these tensors.
     """
     return EarlyUpdates(device, [state for state in states if updated_early[state.index]], shared=shared)

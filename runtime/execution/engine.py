@@ -70,8 +70,9 @@ class TrainingEngine(Protocol):
         ...
 
     def slices(self) -> Mapping[int, ParameterSlice]:
-        """Return which part of each parameter lies in which subgroup, as a dict from the framework's
-        parameter number.
+        """Return the parts of parameters that lie in this rank's subgroups, as a dict.
+
+        The engine chooses the keys, which are integers.
         """
         ...
 
@@ -85,7 +86,9 @@ class TrainingEngine(Protocol):
     def gradient_buffers(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
     ) -> GradientBuffers[Any]:
-        """Build the object that collects the gradients of all parameters when the first plan starts to run."""
+        """Build the object that collects the gradients of all parameters. Call this once, before the first plan
+        runs.
+        """
         ...
 
     def prepare(self, device: Device) -> None:

@@ -304,10 +304,11 @@ class Executor(IssuedOps):
         body(op.subgroup)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
-        """Start to copy parameters from host to GPU memory after the operations in ``waits``, without waiting.
+        """Start to copy parameters from ``source`` in host memory to ``to`` in GPU memory. Return the end of the copy.
 
-        Copies run in the order of calls. ``to`` may be dropped at any time. No update overwrites ``source`` before
-        the copy has read it.
+        The copy waits for the operations in ``waits``. This call does not wait. Copies run in the order of calls. The
+        caller may release its reference to ``to`` at any time. No update overwrites ``source`` before the copy has read
+        it.
         """
         lane = self.lanes[LaneName.H2D_FETCH]
         op = Op(-1, OpKind.PARAMETER_FETCH, LaneName.H2D_FETCH, to.nbytes)

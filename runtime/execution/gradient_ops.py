@@ -116,7 +116,11 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return the copies that must end before all gradients sent for a subgroup are in host memory."""
+        """Return the latest copy of a subgroup's gradients to host memory, in a list.
+
+        The list is empty if no copy was started. All gradients of the subgroup that were sent so far are in host memory
+        once this copy has ended.
+        """
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 
     def before_reuse(self) -> None:

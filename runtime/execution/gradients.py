@@ -1,6 +1,6 @@
-"""The collection of gradients in host or GPU memory for optimizer updates.
+"""The buffers in host or GPU memory to which gradients are copied for optimizer updates.
 
-Each gradient is copied once, in its own precision.
+Each gradient is copied once, in its own dtype.
 """
 
 from __future__ import annotations
@@ -182,7 +182,9 @@ class GradientBuffers(Generic[Piece]):
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a copy of this object for a new plan, after the gradients have moved to the new plan's buffers.
+        """Return a copy of these gradient buffers for a new plan.
+
+        The gradients themselves have already been moved to the new plan's tensors.
 
         Args:
             states: The subgroups' tensors under the new plan.

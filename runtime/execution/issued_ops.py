@@ -1,4 +1,4 @@
-"""The operations that the steps under a plan have issued, and the waits for them."""
+"""The copies and updates that training steps under a plan have issued, with methods that wait for them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ IssuedOp = tuple[Op, Completion]
 
 @dataclass(slots=True)
 class StepRecord:
-    """The operations of one training step with their ends, from which the measured timeline is made.
+    """The operations of one training step, each with its start and end.
 
-    ``origin`` is the GPU event of the previous step from which the times of this step's events are
-    measured.
+    The measured timeline is made from them.
+
+    Attributes:
+        origin: The GPU event of the previous step from which the times of this step's events are measured.
     """
 
     number: int
@@ -35,13 +37,13 @@ class StepRecord:
 
 
 class IssuedOps:
-    """The operations of the latest optimizer steps, each with its end, and the waits for them.
+    """The copies, updates and other operations of the latest optimizer steps, with methods that wait for them.
 
     The executor adds operations. Only the training thread uses this object. Every wait raises the errors of the
     operations that it waits for.
 
     Attributes:
-        history: The records of the latest steps.
+        history: The operations of each of the latest steps, oldest step first.
     """
 
     def __init__(self, device: Device, states: list[SubgroupState], store: StateStore | None) -> None:

@@ -23,7 +23,10 @@ KEPT_SPANS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """A phase of the training thread, such as forward, with its begin and end as moments on the device."""
+    """A phase of a training step, such as forward.
+
+    Its begin and end are GPU events on the training stream. Without CUDA, they are times of the host's clock.
+    """
 
     kind: OpKind
     iteration: int
@@ -81,7 +84,10 @@ class Recorder:
         self.iteration += 1
 
     def watch(self) -> None:
-        """Start to record the first forward and backward of each step in detail: gradients, and waits for copies."""
+        """Start to measure in forward and backward when each gradient is computed, and when the GPU waits for copies.
+
+        Only the first micro-batch of each step is measured.
+        """
         self.device.watched = WatchedPasses(self.device)
 
     def unwatch(self) -> None:
@@ -107,11 +113,11 @@ class Recorder:
             self.device.watched.made(places())
 
     def passes(self) -> list[Pass]:
-        """Return the detailed records of forward and backward since `watch` was called, as far as the GPU has finished
-        them.
+        """Return the measured forward and backward of each step since `watch` was called that the GPU has finished.
 
-        Of each step, the first micro-batch is recorded. Below ZeRO-3, the list also contains the exchange of updated
-        parameters at the end of each step.
+        Each has its start and end, its waits for copies, and the times at which gradients were computed. Only the first
+        micro-batch of a step is measured. Below ZeRO-3, the list also contains the exchange of updated parameters among
+        ranks at the end of each step.
         """
         return [] if self.device.watched is None else self.device.watched.passes()
 

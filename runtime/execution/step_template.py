@@ -18,14 +18,12 @@ _GRADIENTS = {step.kind for way in ways() for step in way.recipe.gradient_steps}
 
 @dataclass(frozen=True, slots=True)
 class GradientOp:
-    """An operation on a subgroup's gradient, such as its copy to the host, that the micro-batches of a step
-    run.
+    """An operation on a subgroup's gradient in a micro-batch, such as the copy of the gradient to host memory.
 
     Attributes:
-        summed: True if the operation runs in each micro-batch after the first, where gradients are added to
-            those of
-            earlier micro-batches. False if the operation runs in the first micro-batch, or only in the last
-            one.
+        summed: True if earlier micro-batches of the step have already copied the subgroup's gradient to host memory, so
+            that this operation handles the sum with theirs. False for the step's first such copy. If the GPU sums the
+            gradients, that is in the last micro-batch.
         reduced: True if the operation waits until the gradient is reduced among ranks.
         after: Kinds of the operations on this subgroup's gradient that must end first.
     """
@@ -37,8 +35,11 @@ class GradientOp:
 
 
 def amounts(subgroups: Sequence[int], wire_dtype: str = "bf16") -> Bytes:
-    """Return the bytes per parameter that each kind of operation moves, to compute the work of the measured
-    operations.
+    """Return the bytes per parameter that operations such as copies and updates move.
+
+    Args:
+        subgroups: Number of elements of each subgroup.
+        wire_dtype: Dtype of the model's parameters.
     """
     return Bytes.of(_skeleton(tuple(subgroups), wire_dtype))
 

@@ -111,7 +111,10 @@ class StateStore(Protocol):
         ...
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Verify state on the drive that was restored from a checkpoint and that no update has read since."""
+        """Check restored optimizer state on the drive against its stored hashes.
+
+        State that an update has already read is skipped, because the read compares hashes too.
+        """
         ...
 
     def tick(self) -> int:
@@ -266,8 +269,7 @@ def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dt
 
 
 def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:
-    """Allocate GPU memory for the sums of micro-batches' gradients, for one subgroup after the other until
-    none is free.
+    """Allocate GPU memory for gradient sums over micro-batches, one subgroup after the other, until GPU memory is full.
 
     Return the number of subgroups that received memory.
     """

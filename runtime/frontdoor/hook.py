@@ -163,8 +163,9 @@ def also(name: str, wrap: Callable[[Any], None]) -> None:
 
 
 def own(name: str) -> Any:
-    """Import and return an ebbtide module by name, even if ebbtide is neither installed nor on this
-    interpreter's path.
+    """Import an ebbtide module by name, and return it. ebbtide need not be installed for the script that is running.
+
+    If Python does not find ebbtide, the folder that contains this copy of ebbtide is added to ``sys.path``.
     """
     if "ebbtide" not in sys.modules and importlib.util.find_spec("ebbtide") is None:
         packages = Path(__file__).resolve().parents[2]  # "ebbtide" itself in a wheel, its parent in a checkout

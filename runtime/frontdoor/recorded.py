@@ -21,14 +21,15 @@ OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_pa
 def initialize(
     original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], job: Job, done: Callable[[], None]
 ) -> tuple[Any, Any, Any, Any]:
-    """Build a DeepSpeed engine for one of the runs that `tune verify` compares, and record its steps.
+    """Build a DeepSpeed engine for one of the runs that `tune verify` compares, and record the run.
 
-    Only the first engine that trains is recorded.
+    After each step, the losses, the gradient norm and digests of all parameters are written to a file. Only the first
+    engine that trains is recorded.
 
     Args:
         original: The ``initialize`` function to call: DeepSpeed's, or ebbtide's replacement.
         job: The run to record.
-        done: Function to call after the last step, on every rank.
+        done: Function to call after the last recorded step, on every rank.
     """
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     given, source = config_of(call)

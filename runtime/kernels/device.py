@@ -182,11 +182,12 @@ def compile_for(
 ) -> None:
     """Compile the kernels that `device_update` will need, by running them on the current GPU.
 
-    Triton compiles separate kernels for lengths and addresses that are multiples of 16 and for those that are
-    not. Each case is run once.
+    Triton compiles separate kernels for lengths and addresses that are multiples of 16 and for those that are not. Each
+    case is run once.
 
     Args:
-        steps: An optimizer step of every form that the kernels must handle.
+        steps: Example hyperparameters of an update, one set for each variant of the update kernel. Variants differ in
+            the form of weight decay, for example.
         tensors: Number of tensors in a subgroup's optimizer state.
     """
     forms = {(grad_dtype, starts) for starts in HOST_STARTS} | {(torch.float32, starts) for starts in KEPT_STARTS}

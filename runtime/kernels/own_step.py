@@ -23,10 +23,9 @@ from ebbtide.runtime.kernels.step import UpdateStep
 
 @dataclass(frozen=True, slots=True)
 class OwnStep:
-    """One step on one master parameter that the optimizer's own ``step()`` computes, because ebbtide has no kernel for
-    this optimizer.
+    """One update of a master parameter by ``step()`` of a torch optimizer that ebbtide has no kernel for.
 
-    The object holds the optimizer's parameter groups as they were when the step was launched.
+    The object holds the optimizer's parameter groups as they were when the update was launched.
     """
 
     kernel: ClassVar[str] = "own"
@@ -47,11 +46,12 @@ class OwnStep:
 
 
 class OwnStepRule(UpdateRule):
-    """An update rule that runs the ``step`` of a private copy of the optimizer on one master parameter at a time.
+    """An update rule for optimizers without an ebbtide kernel. It runs ``step()`` of a private copy of the optimizer.
 
-    The training thread creates steps, and the thread of CPU updates runs them in order. The state of a master
-    stays in the original optimizer's ``state``, where checkpoints and other code look for it. Only the
-    optimizer's code knows which tensors its state contains.
+    Each call of ``step()`` updates one master parameter. The training thread creates an `OwnStep` for each update, and
+    the thread of CPU updates runs these in order. The optimizer state of a master parameter stays in the original
+    optimizer's ``state``, where checkpoints and other code look for it. This rule does not know which tensors that
+    state contains.
     """
 
     name = "own step"

@@ -36,7 +36,7 @@ class UnknownRoundingError(RuntimeError):
 class UpdateRule(ABC):
     """The update rule of an optimizer that stock DeepSpeed runs on the CPU, element by element.
 
-    Only the training thread uses it. `ebbtide.runtime.kernels.rules` has the table of rules.
+    `ebbtide.runtime.kernels.rules` has the table of rules.
 
     Attributes:
         name: Name of the rule and of its kernels.
@@ -44,10 +44,12 @@ class UpdateRule(ABC):
         unused: Keys of state that DeepSpeed keeps and saves but never changes.
         stock: Class name of the DeepSpeed optimizer whose results the rule reproduces bit by bit.
         types: Names of the optimizer in the config's ``optimizer.type``, in lower case.
-        trials: Pairs of rule arguments and a parameter group. DeepSpeed's loaded op is tested with each pair.
-        own_step: True if the optimizer runs its own code, on the CPU only, and keeps its moments itself.
-        spends: True if DeepSpeed's scalar loop overwrites the gradient (see `spent`).
-        vector_width: Vector width of the loaded op, in elements.
+        trials: Pairs (arguments of the rule's constructor, parameter group). For each pair, the rule's results are
+            compared with those of DeepSpeed's compiled CPU op, to find the op's vector width.
+        own_step: True if updates call the ``step()`` of the torch optimizer on the CPU. The optimizer then keeps its
+            moments itself.
+        spends: True if DeepSpeed's CPU op overwrites the last elements of the gradient (see `spent`).
+        vector_width: Vector width of DeepSpeed's compiled CPU op, in elements.
     """
 
     name: ClassVar[str]
@@ -62,8 +64,9 @@ class UpdateRule(ABC):
 
     @classmethod
     def of(cls, optimizer: Any) -> "UpdateRule":
-        """Build the update rule that gives the bits of an existing DeepSpeed optimizer with the loaded CPU
-        op.
+        """Build an update rule with results bit-identical to those of a given DeepSpeed optimizer.
+
+        The CPU op that this optimizer uses is run, to find out how it rounds.
 
         Raises:
             UnknownRoundingError: The op was built in a way that ebbtide's kernels cannot reproduce.
@@ -84,8 +87,9 @@ class UpdateRule(ABC):
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
-        """Return the settings of a DeepSpeed optimizer that are not in its parameter groups, as arguments
-        of the rule.
+        """Return the settings of a DeepSpeed optimizer that are not in its parameter groups.
+
+        They are returned as keyword arguments for the constructor of this update rule.
         """
         del optimizer
         return {}
@@ -173,10 +177,10 @@ class UpdateRule(ABC):
         """
 
     def forms(self) -> list[UpdateStep]:
-        """Return one example step for each kernel variant that training may need, so that all variants can be compiled
-        in advance.
+        """Return example hyperparameters for each variant of the update kernel that training may need.
 
-        The variants differ in the form of weight decay: none, L2 or decoupled.
+        With them, all variants can be compiled in advance. The variants differ in the form of weight decay: none, L2 or
+        decoupled.
         """
         steps = [copy.deepcopy(self).step(group, 1) for _, group in self.trials]
         return list({step.variant: step for step in steps}.values())
@@ -195,12 +199,13 @@ class UpdateRule(ABC):
 
 @functools.cache
 def vector_width(rule: type[UpdateRule], op: Any) -> int:
-    """Return the vector width, in elements, of DeepSpeed's loaded CPU op. `NO_VECTORS` if it has no vector loop.
+    """Find out by a test the vector width, in elements, that DeepSpeed's compiled CPU op uses, and return it.
 
-    The test takes milliseconds, once per op.
+    Return `NO_VECTORS` if the op uses no vectors. The test runs once per op and takes milliseconds.
 
     Raises:
-        UnknownRoundingError: No known order of rounding gives the op's bits.
+        UnknownRoundingError: The op's results are bit-identical to those of none of the vector widths that ebbtide
+            knows, or to those of several.
     """
     equal = [width for width in WIDTHS if _has_width(rule, op, width)]
     if len(equal) != 1:

@@ -1,4 +1,6 @@
-"""The measurement of the machine's rates for ``plan="auto"``, which is made once per node."""
+"""A measurement, for ``plan="auto"``, of how fast the machine copies, computes and updates. It is made once per
+node.
+"""
 
 import socket
 from collections.abc import Sequence
@@ -13,13 +15,14 @@ DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # at most, of a folder that state is stored i
 
 
 def measured_machine(drives: Sequence[str] = ()) -> Machine:
-    """Measure the rates of this machine on the first rank of each node, or read them from the profiler's cache.
+    """Measure how fast this machine copies, computes and updates, or read this from the profiler's cache.
 
-    The other ranks wait, because concurrent measurements would disturb each other. This is a collective call.
+    The first rank of each node does this. The other ranks wait, because concurrent measurements would disturb each
+    other. This is a collective call.
 
     Args:
-        drives: Folders for optimizer state, whose drives are measured each time. All ranks must give the same
-            number of folders.
+        drives: Folders for optimizer state. Their drives are measured in every call and never read from the cache. All
+            ranks must give the same number of folders.
 
     Raises:
         RuntimeError: One rank could not measure. Raised on every rank.

@@ -22,14 +22,14 @@ SAME_RATE = 0.02  # relative: as close as a simulation must come to a measured r
 
 
 def observed_workload(engine: TrainingEngine, passes: Sequence[Pass]) -> Workload:
-    """Return a workload with the measured times of the first steps, from which a plan can be made.
+    """Return a workload with the measured times of the first training steps, from which a plan can be made.
 
-    Its layers are the model's blocks and other modules, as in a profile. The times of forward and backward
-    are those in which the GPU computes, as medians over steps. The gradients show how backward divides
-    among the layers. Forward is divided likewise.
+    Its layers are the model's blocks (such as transformer layers) and other modules, as in a profile. Times of forward
+    and backward are medians over steps and exclude waits of the GPU for copies. The times at which gradients are
+    computed tell how long backward takes in each layer. Forward is divided among layers in the same proportions.
 
     Args:
-        passes: Forward and backward of watched steps. The first step, which compiles and warms up, does not
+        passes: Measured forward and backward of the first steps. The first step, which compiles and warms up, does not
             count.
     """
     sizes, micro_batches = engine.sizes(), engine.micro_batches()
@@ -78,11 +78,11 @@ def _after_the_first(passes: Sequence[Pass], kind: OpKind) -> list[Pass]:
 
 
 def gradient_s(backward: Sequence[Pass]) -> dict[tuple[int, int], float]:
-    """Return the seconds for which the GPU computes each parameter's gradient, as medians over backward passes.
+    """Return the seconds that the GPU takes to compute each gradient, as medians over backward passes.
 
-    They are the seconds from the end of the previous gradient to the end of this gradient, without waits for copies. A
-    key of the returned dict is a place that a gradient fills: the subgroup, and the first element there. If a gradient
-    fills several places, its seconds are divided in proportion to their elements.
+    They are the seconds from the end of the previous gradient to the end of this gradient, without waits for copies.
+    The keys of the returned dict are pairs (subgroup, first element in the subgroup), which tell where a gradient is
+    stored. If a gradient is stored in several places, its seconds are divided in proportion to their elements.
     """
     found: dict[tuple[int, int], list[float]] = defaultdict(list)
     for one in backward:
@@ -149,11 +149,15 @@ def _shares(groups: Sequence[_Group], seconds: Mapping[tuple[int, int], float]) 
 
 
 def as_observed(machine: Machine, rates: Mapping[str, float], workload: Workload, plan: Plan) -> Machine:
-    """Return a machine with rates adjusted so that a simulation of the first training steps shows the rates measured in
-    them.
+    """Correct a machine's speeds of copies and updates by those measured in the first training steps.
 
-    A rate of a machine is that of an op that runs alone. A measured op shared host memory with other ops and other
-    ranks, and was slower. The measured rate can therefore not be used directly.
+    With the returned machine, a simulation of these steps gives the measured speeds. A machine's speed is that of an
+    operation that runs alone. A measured operation shared host memory with other operations and other ranks, and was
+    slower. The measured speed can therefore not be used directly.
+
+    Args:
+        rates: Measured speeds, by field name of `Machine`.
+        workload, plan: Workload and plan of the first training steps.
     """
     schedule = compile_schedule(build_schedule(workload, plan))
     for name, rate in rates.items():

@@ -1,4 +1,4 @@
-"""The exchange between ranks from which one plan is made for all of them."""
+"""Functions that exchange Python objects among ranks, so that one plan can be made for all ranks."""
 
 import socket
 from collections.abc import Callable, Iterator

@@ -1,5 +1,6 @@
-"""A comparison of a running plan's predicted and measured times, which can switch to a better plan if rates
-change.
+"""A monitor that compares the predicted with the measured times of a running plan.
+
+If copies or updates run faster or slower than assumed, the monitor can switch to a better plan.
 """
 
 import logging

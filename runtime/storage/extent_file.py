@@ -13,12 +13,12 @@ from ebbtide.runtime.storage.errors import StorageError
 
 
 class ExtentFile(OutputFile):
-    """A file of optimizer state on a drive, to which any thread reads and writes aligned blocks.
+    """A file of optimizer state on a drive. Any thread may read and write aligned blocks of the file.
 
-    The space of the file is allocated in advance.
+    The space of the file is allocated in advance (`reserve`).
 
     Raises:
-        StorageError: Raised by every method. The message has the system's error and the file.
+        StorageError: A method failed. The message has the system's error and the file.
     """
 
     def __init__(self, path: Path, size_bytes: int, files: Files) -> None:

@@ -50,14 +50,13 @@ def read_checkpoint_page(path: Path) -> CheckpointPage:
 
 
 class StepReader:
-    """A reader of a checkpoint's tensors on drives. It is not thread-safe.
+    """A reader of the optimizer state that a checkpoint keeps on drives. It is not thread-safe.
 
-    Training may continue meanwhile, and drops the checkpoint's step after it has committed newer steps.
-    Call `check_there` at the end to check that everything that was read still belonged to the checkpoint's
-    step.
+    Training may continue meanwhile, and may overwrite this state after newer checkpoints have been committed. Call
+    `check_there` at the end to check that everything that was read still belonged to the checkpoint.
 
     Raises:
-        StorageError: The step is not on the drives any more, or the folder belongs to another run.
+        StorageError: The checkpoint's state is not on the drives any more, or the folder belongs to another run.
     """
 
     def __init__(self, page: CheckpointPage) -> None:

@@ -150,9 +150,10 @@ class ExtentStore:
                 self._versions.grow(more)
 
     def view(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        """Return fp32 tensors at a fixed address that always show a subgroup's latest state on the drives.
+        """Return memory-mapped fp32 tensors that always show a subgroup's latest state on the drives.
 
-        Changes to these tensors last until the subgroup's next `write`. The tensors may be passed to that call.
+        Their address does not change. Changes to these tensors do not reach the drives, and are lost at the subgroup's
+        next `write`. To keep the changes, pass the tensors to that call.
         """
         if subgroup not in self._views:
             self._views[subgroup] = View(self._blocks.layout, subgroup, torch.float32)
@@ -168,8 +169,8 @@ class ExtentStore:
         """Read a subgroup's state from the drives into tensors. Return when it is read.
 
         Args:
-            into: Contiguous host tensors, in the order of ``sizes``. Page-aligned ones (`page_aligned`) are filled
-                without a copy.
+            into: Contiguous host tensors for the subgroup's master and moments, in this order. Page-aligned ones
+                (`page_aligned`) are filled without a copy.
 
         Raises:
             DamagedError: The state differs from the state that was written.
@@ -269,12 +270,13 @@ class ExtentStore:
     # -- committing
 
     def tick(self) -> int:
-        """Begin a new version of the optimizer state on drives, which the update that is being started will
-        write. Return the version's number.
+        """Begin a new version of the optimizer state on drives, and return its number.
+
+        The update that is being started will write this version.
 
         Raises:
-            StorageError: The directories hold steps of an earlier run that this run has not restored and
-                would overwrite.
+            StorageError: The store's directories hold optimizer state of an earlier run's checkpoints. This run would
+                overwrite the state, since it has not resumed from any of them.
         """
         with self._condition:
             if self._versions.unclaimed:
@@ -307,18 +309,19 @@ class ExtentStore:
             self._notify()
 
     def prepare(self, version: int, step: int, name: str, data: str) -> StepRecord:
-        """Make a version of the state on the drives durable as a step. Keep all earlier steps.
+        """Commit a version of the optimizer state on the drives. Keep all versions that were committed earlier.
 
         Call `announce` for the version first. This method waits for the version's writes and for the previous commit,
         so call it on a thread that may block.
 
         Args:
-            step: Number of the step.
-            name: Unique name under which the step can be restored.
-            data: Text to keep with the step.
+            version: Number of the version, as returned by `announce`.
+            step: Number of optimizer steps done.
+            name: Unique name under which the version can be restored.
+            data: Text to keep with the version.
 
         Raises:
-            StorageError: A write or a sync failed. Earlier steps are intact.
+            StorageError: A write or a sync failed. Versions that were committed earlier are intact.
         """
         with self._committing:
             with self._failing():
@@ -365,10 +368,9 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return the numbers of an earlier run's steps that are on the drives, as long as this run has not resumed from
-        one of them.
+        """Return the step numbers of an earlier run's checkpoints that still have their optimizer state on the drives.
 
-        The result is empty after `restore`. Only steps with a checkpoint are listed.
+        The result is empty once this run has resumed from one of them (`restore`).
         """
         return tuple(self._versions.unclaimed)
 
@@ -379,12 +381,14 @@ class ExtentStore:
             return list(self._versions.steps)
 
     def restore(self, step: int | None = None, name: str = "") -> StepRecord:
-        """Let training continue from a committed step on the drives. The state of the step is not read now.
-        Return the record of the step. The first read of each subgroup compares the subgroup's state with the hash
-        that was stored for the step.
+        """Let training continue from the optimizer state that was committed to the drives at an earlier step.
+
+        The state is not read now. The first read of each subgroup compares the subgroup's state with the hash that was
+        stored at the commit. Return the stored description of the committed state, with its places on the drives and
+        its hashes.
 
         Args:
-            step, name: Number or name of the step. None and an empty name select the newest step.
+            step, name: Number or name of the committed step. None and an empty name select the newest committed step.
 
         Raises:
             StorageError: There is no such step.

@@ -1,4 +1,4 @@
-"""The connection between a training run's checkpoints and its optimizer state on drives."""
+"""The handling of optimizer state on drives by checkpoints: a save commits the state there, and a load finds it."""
 
 from __future__ import annotations
 
@@ -167,7 +167,11 @@ def checkpoint_of(record: StepRecord) -> Path:
 
 
 def stands(record: StepRecord) -> bool:
-    """Return whether the checkpoint to which a step on the drives belongs still exists."""
+    """Return whether a checkpoint with optimizer state on drives still exists.
+
+    Args:
+        record: Description of the checkpoint's optimizer state on the drives. It names the checkpoint's folder.
+    """
     try:
         page = (checkpoint_of(record) / GLOBAL_NAME).read_bytes()
         return parse(page, GlobalManifest, GLOBAL_NAME).nonce == json.loads(record.data)["nonce"]

@@ -39,12 +39,13 @@ class Extents:
 class Announced:
     """A version of optimizer state on drives that is to be committed.
 
+    Every write of a subgroup's state has a version number.
+
     Attributes:
-        version: Number of the version. The version consists of the newest state of each subgroup with at most this
-            number.
-        due: Least number that the state of a subgroup must have. If the state of a subgroup has a lower number, its
-            write has not ended yet.
-        subgroups: Subgroups that belong to the version.
+        version: Number of this version. It consists of each subgroup's newest state with at most this number.
+        due: Least number that the state of every subgroup must have. A lower number means that the subgroup's write has
+            not ended yet.
+        subgroups: Subgroups that belong to this version.
     """
 
     version: int
@@ -69,10 +70,11 @@ class Retention:
     protects: Callable[[StepRecord], bool]
 
     def of(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
-        """Return the steps that stay on the drives, newest first.
+        """Return the committed steps that keep their optimizer state on the drives, newest first.
 
-        The newest step always stays. Steps without a checkpoint are dropped first, then the oldest steps that are not
-        protected, then the oldest protected steps.
+        The newest step always keeps its state. If there are more than ``keep`` steps, steps without a checkpoint are
+        dropped first, then the oldest unprotected steps, then the oldest protected steps. A step is protected if
+        ``protects`` returns True for it, for example because its checkpoint is the best one.
         """
         kept, excess = list(steps), max(0, len(steps) - self.keep)
         oldest_first = kept[:0:-1]  # without the newest
@@ -82,19 +84,22 @@ class Retention:
 
 
 class Versions:
-    """The ledger of a store's versions and committed steps. It knows neither threads nor files.
+    """The bookkeeping of optimizer state on drives: which versions exist, where they are, and which are committed.
 
-    A version is the result of one optimizer update. Whoever uses this object serializes its calls.
+    A version is the result of one optimizer update. A committed version is called a step. An extent is a region of the
+    drives for the state of one subgroup in one version. This class uses neither threads nor files. The caller must not
+    call its methods concurrently.
 
     Attributes:
         extents: Number of extents per subgroup.
         subgroups: The extents of each subgroup.
         steps: The committed steps, newest first.
         announced: The versions that are being committed, by number.
-        unclaimed: Numbers of an earlier run's steps that this run has not restored.
-        adopted: Subgroups that were restored since the last look at this set.
-        due: The latest version that all subgroups write.
-        passed_over: Names of steps that were not restored although they are newer. The next commit drops them.
+        unclaimed: Step numbers of an earlier run's checkpoints with state on the drives. Empty once this run has
+            restored one of them.
+        adopted: Subgroups that were restored since the last call of `ExtentStore.take_adopted`.
+        due: The latest version with new state of all subgroups (see `tick`).
+        passed_over: Names of the steps that are newer than the restored step. The next commit drops them.
     """
 
     def __init__(self, subgroups: Iterable[int], extents: int, steps: list[StepRecord], unclaimed: list[int]) -> None:
@@ -110,17 +115,25 @@ class Versions:
         self._clock = 0  # the latest version
 
     def grow(self, subgroups: Iterable[int]) -> None:
-        """Add subgroups with empty extents."""
+        """Add subgroups to this bookkeeping of optimizer state on drives. They have no state on the drives yet."""
         self.subgroups |= {s: Extents([None] * self.extents, [[]] * self.extents) for s in subgroups}
 
     def tick(self) -> int:
-        """Begin a version that every subgroup will write, and return its number."""
+        """Begin a new version of the optimizer state on drives, and return its number.
+
+        The state of every subgroup will be written for this version.
+        """
         self.due = self._clock = self._clock + 1
         return self._clock
 
     def announce(self, version: int | None, subgroups: Collection[int]) -> int:
-        """Protect a version (None: the latest) of the given subgroups (none given: all) until it is committed or
-        abandoned. Return the version.
+        """Protect a version of the optimizer state on drives from being overwritten. Return the version's number.
+
+        The protection ends when the version is committed or abandoned.
+
+        Args:
+            version: Number of the version. None selects the latest version.
+            subgroups: Subgroups that belong to the version. Empty selects all.
         """
         due = self.due if version is None else version
         version = self._clock if version is None else version
@@ -128,15 +141,19 @@ class Versions:
         return version
 
     def begin(self, version: int | None) -> int:
-        """Return the version of a write that begins. None as argument makes a new version of one subgroup alone."""
+        """Return the version number under which a write of optimizer state to the drives is stored.
+
+        Args:
+            version: Number to use. None creates a new version, which contains only the subgroup that is written.
+        """
         self._clock = max(self._clock, version or 0) + (version is None)
         return self._clock if version is None else version
 
     def take_extent(self, subgroup: int) -> int | None:
-        """Return an extent of a subgroup for a write, marked as partly written. None if all extents hold a committed
-        step or an announced version.
+        """Choose an extent (a region of the drives) for a write of a subgroup's state, and mark it as partly written.
 
-        The extent that was written last is returned only if no other one is free.
+        Return None if each extent of the subgroup holds state that is committed or is to be committed. The extent that
+        was written last is chosen only if no other one is free.
         """
         held = self.subgroups[subgroup]
         kept = {record.extent for step in self.steps for record in step.extents if record.subgroup == subgroup}
@@ -148,16 +165,16 @@ class Versions:
         return extent
 
     def end_write(self, subgroup: int, extent: int, version: int, hashes: list[str], *, unchecked: bool) -> None:
-        """Mark an extent as the subgroup's latest state."""
+        """Record the end of a write: the extent (a region of the drives) now holds the subgroup's latest state."""
         held = self.subgroups[subgroup]
         held.versions[extent], held.hashes[extent] = version, hashes
         held.live, held.unchecked = extent, unchecked
 
     def missing(self, version: int) -> list[int]:
-        """Return the subgroups that have not yet written an announced version.
+        """Return the subgroups that must still be written to the drives before the given version can be committed.
 
         Raises:
-            StorageError: The version was not announced.
+            StorageError: `announce` has not been called for the version.
         """
         asked = self.announced.get(version)
         if asked is None:
@@ -168,7 +185,10 @@ class Versions:
         return [s for s in sorted(asked.subgroups) if self.subgroups[s].holding(asked) is None]
 
     def extents_of(self, version: int) -> list[ExtentRecord]:
-        """Return where an announced version, which all subgroups have written, lies on the drives."""
+        """Return where a version of the optimizer state lies on the drives, as one record per subgroup.
+
+        Call this only after `announce` for the version, and after the state of all its subgroups has been written.
+        """
         asked = self.announced[version]
         found = [(s, self.subgroups[s].holding(asked)) for s in sorted(asked.subgroups)]
         return [
@@ -176,11 +196,17 @@ class Versions:
         ]
 
     def not_passed_over(self) -> list[StepRecord]:
-        """Return the committed steps without those that are newer than the restored one."""
+        """Return the committed steps of the optimizer state on drives, without those that a restore has skipped.
+
+        If training has resumed from one of the steps, the steps that were newer at that time are left out.
+        """
         return [s for s in self.steps if s.name not in self.passed_over]
 
     def restore(self, record: StepRecord) -> None:
-        """Make a committed step the latest state of its subgroups."""
+        """Make the optimizer state of a committed step the latest state on the drives.
+
+        Steps that are newer than this step will be dropped at the next commit.
+        """
         self.passed_over = {s.name for s in self.steps[: self.steps.index(record)]}
         self.due, self.unclaimed = 0, []
         for one in record.extents:

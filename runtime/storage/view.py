@@ -1,4 +1,4 @@
-"""Tensors that show a subgroup's state on a drive, mapped into memory at a fixed address."""
+"""Tensors that are memory-mapped from files on drives, at a fixed address. They show a subgroup's optimizer state."""
 
 from __future__ import annotations
 

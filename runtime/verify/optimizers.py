@@ -1,8 +1,7 @@
-"""A recorder for `tune verify` of training without DeepSpeed: losses, norms and parameters of torch's
-optimizers.
+"""A recorder for `tune verify` in training without DeepSpeed: losses, gradient norms, and parameters after each step.
 
-A parameter is recorded without its name. A sharded parameter (FSDP2) is recorded as its rank's shard. The
-runs that are compared must therefore divide parameters among ranks in the same way.
+A parameter is identified by its index in the optimizer's parameter groups. For a sharded parameter (FSDP2), the rank's
+shard is recorded. The runs that are compared must therefore divide parameters among ranks in the same way.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,10 +15,12 @@ _watching: "list[_Watch]" = []
 
 
 def watch(done: Callable[[], None]) -> None:
-    """Record the first torch optimizer that takes a step in this process, for `tune verify`.
+    """Start to record losses, gradient norms and parameters for `tune verify`, in training without DeepSpeed.
+
+    If the process has several torch optimizers, only the steps of the one that steps first are recorded.
 
     Args:
-        done: Function to call after the last step.
+        done: Function to call after the last recorded step.
     """
     if not _watching:
         _watching.append(_Watch(current_job(), done))

@@ -173,20 +173,20 @@ def attach(
 ) -> Any:
     """Run the optimizer of an existing DeepSpeed ZeRO engine under a plan, and return the engine.
 
-    From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`,
-    whose steps wait for their updates. The optimizer's use of host memory falls to 14 bytes per parameter
-    (12 of state, 2 of gradient) plus buffers, which are logged. During the change the use is at most 16
-    bytes per parameter, since state moves one subgroup at a time.
+    From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`, whose steps wait
+    for their updates. The optimizer's use of host memory falls to 14 bytes per parameter (12 of state, 2 of gradient)
+    plus buffers, which are logged. During the change the use is at most 16 bytes per parameter, since state moves one
+    subgroup at a time.
 
     Args:
-        replan: If True, adapt the machine's rates to measured steps, and switch to a better plan between
-            steps, on all ranks together. Requires ``machine`` and ``workload``.
-        machine: The machine that the plan was made for. If it is given with ``workload``, predicted and
-            measured times go to DeepSpeed's monitor.
+        replan: If True, measure in training how fast updates and copies of optimizer state run, and switch to a better
+            plan between steps, on all ranks together. Requires ``machine`` and ``workload``.
+        machine: The machine that the plan was made for. If it is given with ``workload``, predicted and measured times
+            go to DeepSpeed's monitor.
         workload: The workload that the plan was made for.
         checkpoint: Checkpoint settings that replace the plan's.
-        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code
-            that reads ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
+        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code that reads
+            ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
 
     Raises:
         ConfigError: A plan cannot be applied to the engine.

@@ -43,14 +43,14 @@ class CollectiveGathers:
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether the next gathers of small parameters use the parameters' own precision, instead of the precision
-        of ``torch_autocast``.
+        """Set the precision of the next gathers of small parameters, to be the same as in stock DeepSpeed.
 
-        Stock DeepSpeed gathers small parameters in their own precision after a step or a checkpoint, and keeps them
-        gathered. In forward, it gathers parameters in the precision in which forward computes.
+        After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision and keeps them
+        gathered. In forward, it gathers parameters in the precision of ``torch_autocast``.
 
         Args:
-            stay: True if stock DeepSpeed would have gathered the small parameters already.
+            stay: True for the parameters' own precision, if stock DeepSpeed would have gathered the small parameters by
+                now. False for the precision of ``torch_autocast``.
         """
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()

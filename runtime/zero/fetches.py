@@ -1,4 +1,6 @@
-"""Copies of parameters from host memory to the GPU on a single rank, in place of DeepSpeed's gathers."""
+"""Copies of parameters from host memory to the GPU before their use. With one rank, they replace DeepSpeed's
+gathers.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -11,7 +13,7 @@ from ebbtide.runtime.zero.checks import private
 
 
 class Partitions:
-    """The memory (host or GPU) that holds each parameter's ZeRO-3 partition, and copies of partitions to the GPU.
+    """A table of where each parameter's ZeRO-3 partition is, in host or GPU memory, with methods to copy it to the GPU.
 
     Only the training thread uses it.
 

@@ -16,16 +16,16 @@ State = tuple[torch.Tensor, ...]  # master and moments
 
 
 class FlatState:
-    """The master parameters and moments in DeepSpeed's flat buffers, in memory from which the GPU can copy.
+    """The flat buffers with DeepSpeed's master parameters and moments, in memory from which the GPU can copy.
 
-    DeepSpeed's checkpoints and other code read these buffers, so they exist under every plan. Only the
-    training thread uses this object.
+    DeepSpeed's checkpoints and other code read these buffers, so they exist under every plan. Only the training thread
+    uses this object.
 
     Attributes:
         cuts: By subgroup: (index of the fp32 tensor, offset in it, number of elements).
-        shadows: By subgroup: parts of the flat buffers, if training uses other tensors for the subgroup's
-            state.
-        published: True if these parts hold the same values as the tensors that training uses.
+        shadows: Slices of the flat buffers, for each subgroup with state that training keeps in other tensors. These
+            slices may be out of date.
+        published: True if the slices in ``shadows`` are up to date.
     """
 
     def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], pieces: list[Cut], device: Device) -> None:
@@ -116,8 +116,8 @@ class FlatPartitions(FlatState):
     """The flat partitions of ZeRO-1 and 2, divided into subgroups without regard to parameter boundaries.
 
     Attributes:
-        slices: By parameter id: the parts of the parameter on this rank, in order. Together they are what
-            DeepSpeed's `grad_position` gives as the parameter's part on this rank.
+        slices: By parameter id: slices of the parameter, one for each subgroup that holds a part of it, in order.
+            Together they are the range that DeepSpeed's `grad_position` gives for the parameter on this rank.
     """
 
     def __init__(self, optimizer: Any, masters: list[torch.nn.Parameter], plan_size: int, device: Device) -> None:

@@ -1,4 +1,4 @@
-"""Hooks through which code that reads ZeRO-3 parameters waits for the updates of only these parameters."""
+"""Hooks on reads of ZeRO-3 parameters. Code that reads parameters waits for the updates of these parameters only."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,15 +13,15 @@ Fetch = Callable[[list[Any], Callable[[list[Any]], private.Handle]], private.Han
 
 
 class Gathers:
-    """Hooks on DeepSpeed's parameter gathers: each gather first waits for updates, or a copy to the GPU
-    replaces it.
+    """The hooks on DeepSpeed's gathers of parameters. A gather first waits for the updates of its parameters.
 
-    Copies replace gathers on a single rank. Only the training thread uses this object.
+    On a single rank, copies to the GPU replace gathers. Only the training thread uses this object.
 
     Attributes:
-        partitions: The memory of each parameter's partition.
-        shows: True if a ``state_dict()`` shows the values of small parameters. False while DeepSpeed saves
-            or loads a checkpoint, when small parameters must be partitioned like all others.
+        partitions: A table of the memory (host or GPU) that holds each parameter's partition.
+        shows: True if a ``state_dict()`` contains the values of the small parameters, which stock DeepSpeed keeps
+            gathered. False while DeepSpeed saves or loads a checkpoint, when small parameters must be partitioned like
+            all others.
         moved: True if partitions have moved to other memory since parameters were gathered.
     """
 
@@ -46,14 +46,15 @@ class Gathers:
         return first
 
     def gate(self, wait: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-        """Make every ZeRO-3 gather first call ``wait`` with the parameters to be gathered. Return a function that
-        undoes this.
+        """Make every ZeRO-3 gather first call ``wait`` with its parameters. Return a function that undoes this.
 
         Stock DeepSpeed keeps small parameters gathered after a step, so that a ``state_dict()`` or a copy of the model
-        has their values. Under a plan they are not gathered then. On a single rank they are therefore gathered before a
-        ``state_dict()`` or a copy is made.
+        has their values. Under a plan they are not gathered after a step. On a single rank they are therefore gathered
+        before a ``state_dict()`` or a copy is made. Several ranks would all have to take part in such a gather, so none
+        is made there.
 
         Args:
+            wait: Function that waits for the updates of the given parameters.
             fetch: Function that may copy parameters to the GPU instead of gathering them (see `gate_gathers`).
         """
         self._undo.append(gate_gathers(self._module.parameters(), wait, fetch))
@@ -119,12 +120,12 @@ class Gathers:
             self.show_at_rest()
 
     def show_at_rest(self) -> None:
-        """Gather the small ZeRO-3 parameters, so that their ``.data`` has the present values. All ranks must call this
-        method, at a time when no update runs.
+        """Gather the small ZeRO-3 parameters, so that their ``.data`` has the present values.
 
-        Until this call, ``.data`` of these parameters is NaN if a step has run, because updates may still be running.
-        If a checkpoint is being saved or loaded, ``.data`` has no elements. The parameters remain marked as
-        partitioned, so that DeepSpeed records the next forward like every later forward.
+        All ranks must call this method, at a time when no update runs. Before this call, ``.data`` of these parameters
+        is NaN after a step, because updates may still be running. While a checkpoint is saved or loaded, their
+        ``.data`` is empty before this call. DeepSpeed's status of the parameters remains "partitioned", so that
+        DeepSpeed gathers them again in the next forward, as in every later one.
         """
         self.show_persistent()
         for parameter, _ in self._stand_ins:

@@ -1,6 +1,4 @@
-"""The parts of an engine's parameters and master parameters on each rank, as named views that need no
-gather.
-"""
+"""Named views of the parts of an engine's parameters and fp32 masters that this rank holds. No gather is needed."""
 
 from collections.abc import Iterator
 from typing import Any

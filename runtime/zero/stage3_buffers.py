@@ -156,10 +156,11 @@ def swapped(optimizer: Any) -> list[int]:
 
 
 def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) -> bool:
-    """Make DeepSpeed's references point to a subgroup's present tensors. Return whether the subgroup's
-    parameters have moved.
+    """Make DeepSpeed's references point to the tensors that hold a subgroup's state now.
 
-    The references are the master, the moments, and the views of gradients and parameters.
+    The references are the master, the moments, and the views of gradients and parameters. Return True if the subgroup's
+    parameters are now at another place in memory than before the call. Gathered parameters must then be made to use the
+    new memory.
     """
     if optimizer._flat is not None:
         optimizer._flat.adopt(state)

@@ -54,7 +54,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
 
 
 def stored_before(folder: Path) -> frozenset[int]:
-    """Return the subgroups whose state the newest step in this rank's folder on a drive contains."""
+    """Return the subgroups with optimizer state of this rank in a folder on a drive, as of the newest commit there."""
     rank = int(os.environ.get("RANK") or 0)
     steps = read_page(file_of(folder, rank, STEPS), StepsPage, Files())
     if steps is None or not steps.steps:

@@ -1,6 +1,4 @@
-"""The gradients that DeepSpeed keeps from the micro-batches of one optimizer step to those of the next
-step.
-"""
+"""Buffers for gradients that also keep old gradients, which DeepSpeed may apply again in a later optimizer step."""
 
 from __future__ import annotations
 
@@ -18,21 +16,21 @@ from ebbtide.runtime.execution.subgroup_state import SubgroupState
 class ZeroSlice(ParameterSlice):
     """The part of a parameter in a subgroup of this rank, with the gradients that DeepSpeed keeps for it.
 
-    DeepSpeed keeps two gradients per parameter. One is the sum of an accumulation window (the micro-batches of
-    one step). The other is the fp32 gradient that updates apply, which only the last backward of a window
-    renews. The subgroup's gradient buffer holds both as long as they are equal. The fields tell where the
-    second one is if they differ.
+    DeepSpeed keeps two gradients per parameter. One is the sum of an accumulation window (the micro-batches of one
+    step). The other is the fp32 gradient that updates apply, which only the last backward of a window renews. The
+    subgroup's gradient buffer holds both as long as they are equal. The fields tell where the second one is if they
+    differ.
 
     Attributes:
         begun: True if a gradient arrived in an earlier micro-batch of this window.
         used: True if a gradient arrived in the last micro-batch of any window so far.
-        kept: The fp32 gradient as DeepSpeed would hold it, after other code accessed it or a window did not use
-            the parameter. It then replaces the gradient buffer's elements. Otherwise None.
+        kept: The fp32 gradient as DeepSpeed would hold it, after other code accessed it or a window did not use the
+            parameter. Updates then read this tensor instead of the gradient buffer. Otherwise None.
         summed: True if DeepSpeed has a sum to continue. Below ZeRO-3 there is none before the first gradient.
         apart: The sum to continue, if the gradient buffer does not hold it.
         copied: True if the previous window's gradient is in the subgroup's spare buffer.
-        empty: True if the gradient buffer is known to be zero. Checking an unused parameter at every step would
-            take a pass over it, and a synchronization of the GPU.
+        empty: True if this part of the gradient buffer is known to be zero. The buffer is then not checked again,
+            because a check reads all elements and synchronizes with the GPU.
         applied: True if the latest step has applied the gradient in ``kept``.
     """
 
@@ -68,17 +66,17 @@ class Windows(GradientBuffers[ZeroSlice]):
     def accept(
         self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        """Store a micro-batch's gradient of a parameter, or add it to the sum of earlier micro-batches. Return the sum
-        in GPU memory.
+        """Store a micro-batch's gradient of a parameter, or add it to the sum of earlier micro-batches.
 
-        The previous step's gradient is first saved in a spare buffer, if stock DeepSpeed may apply that gradient
-        again.
+        Return the sum, in GPU memory. If the last micro-batch of a step gives the parameter no gradient, stock
+        DeepSpeed applies the previous step's gradient again. Therefore the previous step's gradient is first saved in a
+        spare buffer.
 
         Args:
             first: True for the first micro-batch of an optimizer step.
             boundary: True for the last micro-batch of an optimizer step.
-            alone: True if this is the only micro-batch of the step. DeepSpeed then leaves its sum of micro-batches
-                unchanged.
+            alone: True if this is the only micro-batch of the step. DeepSpeed then does not write to its buffer of
+                summed gradients, which keeps an older sum.
         """
         piece.empty = False
         if not (boundary or self.states[piece.subgroup].sum is not None):
@@ -140,8 +138,10 @@ class Windows(GradientBuffers[ZeroSlice]):
         return spare
 
     def make_spares(self) -> None:
-        """Allocate spare gradient buffers for all subgroups except those whose micro-batches are summed in
-        GPU memory.
+        """Allocate spare gradient buffers, except for subgroups with gradients that are summed in GPU memory.
+
+        A spare buffer holds the previous step's gradient while the gradients of the next step's micro-batches are
+        summed. Sums in GPU memory do not overwrite the previous step's gradient.
         """
         for state in self.states:
             if state.sum is None:
@@ -177,10 +177,11 @@ class Windows(GradientBuffers[ZeroSlice]):
         return super().moved(states, ops)
 
     def close(self) -> None:
-        """Move the previous step's gradients from the spare buffers back to the gradient buffers. Release the spare
-        buffers and the GPU memory for sums of micro-batches' gradients.
+        """End the use of these gradient buffers by a plan, before the switch to another plan.
 
-        If micro-batches of the present step have run, their gradient sum is kept in `ZeroSlice.apart`.
+        The previous step's gradients are moved from the spare buffers back to the gradient buffers. The spare buffers
+        and the GPU memory for sums of micro-batches' gradients are released. If micro-batches of the present step have
+        run, their gradient sum is kept in `ZeroSlice.apart`.
         """
         self.ops.wait()
         for piece in self.slices.values():
@@ -202,11 +203,10 @@ class Windows(GradientBuffers[ZeroSlice]):
     # -- stepping ----------------------------------------------------------------------------
 
     def finish(self, piece: ZeroSlice) -> torch.Tensor:
-        """Make a parameter's gradient sum the gradient that the next update applies.
+        """Use the sum of a parameter's micro-batch gradients as the gradient of the next update.
 
-        Return the sum once it has arrived in the buffer that the update reads.
-
-        This is used if accumulation ends at ``step()``, after the last backward.
+        Return the sum once it has arrived in the buffer that the update reads. This is used if accumulation ends at
+        ``step()``, after the last backward.
         """
         if piece.unsent:
             self.ops.send(piece.subgroup, piece.offset, self._host_buffer(piece), self._held(piece), summed=False)
@@ -221,11 +221,10 @@ class Windows(GradientBuffers[ZeroSlice]):
         return self._host_buffer(piece)
 
     def close_window(self) -> None:
-        """End the accumulation of a step's micro-batches, and keep the gradients that DeepSpeed would apply
-        again.
+        """End the accumulation of a step's micro-batches. Keep old gradients of parameters that the step did not use.
 
-        DeepSpeed leaves the fp32 gradient of an unused parameter in place, scaled by the previous step, and
-        applies it again.
+        If a parameter gets no gradient in a step, stock DeepSpeed applies the parameter's old fp32 gradient again, as
+        the previous step left it after unscaling and clipping.
         """
         for piece in self.slices.values():
             if piece.real and not (piece.touched or piece.empty) and piece.kept is None:
@@ -286,12 +285,12 @@ class Windows(GradientBuffers[ZeroSlice]):
         return piece.kept
 
     def stepped(self, scale: float | None) -> None:
-        """Record the factor that unscaled and clipped a step's gradients, and multiply the kept gradients by the
-        factor, as DeepSpeed does.
+        """Record the factor that unscaled and clipped a step's gradients, and multiply kept gradients by the factor.
 
-        A gradient is kept if the step's micro-batches did not use its parameter, because DeepSpeed applies the old
-        gradient again, or if other code has accessed the gradient. Each kept gradient is replaced by a scaled copy,
-        because an update in the background may still read the old tensor.
+        DeepSpeed does the same. A gradient is kept if the step's micro-batches did not use its parameter, because
+        DeepSpeed applies the old gradient again, or if other code has accessed the gradient. Each kept gradient is
+        replaced by a scaled copy, because an update in the background may still read the old tensor. The recorded
+        factor is used if a gradient is kept after this call.
 
         Args:
             scale: The factor. None if the step was skipped.
@@ -328,12 +327,12 @@ class Windows(GradientBuffers[ZeroSlice]):
 
 @dataclass
 class OneBuffer(Windows):
-    """The gradients of parameters with 16-bit masters under ZeRO-1 and 2. As in stock DeepSpeed, one buffer holds both
-    the sum of micro-batches and the gradient that updates apply.
+    """A collector of the gradients of parameters with 16-bit masters, for ZeRO-1 and 2.
 
-    After a step, the buffer holds the unscaled and clipped gradient. If the first micro-batch of the next step gives a
-    parameter no gradient, DeepSpeed adds a later micro-batch's gradient to this old gradient. This class does the same,
-    so that results are bit-identical.
+    As in stock DeepSpeed, one buffer holds both the sum of the micro-batches' gradients and the gradient that updates
+    apply. After a step, the buffer holds the unscaled and clipped gradient. If the first micro-batch of the next step
+    gives a parameter no gradient, DeepSpeed adds a later micro-batch's gradient to this old gradient. This class does
+    the same, so that results are bit-identical.
     """
 
     def accept(
@@ -347,9 +346,9 @@ class OneBuffer(Windows):
         return super().accept(piece, gradient, first=first, boundary=boundary)
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
-        """Do nothing. The base class saves the previous step's gradient here, since DeepSpeed may apply it again.
+        """Do nothing: in this class, gradients of new micro-batches overwrite the previous step's, as in DeepSpeed.
 
-        With one buffer, the gradients of DeepSpeed's micro-batches overwrite the previous step's.
+        The base class saves the previous step's gradient here, because DeepSpeed may apply it again.
         """
 
     def make_spares(self) -> None:

@@ -16,11 +16,14 @@ from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest checkpoint of a folder that passes verification. ``tag`` is None if the folder has none.
+    """The checkpoint that was chosen for loading.
 
     Attributes:
-        passed_over: Checkpoints that are newer or unreadable, by tag, with the reason for not choosing each.
-        directory: The folder that holds the checkpoint.
+        tag: Name of the checkpoint's folder. None if there is no checkpoint to load.
+        step: Number of optimizer steps done.
+        passed_over: Rejected checkpoints, each with the reason. A checkpoint is rejected if it is newer than the chosen
+            one and fails verification, or if its manifest is unreadable.
+        directory: Parent of the checkpoint's folder.
     """
 
     tag: str | None
@@ -187,10 +190,12 @@ class Candidate:
     """A folder that may hold a checkpoint, with values from the checkpoint's manifest.
 
     Attributes:
+        directory: Parent of the folder. It has one folder per checkpoint.
+        tag: Name of the folder.
         nonce: Identifier of the attempt to save that wrote the checkpoint. Empty if the folder has no readable
             manifest.
         step: Number of optimizer steps done. None if the folder has no readable manifest.
-        sequence: Number of the checkpoint in ``directory``. The newest checkpoint has the highest number.
+        sequence: Number of the checkpoint among those in ``directory``. The newest checkpoint has the highest number.
     """
 
     directory: Path

@@ -65,7 +65,7 @@ class Save:
     """A collection of the files that DeepSpeed saves in one checkpoint. Only the training thread uses it."""
 
     def __init__(self, attempt: Attempt, means: Means, *, in_place: bool) -> None:
-        """Start to collect the files of a checkpoint.
+        """Begin a checkpoint that has no files yet. `add` adds the files that DeepSpeed saves.
 
         Args:
             in_place: If True, files get their final names before they are durable on disk.

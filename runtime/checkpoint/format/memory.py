@@ -124,14 +124,14 @@ def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
 
 
 class Slots:
-    """A set of aligned host buffers of one size that a checkpoint copies bytes to, reserved together.
-    Thread-safe.
+    """A set of aligned host buffers of equal size, to which checkpoints copy bytes before they write them. Thread-safe.
 
-    On a CUDA machine the buffers are pinned, so that device-to-host copies into them run at full speed.
+    All buffers are allocated when the object is created. On a CUDA machine the buffers are pinned, so that
+    device-to-host copies into them run at full speed.
 
     Args:
-        pinned: False for buffers that no GPU copy uses. Pinning takes milliseconds, in which the driver
-            serves no other call.
+        pinned: False for buffers that no GPU copy uses. Pinning takes milliseconds, and the driver serves no other call
+            meanwhile.
     """
 
     def __init__(self, count: int, slot_bytes: int, *, pinned: bool = True) -> None:

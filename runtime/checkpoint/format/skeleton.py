@@ -99,9 +99,9 @@ def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
 
 
 class _StandIns:
-    """A replacement of a state dict's tensors by dummies of the same byte size, for torch.save to write.
+    """An object that replaces a state dict's tensors by dummies of the same byte size, which torch.save then writes.
 
-    It records the source of each tensor's bytes.
+    For each dummy, the object records where the original tensor's bytes are.
     """
 
     def __init__(self, live: LiveState, *, stream_device: bool) -> None:

@@ -106,8 +106,8 @@ class Commit:
         self._files.point("staging_made")
 
     def tidy(self) -> None:
-        """Remove the hidden folders and notes of crashed saves from the folder of checkpoints. Only rank 0
-        does this.
+        """Remove the hidden folders that crashed saves have left in the folder of checkpoints. Only rank 0 does
+        this.
         """
         a = self._attempt
         if a.rank == 0:

@@ -1,4 +1,8 @@
-"""The identity of the process that wrote a note in a checkpoint folder, and a check that it still runs."""
+"""The identity of a process, and a check that the process still runs.
+
+A process that saves a checkpoint writes its identity to a file (a note) in the checkpoint's folder. Another process can
+then tell a save in progress from a save that has crashed.
+"""
 
 import contextlib
 import os

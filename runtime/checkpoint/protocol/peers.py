@@ -44,12 +44,12 @@ class Peers:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
 
     def agree(self, *, running: bool, failure: str, target: str) -> Verdict:
-        """Exchange the state of all ranks at the start of a save, and return the verdict over all ranks.
+        """Exchange the status of all ranks at the start of a save. Return the combined status, which all ranks share.
 
         Args:
             running: True if this rank is still writing an earlier checkpoint.
             failure: This rank's error. Empty if it has none.
-            target: Where this rank saves the checkpoint.
+            target: Path to which this rank saves the checkpoint.
         """
         every = self._gather((secrets.token_hex(6), running, failure, target))
         return Verdict(

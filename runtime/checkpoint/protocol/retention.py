@@ -1,4 +1,4 @@
-"""The list of checkpoints in a folder, the search for checkpoints beside it, and the deletion of old ones."""
+"""Functions that list the checkpoints of a folder, find checkpoints in sibling folders, and delete old checkpoints."""
 
 import contextlib
 import fcntl

@@ -58,11 +58,11 @@ class Note:
         threading.Thread(target=self._renew, name="ebbtide-lease", daemon=True).start()
 
     def make_folder(self) -> bool:
-        """Make the checkpoint's folder with this note in it (the file which says that a save is in progress).
+        """Make the folder for a checkpoint, with a file (the note) that marks the save as being in progress.
 
-        Folder and note appear in one step. If a run were killed between the two, it would leave a folder that no
-        later run can explain. If another rank makes the folder meanwhile, its folder is kept, since this rank may
-        already use the folder.
+        Folder and note appear in one step. If a run were killed between the two, it would leave a folder that no later
+        run can explain. If another rank makes the folder at the same time, that rank's folder is kept, since the other
+        rank may already use it.
 
         Returns:
             True if the folder was missing, and this call made it.
@@ -142,7 +142,10 @@ class Note:
             temporary.rename(place)  # whole or not there
 
     def adopt(self, folder: Path, origin: Path) -> None:
-        """Keep an older checkpoint's folder after a newer checkpoint has replaced it at the path ``origin``."""
+        """Move an older checkpoint to ``.ebbtide``, after a newer checkpoint has replaced it at the path ``origin``.
+
+        `close` deletes the older checkpoint if the newer one was committed. Otherwise `close` moves the older one back.
+        """
         place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
         temporary = place.with_name(f".{place.name}")
         temporary.mkdir(parents=True)
@@ -178,9 +181,10 @@ class Note:
 
     @property
     def stays(self) -> bool:
-        """Return whether this note must outlive the save, because the folder that it is in never became a checkpoint.
+        """Return whether the file that marks a save as being in progress (the note) must stay on disk after the save.
 
-        The next run reads the note and then knows that the folder is incomplete.
+        The note stays if its folder has not become a complete checkpoint. The next run reads the note and then knows
+        that the folder is incomplete.
         """
         failed = self.failed and bool(self._tag)
         return self.waiting or (failed and not committed(self._save_dir))

@@ -46,9 +46,11 @@ class BlockWriter:
         """Prepare the threads that write a checkpoint.
 
         Args:
-            bounce: Host buffers of the writer threads. Their number is ``writers`` plus `READY_BLOCKS`.
+            bounce: Host buffers that the writer threads fill and then write, one per thread. There are ``writers`` plus
+                `READY_BLOCKS` threads.
             writers: Number of concurrent writes to the disk.
-            turns: Subgroups in the order of their next updates. Other subgroups follow in ascending order.
+            turns: Subgroups in the order of their next updates. Their state is written in this order, because an update
+                must not overwrite state that is not written or copied yet. Other subgroups follow in ascending order.
         """
         self._planned = planned
         self._files = files

@@ -68,7 +68,10 @@ def ours() -> Iterator[None]:
 
 
 def guard(job: Job) -> None:
-    """Make other code of this process wait for the commit of a checkpoint in progress, until `release` is called."""
+    """Make other code of this process, such as a trainer, wait for a checkpoint's commit before using its files.
+
+    Call `release` to end this effect.
+    """
     watch()
     with _lock:
         _jobs.append(job)

@@ -127,9 +127,9 @@ def at_boundary(optimizer: Any) -> bool:
 def note_active(optimizer: Any, param: Any) -> None:
     """Tell DeepSpeed that a parameter has received a gradient in the current optimizer step.
 
-    If the script decides when accumulation ends, DeepSpeed learns of the end only at step(). DeepSpeed then finishes
-    the gradients of those parameters alone that were reported in this way. Older versions of DeepSpeed keep no such
-    report. With them, this function does nothing.
+    If the script decides when accumulation ends, DeepSpeed learns of the end only at step(). DeepSpeed then copies
+    summed gradients to the fp32 gradients that the update reads. It does so only for parameters that were reported in
+    this way. Older versions of DeepSpeed do not use such reports. With them, this function does nothing.
     """
     active = getattr(optimizer, "_offload_boundary_param_ids", None)
     if active is not None:
@@ -391,7 +391,10 @@ def mark_in_flight(params: Iterable[Any]) -> None:
 
 
 def mark_partitioned(params: Iterable[Any]) -> None:
-    """Mark parameters as partitioned in DeepSpeed's records. This undoes `mark_in_flight`."""
+    """Set DeepSpeed's status (``ds_status``) of parameters to partitioned. This undoes `mark_in_flight`.
+
+    `mark_in_flight` sets the status to "being gathered".
+    """
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     for param in params:
