@@ -1,4 +1,6 @@
-"""A fixture that reduces the effort of the plan search for most tests, and keeps its answers for some."""
+"""A fixture that reduces the effort of the plan search in most tests. In some test files it also caches the
+search's results, so that a search with equal arguments runs only once per file.
+"""
 
 import pickle
 from dataclasses import asdict
@@ -15,7 +17,9 @@ KEPT = ("test_inputs", "test_option_walk", "test_cli", "test_first_contact", "te
 
 
 def kept(decide):
-    """Return `decide` with a memory: an equal question gets the decision of before."""
+    """Return a caching version of `decide`, the function that searches for the best plan of a training job. A call
+    with an equal question returns the earlier result.
+    """
     found = {}
 
     def decided(question, *progress):

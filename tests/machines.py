@@ -10,8 +10,13 @@ GIB = 2**30
 
 
 def _made(rates, facts, changes):
-    """Return a simulated machine with the given rates and facts. Rates that are plain numbers become
-    quantities without uncertainty.
+    """Return a simulated machine.
+
+    Args:
+        rates: Default values of the machine's speeds, such as bytes per second of a copy, by field name of
+            `Machine`. Plain numbers become quantities without uncertainty.
+        facts: Default values of other fields of `Machine`, such as memory sizes, by field name.
+        changes: Values that replace the defaults, by field name.
     """
     values = {k: changes.pop(k, v) for k, v in rates.items()}
     exact = {k: v if isinstance(v, Quantity) else Quantity.exact(v) for k, v in values.items()}
@@ -49,10 +54,13 @@ def machine(**changes):
 
 
 def node(**changes):
-    """Return a typical simulated machine in round numbers, with 50 GB/s between host and GPU and 200 GB/s of
-    DRAM.
+    """Return a typical simulated machine in round numbers: copies between host and GPU at 50 GB/s, DRAM at 200
+    GB/s, 16 cores.
 
-    `Machine` derives from these two the rates that are not given here.
+    Args:
+        changes: Values that replace those of the typical machine, by field name of `Machine`. `Machine`
+            computes some missing bandwidths from others: a copy within host memory, for example, has a third of
+            the DRAM bandwidth.
     """
     rates = {
         "h2d_bytes_per_s": 50e9,

@@ -22,7 +22,11 @@ def idle():
 
 
 def marked_when_used(mark):
-    """Return torch's decorator ``mark``, which then calls the function itself while the compiler is idle."""
+    """Return a replacement for ``mark``, a decorator of torch that excludes functions from compilation.
+
+    A function decorated with the replacement is called directly while torch's compiler is idle (switched off
+    and not imported). Otherwise the function is called through ``mark``, which imports the compiler.
+    """
 
     def decorator(fn=None, recursive=True, **options):
         if fn is None:
@@ -45,7 +49,9 @@ def marked_when_used(mark):
 
 
 def left_as_it_is(compile_):
-    """Return torch.compile, which then returns the function itself while the compiler is idle."""
+    """Return a replacement for torch.compile. While torch's compiler is idle (switched off and not imported), the
+    replacement returns the given function uncompiled. Otherwise it calls torch.compile.
+    """
 
     @wraps(compile_)
     def decorator(model=None, **options):
@@ -57,7 +63,12 @@ def left_as_it_is(compile_):
 
 
 def with_gradients_if_differentiable(mark):
-    """Return the decorator of torch's optimizer steps, which then does not tell the idle compiler of a step."""
+    """Return a replacement for ``mark``, torch's decorator of the ``step`` methods of optimizers.
+
+    torch's decorator imports torch._dynamo, which takes more than a second. The replacement does not, while
+    torch's compiler is idle (switched off and not imported). Like torch's decorator, the replacement enables
+    gradients during the step only if the optimizer is differentiable.
+    """
 
     def decorator(step):
         marked = mark(step)

@@ -180,9 +180,11 @@ def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
 
 
 def test_what_a_drive_has_just_written_is_not_what_it_reads(tmp_path):
-    """Check that the profiler's measurement of simultaneous reads and writes of a drive never reads a block
-    that it has just written. The measurement goes through the file part after part, and each written block
-    comes from another place in memory.
+    """Check that the profiler never reads a block that it has just written, when it measures simultaneous reads
+    and writes of a drive.
+
+    A cache could otherwise answer such a read, and the drive would seem faster than it is. For the same reason,
+    each written block must come from a different address in host memory.
     """
     written, read = [], []
     with storage.file_to_write(tmp_path / "f", 32 * storage.BLOCK_BYTES) as file:

@@ -1,5 +1,7 @@
-"""Tests of the processes, one per rank, that the profiler runs at the same time to measure a machine, and of the
-rates computed from their samples.
+"""Tests of the profiler's measurement by several ranks at the same time, with one process per rank.
+
+For copies, DRAM, host Adam and storage, the measurement gives the speed of each rank while all ranks run,
+as a fraction of the speed of one rank that runs alone.
 """
 
 import itertools

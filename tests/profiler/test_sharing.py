@@ -79,11 +79,12 @@ def test_a_writers_cost_is_never_less_than_its_thread_takes():
 
 
 def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
-    """Check the CPU time per written byte of a checkpoint writer, if forward and backward run on the CPU.
+    """Check the CPU time that a checkpoint writer takes per written byte, if forward and backward run on the CPU.
 
-    This time must follow from the slowdown of forward and backward during writes, and not from the slowdown of host
-    Adam. At 1 GB/s of writes, 3% of the speed of 16 cores is 0.48 s of core time per GB. A slowdown of 25% would be
-    4 s per GB, more than the two writer threads can use. The result is then all of their time, 1 s per GB.
+    This time must follow from the slowdown of forward and backward during writes, not from the slowdown of host
+    Adam. At 1 GB/s of writes, a slowdown by 3% on 16 cores is 0.48 s of CPU time per GB. A slowdown by 25%
+    would be 4 s per GB. The result must then be 1 s per GB, the most that two writer threads can use: without
+    other work they write 2 GB/s.
     """
     found = with_writer_cost(
         machine(

@@ -95,8 +95,10 @@ class FakeStream:
         return self._put(work, late=True)
 
     def demand(self, upto=None):
-        """Run the work that was issued to this fake stream so far without further delay, because something waits
-        for it.
+        """Make this fake stream run its issued work without further delay, because something waits for the work.
+
+        Args:
+            upto: Number of the last piece of work to run without delay. None means all work issued so far.
         """
         with self._state:
             self._demanded = max(self._demanded, self._issued if upto is None else upto)
@@ -256,7 +258,9 @@ def current_stream(device=None):
 
 
 class _Block:
-    """The fake allocator's entry for one tensor storage."""
+    """The fake allocator's data about one tensor storage: the stream that owns the storage, the streams that were
+    recorded as its users with `record_stream`, and the number of references that `hold` made.
+    """
 
     def __init__(self, storage):
         self.alive = StorageWeakRef(storage)  # so that its number is not given to another storage
@@ -434,9 +438,9 @@ class FakeTorch:
 
     Attributes:
         violations: Errors that would give wrong bits or a crash on CUDA. Empty in a correct run.
-        counts: Numbers of events so far. ``device``: synchronizations of the device. ``held_up``: synchronizations
-            that blocked the training thread. ``pageable``: copies that blocked their caller, because the host
-            memory was not page-locked. ``compiled``: compilations of kernels.
+        counts: Counters by name. ``device`` counts synchronizations of the whole device. ``held_up`` counts
+            synchronizations that blocked the training thread. ``pageable`` counts copies that blocked their
+            caller, because the host memory was not page-locked. ``compiled`` counts compilations of kernels.
     """
 
     def __init__(self, seed=0, latest_s=LATEST_S):
@@ -624,10 +628,12 @@ def install_under_deepspeed(monkeypatch, fake):
 
 
 def _at_once(fake, collective, written=0):
-    """Return a wrapper around a collective of torch.distributed. The wrapper runs the earlier work of the current
-    fake stream, and then the collective, before it returns.
+    """Return a wrapper around a collective of torch.distributed. The wrapper runs the collective immediately, and
+    returns when the collective has ended.
 
-    Copies and kernels inside the collective run without the fake stream.
+    Work on a fake CUDA stream usually runs late. The wrapper first waits for the earlier work of the current
+    fake stream. The copies and kernels inside the collective then run immediately, and are not queued on the
+    fake stream.
 
     Args:
         written: Position of the argument that the collective writes. The collective reads all other arguments.

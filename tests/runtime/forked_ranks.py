@@ -22,8 +22,8 @@ LIMIT_S = 400  # a hang would run into it; compiling on a fresh machine does not
 
 
 def launch(module, folder, environment):
-    """Run a module on two forked ranks. Return the ended process. Its captured output includes that of every
-    failed rank.
+    """Run a module in a process that forks two ranks, wait until this process ends, and return its
+    `subprocess.CompletedProcess`. The captured output includes the output of every failed rank.
     """
     return subprocess.run(
         [sys.executable, "-m", "tests.runtime.forked_ranks", module, str(folder)],

@@ -1,5 +1,5 @@
-"""Tests that the runtime's executor submits the ops of the simulator's schedule: the same ops on each
-lane, in the same order and with the same waits.
+"""Tests that the runtime's executor submits the ops of the simulator's schedule: the same ops on each lane (a
+queue of ops that run one after the other), in the same order and with the same waits.
 """
 
 import dataclasses
@@ -48,8 +48,8 @@ class Recorded:
 
 
 class Recording(Device):
-    """A device for the executor with separate memory, so that parameters are copied. Its lanes only record
-    their ops, and its events are reached from the start.
+    """A device for the executor with GPU memory that is separate from host memory, so that parameters are copied.
+    Its lanes (queues of ops) only record the submitted ops. Its events count as reached from the start.
     """
 
     unified = False
@@ -91,14 +91,15 @@ def executor_for(workload, plan):
 
 
 def executed(workload, plan):
-    """Run a few steps of the runtime's executor on lanes that record ops instead of running them.
+    """Run a few steps of the runtime's executor on lanes (queues of ops) that record the submitted ops instead of
+    running them.
 
     An op is named by a tuple: the step, the kind, the subgroup, and the number of earlier ops of this kind and
     subgroup in the step.
 
     Returns:
-        Two dicts. The first has, for each op, the names of the ops and events that it waits for. The second has, for
-        each lane, its ops in order.
+        Two dicts. The first has, for each op, the names of the ops and events that it waits for. The second
+        has, for each lane, its ops in order.
     """
     executor = executor_for(workload, plan)
     names, waits, lanes = {}, {}, {}
@@ -272,12 +273,13 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
 
 
 def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
-    """Check that the runtime saves a gradient sum to another buffer only after the sum's copy to host memory has
-    ended.
+    """Check that the runtime waits until a gradient sum has been copied to host memory, before it saves the sum to
+    another buffer.
 
-    The runtime saves the sum before a step with a single micro-batch: stock DeepSpeed keeps its sum unchanged in
-    such a step. After a skipped step nothing has waited for the gradients, so their copy to host memory may still
-    be running. In this test a copy runs only when something waits for it.
+    A step with a single micro-batch overwrites the buffer of the sum. Stock DeepSpeed keeps the sum in such a
+    step and may continue it later, so the runtime saves the sum first. If the step before was skipped, nothing
+    has waited for the gradients, so their copy to host memory may still be running. In this test a copy runs
+    only when something waits for it.
     """
     under_way, wait_host = {}, Completion.wait_host
 

@@ -176,12 +176,12 @@ def test_segments_of_a_subgroup_have_the_bits_of_the_whole(op):
 @pytest.mark.parametrize(("threads", "elements", "begin"), [(1, 100_003, 0), (3, 100_003, 0), (1, 2**20 + 203, 1)])
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, threads, elements, begin):
-    """Check that an update by the host kernel that writes its results to other memory has the bits of the in-place
-    update, and leaves the old state unchanged.
+    """Check that the host kernel's update out of place (the results go to other memory) gives the same bits as its
+    update in place, and leaves the old state unchanged.
 
-    In all cases some elements remain after the last whole vector, and each thread gets several blocks. The longest
-    case is so long that the kernel's stores bypass the caches, and its master does not begin at the border of a
-    cache line.
+    In all cases the number of elements is not a multiple of the SIMD width, and each thread gets several
+    blocks. In the longest case the kernel's stores bypass the caches, and the output array of fp32 master
+    parameters does not begin at a cache-line boundary.
     """
     tail = 3
     settings, group = rule.trials[-1]

@@ -84,8 +84,8 @@ def test_what_is_done_needs_no_wait():
 
 
 def test_the_cause_stands_in_the_errors_own_line(lane):
-    """Check that the error that a background thread of the runtime causes names its cause in its own message,
-    the last line that a user may see.
+    """Check that the error for an op that failed in a background thread contains the original error in its own
+    message. A user may see only this last line of a traceback.
     """
     failed = Completion("state read s0")
     lane.submit(lambda: int("a flipped bit"), [], failed)

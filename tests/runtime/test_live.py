@@ -1,5 +1,7 @@
-"""Tests of the change of an engine's plan during training: by hand, by a watch that replans from measured
-rates, and with ``plan="auto"``.
+"""Tests of a change of an engine's plan during training: by a call in the training script, by the runtime's
+watch, and with ``plan="auto"``.
+
+The watch measures the speeds of copies and updates in training, and searches for a faster plan with them.
 """
 
 import functools
@@ -144,9 +146,10 @@ def test_a_rate_that_no_machine_has_is_left_out(rate):
 @pytest.mark.parametrize("strange", [{"host_adam_params_per_s": 1.0}, {"h2d_bytes_per_s": float("nan")}, {"no": 1.0}])
 @pytest.mark.parametrize("watched", [False, True])
 def test_what_was_observed_ends_no_run(stock, monkeypatch, strange, watched):
-    """Check that training goes on if the runtime, while it watches the first steps, measures an absurd rate.
+    """Check that training goes on, with stock DeepSpeed's results, if the runtime measures an impossible speed of
+    an update or a copy.
 
-    In an earlier version such a rate ended a run in its fourth step. The rate was absurd because the operating
+    In an earlier version such a speed ended a run in its fourth step. The speed was wrong because the operating
     system had paused the thread of an op for too long.
     """
     for module in ("auto", "watch"):
@@ -225,8 +228,9 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
 
 
 def replanned(engine):
-    """Attach a plan whose watch (the part of the runtime that replans from measured rates) considers
-    replanning after every third step.
+    """Attach a plan to an engine, and let the runtime's watch consider another plan after every third step.
+
+    The watch measures the speeds of copies and updates in training, and searches for a faster plan with them.
     """
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
@@ -326,11 +330,13 @@ def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank
 
 
 def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch):
-    """Check that the watch, the part of the runtime that replans from measured rates, does not wait for the step just
-    launched.
+    """Check that the runtime's watch, which measures the speeds of copies and updates, does not wait for the
+    updates of the step just launched.
 
-    If the watch waited, the step's updates could not overlap with the next forward. Between the calls of DeepSpeed's
-    `offload_states` and `reload_states`, the watch does nothing.
+    If the watch waited, these updates could not overlap with the next forward.
+
+    Also check that the watch measures nothing while the state is offloaded, between the calls of DeepSpeed's
+    `offload_states` and `reload_states`.
     """
     from ebbtide.runtime.execution.executor import Executor
 

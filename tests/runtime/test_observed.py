@@ -1,5 +1,5 @@
-"""Tests of the workload and the rates that ``plan="auto"`` computes from the training steps that it
-watches.
+"""Tests of what ``plan="auto"`` computes from the first training steps, which it measures: the workload, and
+the speeds of the machine's copies and updates.
 """
 
 import random
@@ -253,8 +253,11 @@ def test_nothing_is_recorded_that_nobody_asks_for(only_rank):
 
 
 def test_steps_of_many_micro_batches_are_seen(only_rank):
-    """Check that steps of 40 micro-batches are recorded in full, although the measured timeline keeps only 64
-    spans.
+    """Check that ``plan="auto"`` gets the times of forward and backward in each measured step, if a step has 40
+    micro-batches.
+
+    These times are those of the first micro-batch of each step. They cannot come from the measured timeline,
+    which keeps only the last 64 forwards, backwards and optimizer steps.
     """
     engine = start(accumulation=40)
     ebbtide.runtime.attach(engine, _plan(engine))

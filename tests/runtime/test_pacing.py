@@ -1,5 +1,5 @@
-"""Tests of the emulated device's timing: an op never takes less time than the given rates allow, and
-concurrent ops share the device as in the simulator.
+"""Tests of the emulated GPU's timing: an op takes at least the time that follows from the emulated speeds of
+copies and updates, and concurrent ops share the GPU as in the simulator.
 """
 
 import threading
@@ -16,12 +16,12 @@ from ebbtide.simulator.schedule import Lane
 
 
 def run_together(pacer, jobs):
-    """Run jobs on an emulated device's pacer, which makes work take its time, from the same moment on. Return
-    a list of the seconds until each job ends.
+    """Start jobs at the same moment on a pacer, which makes each job last as long as on the emulated GPU. Return a
+    list of the seconds until each job ends.
 
     Args:
-        jobs: For each job, the seconds that it takes alone, and its demand: the amount of each capacity,
-            such as memory bandwidth, that it uses per second.
+        jobs: For each job, the seconds that it takes alone, and its demand: the amount of each capacity, such
+            as memory bandwidth, that it uses per second.
     """
     ends, gate = [0.0] * len(jobs), threading.Barrier(len(jobs) + 1)
     begun = []

@@ -159,9 +159,11 @@ def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
     seen = set()
 
     def form(state, grad, out, step, tail):
-        """Return the properties for which Triton compiles separate versions of a kernel: the gradient's dtype, the
-        variant, and whether addresses and sizes are multiples of 16. The sizes are the number of elements and
-        the number of elements before the tail.
+        """Return the properties of a call that decide which compiled version of an update kernel Triton uses.
+
+        They are the gradient's dtype, the form of weight decay (``step.variant``), and whether each tensor's
+        address and each of two sizes is a multiple of 16. The sizes are the number of all elements, and the number
+        of elements without the last ``tail`` ones, which the kernel rounds differently.
         """
         aligned = [tensor.data_ptr() % 16 == 0 for tensor in (*state, grad, out)]
         return (grad.dtype, *aligned, len(grad) % 16 == 0, (len(grad) - tail) % 16 == 0, step.variant)

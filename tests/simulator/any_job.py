@@ -122,8 +122,12 @@ class Tried:
     limits: Limits
 
     def seconds(self, iterations=3):
-        """Return the mean seconds of an iteration at the workload's clip rate. Of the given number of simulated
-        iterations only the later ones count.
+        """Return the mean seconds of an iteration in a simulated run, over steps that clip gradients and steps that do
+        not. The workload's expected fraction of steps clips.
+
+        Args:
+            iterations: Number of iterations to simulate. The mean is over the second half of them, or over the last
+                one if 3 are simulated.
         """
         plain, early = self.codes & ~EARLY, (self.codes & EARLY).any()
         row, before = (self._rows(self.codes, n) for n in (iterations, max(3, iterations // 2)))

@@ -27,13 +27,12 @@ def pcie_bytes_per_s(generation: int, lanes: int) -> float:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The facts of a GPU's data sheet, from which upper limits of its rates are computed.
+    """Figures from a GPU's data sheet, from which upper limits of its memory bandwidth and FLOP/s are computed.
 
     Attributes:
         memory: Width of the memory bus in bits, and bits/s per pin.
         memory_gib: Number of memory stacks or chips times their size. Less may be enabled.
-        tensor: Number of multiprocessors, dense 16-bit flops of each per clock with 32-bit sums,
-            clock in Hz.
+        tensor: Number of multiprocessors, dense 16-bit flops of each per clock with 32-bit sums, clock in Hz.
     """
 
     memory: tuple[int, float]
@@ -92,7 +91,7 @@ B200 = Gpu((8 * 1024, 7.8125e9), 180, (148, 8192, 1.856e9), nvlinks=2 * 18)
 
 @dataclass(frozen=True)
 class Node:
-    """The hardware of a node, from which upper limits of its rates and sizes are computed.
+    """The hardware of a node, from which upper limits of the node's bandwidths and memory sizes are computed.
 
     Attributes:
         dram: Sockets, channels per socket, transfers/s, and bytes per transfer.

@@ -152,11 +152,12 @@ def test_others_checkpoints_just_go(root):
 
 
 def test_what_a_load_finds(root):
-    """Check that a checkpoint can be loaded by its path, if a run deleted it and was killed before it committed the
-    next checkpoint.
+    """Check that a checkpoint can be loaded by its path, if a run deleted it and was killed before it committed
+    the next checkpoint.
 
-    ebbtide keeps a copy of the deleted checkpoint until that commit. The load restores the checkpoint from the
-    copy, although nothing has listed the folder before.
+    ebbtide keeps a copy of the deleted checkpoint until that commit. It restores the checkpoint from the copy
+    when a script lists the folder of checkpoints. A script that loads by path may not list this folder, so the
+    load, too, must restore the checkpoint.
     """
     from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
     from ebbtide.runtime.checkpoint.protocol.peers import Peers

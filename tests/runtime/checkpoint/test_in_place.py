@@ -37,7 +37,9 @@ def test_weights_below_zero_3_are_read_in_place_and_a_custom_loader_gets_its_own
 
 
 class Engine:
-    """A stand-in for a DeepSpeed engine with the attributes that `weights_in_place` reads."""
+    """A stand-in for a DeepSpeed engine. `weights_in_place` reads its attributes to decide whether a load may read
+    a checkpoint directly into the model's weights.
+    """
 
     mp_world_size = 1
 

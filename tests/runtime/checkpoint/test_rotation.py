@@ -421,10 +421,11 @@ def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
 
 
 def test_a_folder_whose_save_failed_is_out_of_the_way(tmp_path):
-    """Check that a Trainer's checkpoint folder is hidden from the next run if its save failed.
+    """Check that a checkpoint folder is hidden from a Trainer's next run if the save to this folder failed, for
+    example because the disk was full.
 
-    When the disk is full, for example, the Trainer ends with the error. Its next run could not resume from the
-    incomplete folder, and would not look for an older one.
+    ebbtide moves the incomplete folder into the folder of an older checkpoint. Otherwise the next run would try
+    to resume from the incomplete folder and fail, although the older checkpoint is complete.
     """
     saved(tmp_path / "checkpoint-10", 10)
 
@@ -546,11 +547,11 @@ def test_a_save_behind_one_that_failed_leaves_no_note(tmp_path):
 
 
 def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):
-    """Check that a kill at any change of the filesystem while a save begins leaves only the older checkpoint
-    in place.
+    """Check that a kill at the beginning of a save leaves no visible folder for the new checkpoint. The kill may
+    come at any change of the filesystem that the save makes.
 
-    A loop that resumes from the highest step would otherwise train on with the initial weights of its
-    script.
+    A training loop that resumes from the highest step would otherwise choose the incomplete folder. It would
+    load nothing from there, and train on with the initial weights of its script.
     """
     saved(tmp_path / "checkpoint-10", 10)
     for number in range(1, 100):
@@ -572,10 +573,10 @@ def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, 
 
 @pytest.mark.parametrize("settled", [True, False])
 def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_so(tmp_path, settled):
-    """Check that a Trainer's checkpoint folder with the file that the Trainer writes last counts as complete
-    although `save_checkpoint` never ran.
+    """Check that a Trainer's checkpoint folder counts as complete if it contains ``trainer_state.json``, the file
+    that the Trainer writes last. This must hold even if DeepSpeed's `save_checkpoint` never ran.
 
-    The Trainer's option ``save_only_model`` saves no optimizer state, and so does not call DeepSpeed.
+    With the option ``save_only_model`` the Trainer saves no optimizer state, and so does not call DeepSpeed.
     """
 
     def complete_and_die():
@@ -591,8 +592,10 @@ def test_a_folder_without_optimizer_state_is_a_checkpoint_when_its_trainer_says_
 
 
 def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
-    """Check that a killed save in the folder ``run-2`` does not hide this folder, which is a run of its own
-    and no checkpoint of ``run-1``.
+    """Check that a killed save in the folder ``run-2`` does not hide this folder from later runs.
+
+    ebbtide hides the folder of an incomplete checkpoint, such as ``checkpoint-20``. The folder ``run-2`` also
+    has a number in its name, but holds a whole training run.
     """
     saved(tmp_path / "run-1", 10)
     folder = tmp_path / "run-2"

@@ -35,11 +35,11 @@ def two_ranks(folder):
 
 
 def to_universal(source, target, stage):
-    """Convert a checkpoint of DeepSpeed to the universal format, which any number of ranks can load, with
-    DeepSpeed's own script.
+    """Convert a checkpoint to DeepSpeed's universal format, which any number of ranks can load. The conversion is
+    done by DeepSpeed's own script.
 
-    Below ZeRO-3 the script requires entries that only users of Megatron save, so the script is told to add
-    them.
+    Below ZeRO-3 the script requires the entry ``universal_checkpoint_info``, which DeepSpeed expects the
+    training script to save. The option ``inject_missing_state`` adds this entry.
     """
     from deepspeed.checkpoint.ds_to_universal import main
 

@@ -448,8 +448,11 @@ PLANTS = {  # the lane that waits for nothing, and who is late
     ("plant", "stage"), [*((plant, 3) for plant in PLANTS), ("update before its state has come", 2)]
 )
 def test_a_planted_race_is_caught(plant, stage):
-    """Check that the comparison with stock DeepSpeed detects a race: the ops of one lane start without their
-    waits, an op before them is delayed, and the results differ.
+    """Check that the comparison with stock DeepSpeed detects a race.
+
+    The test makes one lane (a queue of ops that run one after the other) start its ops without waiting for
+    other ops. It also delays ops on which the ops of this lane depend. The results must then differ from stock
+    DeepSpeed's.
     """
     import time
 

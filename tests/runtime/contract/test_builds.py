@@ -1,4 +1,6 @@
-"""Tests of plans with DeepSpeed's CPU optimizer, built as on machines without AVX-512."""
+"""Tests of training under plans with DeepSpeed's C++ CPU optimizer compiled as for other CPUs, such as CPUs
+without AVX-512.
+"""
 
 import pytest
 import torch

@@ -93,10 +93,12 @@ def test_gradients_that_autograd_made_are_not_given_away_under_their_norm(late_d
 
 
 def test_without_that_the_gradients_would_be_given_away(late_deepspeed, monkeypatch):
-    """Check that the fake CUDA reports a use of freed gradient memory if `CudaDevice.let_go` does nothing.
+    """Check that the fake CUDA reports a use of freed gradient memory if the runtime does not call `record_stream`
+    for gradients.
 
-    The test uses ZeRO-3, because DeepSpeed 0.19.8 itself calls `record_stream` below ZeRO-3, when it averages
-    the gradient.
+    The test replaces `CudaDevice.let_go`, which makes this call, by a function that does nothing. It trains
+    under ZeRO-3. Below ZeRO-3, DeepSpeed 0.19.8 makes the call itself when it averages a gradient, so the error
+    would not occur.
     """
     monkeypatch.setattr(CudaDevice, "let_go", no_wait)
     outcome(attached(start(reduce_bucket_size=5_000), ["device"]), 2)
@@ -286,10 +288,11 @@ RACES = {
 
 @pytest.mark.parametrize("race", list(RACES))
 def test_a_forgotten_wait_shows(fake, monkeypatch, race):
-    """Check that the results of training differ if the runtime leaves out a wait.
+    """Check that the results of training differ from stock DeepSpeed's if the runtime leaves out a wait.
 
-    On a busy machine the training thread may be late too, which hides the missing wait. The streams are
-    then delayed more.
+    The fake CUDA delays the work on its streams, so that a missing wait has an effect. On a busy machine the
+    training thread may be late too, which hides the missing wait. The test then trains again with longer
+    delays.
     """
     cases = {"sum": "accumulation", "offloaded": "offloaded_parameters"}
     case = next((case for word, case in cases.items() if word in race), "clipping")

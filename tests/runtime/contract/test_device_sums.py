@@ -80,8 +80,8 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
 @pytest.mark.parametrize(("stage", "extra"), [(1, {}), (2, {}), (2, FP32_SUMS)])
 @pytest.mark.parametrize("sums", [0, 1])
 def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
-    """Check that training copies the gradients of the same subgroups between host and GPU, as often, as the
-    plan's simulated schedule.
+    """Check that training copies each subgroup's gradients between host and GPU as often as the simulator predicts
+    for the plan.
 
     Under ZeRO-1, and if gradient sums have a wider dtype than the reduced gradients, DeepSpeed itself
     accumulates gradients on the GPU. Both cases are included.

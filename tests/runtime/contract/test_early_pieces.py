@@ -242,10 +242,11 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
 
 @pytest.mark.parametrize("change", CHANGES[3:5])
 def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
-    """Check that a script may change optimizer state in host memory while a copy of this state on the GPU
-    waits for the gradient norm.
+    """Check that a script may change optimizer state in host memory after the state was staged to the GPU, while
+    the update on the GPU still waits for the gradient norm.
 
-    While the copy waits, the state in host memory moves from a spare buffer to DeepSpeed's tensor.
+    The current state in host memory is in a spare buffer of early updates. When the script accesses DeepSpeed's
+    tensor, the runtime first copies the state from the spare buffer to this tensor.
     """
     engine, _ = updating_early(whole(), ["device"])
     backwards = []

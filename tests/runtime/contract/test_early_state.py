@@ -88,11 +88,11 @@ def steps_with(engine, change):
 
 
 def written(engine, number):
-    """Halve a moment of one subgroup in host memory in each step, and report the change to the runtime's
-    executor.
+    """Halve a moment of one subgroup in host memory between backward and step, and report the change to the
+    runtime's executor.
 
-    By then the update of the previous step has written the moment, and an early update of this step, begun
-    before the gradient norm is known, has read it.
+    An early update of this step, which started before the gradient norm is known, has already read the moment.
+    The result of the early update must therefore be discarded.
     """
     executor, subgroup = engine.session.executor, number % len(engine.groups)
     executor.wait_state(subgroup)

@@ -238,11 +238,12 @@ def test_what_has_come_in_already_comes_again_when_it_is_changed(change):
 
 @pytest.mark.parametrize("placement", ["device", "resident"])
 def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
-    """Check that a script's in-place changes of DeepSpeed's fp32 tensors between backward and step have the
-    same effect under a plan as with stock DeepSpeed, under ZeRO-2.
+    """Check that a script's in-place changes of DeepSpeed's fp32 tensors between backward and step have the same
+    effect under a plan as with stock DeepSpeed, under ZeRO-2.
 
-    State that is already in a staging buffer is copied to the GPU again. State that lives on the GPU is
-    copied back from DeepSpeed's tensor, but not in steps without a change.
+    The runtime must use the changed values. If it has already copied the state to a staging buffer on the GPU,
+    it copies the state again. If the state lives on the GPU, the runtime overwrites this state with the values
+    of DeepSpeed's tensors, but only in steps with a change.
     """
 
     def change(engine, number):

@@ -191,10 +191,13 @@ def loaded(engine, folder, rank=0):
 
 
 def alive_as_stock(folder, rank=0):
-    """Train the same steps with stock DeepSpeed and under a plan, and load the checkpoint of each of the two
+    """Train the same steps with stock DeepSpeed and under a plan. Then load the checkpoint of each of these two
     runs into an engine of the other kind.
 
-    Return a list of the positions and names of all values that differ between the two.
+    Returns:
+        A list with an entry for each difference from stock DeepSpeed: the index of a value that was seen in
+        training, the name of a tensor that differs between the two engines after the load, or 1 or 2 for the
+        last or second to last loss of the engine that loaded stock DeepSpeed's checkpoint.
     """
     pattern, locations = ["host", "device", "resident"], ["host", "host", "device"]
 

@@ -49,7 +49,11 @@ def test_what_is_planned_is_what_training_cuts(parameters, size):
 
 
 def planned(tmp_path, pattern=MIX, **fields):
-    """Save a plan file for the model that cuts subgroups of `LARGE` elements into parts, and return its path."""
+    """Save a plan file for the tests' model, and return its path.
+
+    The plan divides DeepSpeed's subgroups into smaller ones. DeepSpeed's ``sub_group_size`` is `LARGE`
+    elements.
+    """
     engine = start(subgroup_size=LARGE)
     work = known(engine).in_pieces(SUBGROUP)
     assert len(work.subgroups) > len(engine.optimizer.fp16_groups)

@@ -234,11 +234,13 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
 
 
 def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path, known_machine, monkeypatch):
-    """Check that, under ``plan="auto"`` with a DeepSpeed config that offloads the optimizer to a drive, the host
-    buffers for state on the drive take less host memory than the state would take there.
+    """Check that ``plan="auto"`` counts the host buffers for state on a drive when it chooses how many subgroups
+    to put there. The DeepSpeed config offloads the optimizer to a drive.
 
-    Host memory is too small for all state by a quarter of one subgroup's state. To put two subgroups on the drive
-    and to use one buffer is enough, so the plan must keep the other subgroups in host memory.
+    In the test, free host memory is too small for all state by a quarter of the largest subgroup's state. One
+    subgroup on the drive would save nothing, because it needs a host buffer of the same size. Two subgroups on
+    the drive can share one buffer, which saves enough. So the plan must have one buffer, and keep other
+    subgroups in host memory.
     """
     free_memory(monkeypatch, 10**12)
     session = on_a_drive(tmp_path / "all", "auto").optimizer._ebbtide
@@ -296,10 +298,11 @@ def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
 
 
 def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
-    """Check that DeepSpeed's conversion script and its own load refuse a checkpoint of ebbtide whose optimizer
-    state is on a drive.
+    """Check that DeepSpeed's script `zero_to_fp32` and stock DeepSpeed's `load_checkpoint` refuse a checkpoint of
+    ebbtide that has optimizer state on a drive.
 
-    The error names `tune checkpoint export`. Without it, both would find tensors without values and go on.
+    The checkpoint's own files contain tensors without values for this state. If the checkpoint were not
+    refused, DeepSpeed would use these tensors. The error names the command `tune checkpoint export`.
     """
     ours = attached(start(), ["stored", "host"], LAST)
     train(ours, 1)

@@ -53,10 +53,11 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps=
     norms.
 
     Args:
-        away: Numbers of micro-batches. After the first of them, the engine's ``offload_states`` is called, and
-            after the others ``reload_states``, also in the middle of a step.
-        overlaps: Ranks whose plan overlaps updates with the next forward: "all" for all ranks, any other value for
-            rank 0 only.
+        away: Numbers of micro-batches. After the micro-batch ``away[0]``, the engine's ``offload_states`` is
+            called. After every other micro-batch in ``away``, ``reload_states`` is called. The micro-batch need
+            not be the last one of its step.
+        overlaps: Ranks whose plan overlaps updates with the next forward: "all" for all ranks, any other value
+            for rank 0 only.
     """
     rank = torch.distributed.get_rank()
     made = model() if model is Reordered else None

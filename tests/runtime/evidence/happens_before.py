@@ -104,8 +104,8 @@ class Order:
     # -- who waits for whom ------------------------------------------------------------------
 
     def install(self, patch):
-        """Patch the fake CUDA's events and streams, and the runtime's copies, kernels and lanes, so that the order
-        of their work is recorded.
+        """Patch the fake CUDA's events and streams, and the runtime's copies, kernels and lanes (queues of ops), so
+        that this object records which work must end before other work begins.
         """
         self._follow_events(patch)
         self._follow_streams(patch)

@@ -114,8 +114,10 @@ def _source(kernel: Any, signature: dict[str, str], constants: dict[str, int], s
 
 
 def library(functions: list[str]) -> Any:
-    """Compile the C++ functions that `ptx_to_cpp.translate` wrote into a shared library, cache the library,
-    and load it.
+    """Compile C++ functions into a shared library, cache this library, and load it.
+
+    Args:
+        functions: Source texts that `ptx_to_cpp.translate` returned.
     """
     source = ptx_to_cpp.HEAD + "\n".join(functions)
     flags = ["-O0", "-march=native", "-ffp-contract=off", "-std=c++17", "-shared", "-fPIC", "-w"]

@@ -187,8 +187,9 @@ def mutable(opcodes):
 def test_ptx_is_assembled_without_another_fusion(kernels):
     """Check that the machine code of an update kernel has as many multiplications and additions as its PTX.
 
-    If the assembler fused a product and a sum into one instruction, both would be missing. Divisions and
-    roots are instruction sequences of their own with a suffix, which are not counted.
+    If the assembler fused a product and a sum into one instruction, the counts would be too small, and the
+    kernel would round differently. Divisions and square roots become several instructions. Their
+    multiplications and additions have an opcode suffix, and are not counted.
     """
     bad = []
     for form, asm in kernels.items():

@@ -52,8 +52,10 @@ MUTANTS = {
 
 
 def races(case, mutant=None):
-    """Train a case on this rank, which has placements of its own, with the fake CUDA. Return the number of
-    checked memory accesses, and a dict from race to its number of occurrences.
+    """Train with the settings of one of `CASES` on this rank, with the fake CUDA, and look for races between
+    memory accesses. The plan of each rank has other placements.
+
+    Return the number of checked memory accesses, and a dict from race to its number of occurrences.
     """
     rank = int(os.environ["RANK"])
     with pytest.MonkeyPatch.context() as patch:

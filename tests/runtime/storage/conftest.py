@@ -59,8 +59,10 @@ def step(store, number):
 
 
 def commit(store, version, number, data=""):
-    """Commit an announced version of a store of optimizer state under the given number, and drop the steps that
-    the store need not keep.
+    """Commit one version of the optimizer state in a store, as the step ``number``.
+
+    The version (the state of all subgroups) must have been announced, which protects it from being overwritten
+    until the commit. If the store then has more steps than it keeps, it drops the oldest ones.
     """
     name = uuid.uuid4().hex
     store.prepare(version, number, name, data)

@@ -53,9 +53,10 @@ class Drive(Files):
 
 
 def _is_block(name, args):
-    """Return whether the drive's fault may hit a file operation.
+    """Return whether a file operation may have the fault that the test gives to the simulated drive.
 
-    Reads and writes of less than 4096 bytes are never hit, because they do not belong to optimizer state.
+    Reads and writes of less than 4096 bytes never have the fault, because they do not belong to optimizer
+    state.
     """
     sizes = {"pwrite": lambda: len(args[1]), "preadv": lambda: len(args[1][0])}
     return name not in sizes or sizes[name]() >= 4096
@@ -178,10 +179,11 @@ def steps(engine, first, told, last=STEPS, drive=None, at=None, save_in=None):
 
 
 def stock(path):
-    """Train with stock DeepSpeed, and write the loss of each step to a file.
+    """Train with stock DeepSpeed, and write the loss of each step and two hashes of the training state to a file.
 
-    The file also has the training state after two steps: the last step of a run from the beginning, and the last step
-    of a resumed run. A run under a plan that does not fail ends at one of these steps, and must have the same state.
+    One hash is of the state after `STEPS` steps, at which the test's first run under a plan ends. The other is
+    of the state after `RESUMED_STEPS` more steps, at which a resumed run ends. If a run under a plan does not
+    fail, its final state must have the same hash as stock DeepSpeed's.
     """
     from tests.runtime.contract.training import start
 

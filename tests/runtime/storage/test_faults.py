@@ -23,7 +23,9 @@ NAMED = ("pwrite", "preadv", "fdatasync", "fsync", "allocate", "rename", "open",
 
 
 class Failing(FaultyFiles):
-    """File operations with a fault. They really close a file even if they report that the call failed."""
+    """A stand-in for the store's file operations that makes a call chosen by the test fail. If the call is a
+    `close`, the file is closed before the error is raised.
+    """
 
     def call(self, name, function, *args):
         if name == "close":

@@ -1,5 +1,8 @@
-"""Tests of the ledger of a store for optimizer state: no write takes a place that a committed step or an announced
-version needs. They use neither threads nor files.
+"""Tests of the ledger of a store for optimizer state. The ledger records which extent (byte range of a file)
+holds which version of each subgroup's state.
+
+No write may take an extent that is needed by a committed step, or by a version that is yet to be committed.
+The tests use neither threads nor files.
 """
 
 import random
@@ -17,7 +20,9 @@ def hashes(subgroup, version):
 
 
 def write(ledger, subgroup, version=None):
-    """Write a subgroup's state in a ledger to a free extent. Return the version, or None if no extent is free."""
+    """Record in a ledger that a subgroup's state was written to a free extent (byte range of a file). Return the
+    version number of this state, or None if no extent is free.
+    """
     number, extent = ledger.begin(version), ledger.take_extent(subgroup)
     if extent is None:
         return None
@@ -26,7 +31,12 @@ def write(ledger, subgroup, version=None):
 
 
 def committed(ledger, version, keep):
-    """Commit an announced version in a ledger, and keep the given number of steps."""
+    """Commit a version of the optimizer state in a ledger, as a step, and drop all steps but the newest ones.
+
+    Args:
+        version: Number of the version. It must have been announced, which protects it until the commit.
+        keep: Number of steps that stay.
+    """
     record = StepRecord(step=version, name=str(version), extents=ledger.extents_of(version))
     ledger.steps = [record, *ledger.steps][:keep]
     ledger.announced.pop(version)
@@ -34,8 +44,11 @@ def committed(ledger, version, keep):
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_no_write_takes_a_place_that_is_still_needed(keep):
-    """Check that after every event in random order, each committed step still has its own hashes, and that each
-    announced version has the state of its own update.
+    """Check that a ledger never lets a write take an extent (byte range of a file) that is still needed.
+
+    The test writes and commits versions of the optimizer state in random order. Each committed step must keep
+    the hashes of its own state. A version that is about to be committed must have the state that was written
+    for this version.
     """
     chance, full = random.Random(keep), 0
     ledger = Versions(SUBGROUPS, keep + 1, [], [])

@@ -1,8 +1,8 @@
-"""Tests of published DeepSpeed configs under ``"plan": "auto"``: training has stock DeepSpeed's results,
-bit for bit, or one true sentence says why the config cannot be trained under a plan.
+"""Tests of published DeepSpeed configs under ``"plan": "auto"``: training has stock DeepSpeed's results, bit
+for bit, or one true sentence says why the config cannot be trained under a plan.
 
-The tests run one config with an offloaded optimizer for each difference that matters to a plan.
-``python -m tests.runtime.zoo`` runs all configs.
+Configs that offload the optimizer are grouped by the settings that matter to a plan. The tests run one
+config of each group. ``python -m tests.runtime.zoo`` runs all configs.
 """
 
 import json

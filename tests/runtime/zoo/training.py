@@ -56,11 +56,11 @@ def trained(
     `Outcome`.
 
     Args:
-        config: Result of `as_trained`.
-        key: Value of the config key "ebbtide". None means stock DeepSpeed. `ebbtide.enable` must have
-            been called.
-        mixed: If True, switch to other placements and parameter locations one step after the steps that
-            "auto" watches.
+        config: A DeepSpeed config from `as_trained`, which adapts a published config to the test.
+        key: Value of the config key "ebbtide". None means stock DeepSpeed. `ebbtide.enable` must have been
+            called.
+        mixed: If True, switch to a plan with other placements and parameter locations during training. The
+            switch comes one step after plan "auto" has ended its measurement of the first steps.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
