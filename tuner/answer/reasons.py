@@ -18,13 +18,13 @@ from ebbtide.tuner.quantities import told_least, told_seconds
 
 
 def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound, stock: Workload) -> list[str]:
-    """Return a list of sentences, with figures, that give the reasons for a training plan: what limits an
-    iteration's time, and how many seconds each technique saves.
+    """Return sentences, with figures, on why a training plan is fast: what limits the iteration time, and how many
+    seconds each technique of the plan saves.
 
     Args:
-        workload: Training run with the plan's subgroups.
+        workload: Training job of one rank, with its optimizer state cut into the plan's subgroups.
         floor: Lower bound of the iteration time.
-        stock: Training run with the subgroups that DeepSpeed alone has.
+        stock: Training job of one rank, with the subgroups that DeepSpeed makes without a plan.
     """
     assert plan.prediction is not None
     chosen_s = plan.prediction.iteration_s

@@ -52,10 +52,10 @@ class Row:
 
     @property
     def prediction(self) -> Prediction:
-        """Convert a row of the table that compares ways to train into the prediction that a plan's file stores.
+        """Return the prediction for one way to train, such as DeepSpeed without a plan, as a plan file stores it.
 
-        The prediction has no interval: its low and high times equal the predicted time. Memory by kind of data
-        is given only for the plan, DeepSpeed without a plan, and no offload.
+        The prediction has no interval: its low and high times equal the predicted time. Memory by kind of data is given
+        only for the plan, for DeepSpeed without a plan, and for training without offload.
         """
         seconds = self.result.iteration_s
         return Prediction(
@@ -178,9 +178,11 @@ def stock_beside(workload: Workload, plan: Plan | None, limits: Limits | None = 
 
 
 def _holds_parameters(workload: Workload, device_bytes: int) -> bool:
-    """Return True if so much GPU memory holds all 16-bit parameters while DeepSpeed trains.
+    """Return True if ``device_bytes`` of GPU memory are enough for training with DeepSpeed while all 16-bit parameters
+    stay on the GPU.
 
-    The workload's base memory contains DeepSpeed's own buffers.
+    The memory needed is that of the parameters and gradient buckets (``device_base_bytes`` of the workload) and that of
+    the activations.
     """
     return workload.device_base_bytes + workload.activation_bytes <= device_bytes
 
@@ -209,8 +211,12 @@ def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
-    """Convert rows of the table that compares ways to train into predictions. A plan's file stores them as its
-    alternatives.
+    """Return the predictions for all ways to train except the plan itself, such as DeepSpeed without a plan.
+
+    A plan file stores these predictions in its field ``alternatives``.
+
+    Args:
+        rows: One row for each compared way to train.
     """
     return tuple(row.prediction for row in rows if row.role != "plan")
 

@@ -1,9 +1,10 @@
-"""The correction of a machine's rates by training runs that were measured on it.
+"""Calibration of a machine: bandwidths and compute speeds in its description are corrected with the times of training
+runs that were measured on the machine.
 
-A knob is a factor for one rate, or for several rates with a common cause. The most probable factors are found
-by Gauss-Newton on logarithms. Measured times pull the knobs that they depend on. The other knobs stay where
-they are, since each deviation from the machine's given rates has a cost. So a few runs correct only those
-rates that their times show.
+Each correction factor is called a knob. A knob multiplies one speed, or several speeds of the same kind of work. The
+most probable factors are found by Gauss-Newton on logarithms. A factor is the less probable, the further it is from 1.
+So a factor stays 1 unless the measured times depend on it, and a few runs correct only those speeds that affect their
+times.
 """
 
 import math
@@ -107,8 +108,15 @@ SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one rate of a machine by calibration: the median before and after, and the quartiles
-    after, in the rate's own unit.
+    """The change of one bandwidth or compute speed of a machine by calibration.
+
+    Attributes:
+        knob: Name of the correction factor that multiplied the speed.
+        field: Name of the speed: a field of `Machine`, such as ``h2d_bytes_per_s``.
+        before: Median before calibration, in the unit of the field.
+        after: Median after calibration.
+        low: Lower quartile after calibration.
+        high: Upper quartile after calibration.
     """
 
     knob: str
@@ -156,11 +164,12 @@ def predicted_s(schedule: Schedule, machine: Machine) -> dict[str, float]:
 
 
 def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrated:
-    """Return a machine with rates corrected by measured training runs, and the list of corrections.
+    """Correct a machine's bandwidths and compute speeds with measured training runs. Return the corrected machine and
+    the list of corrections.
 
-    A rate that the runs' times do not depend on stays as it is. A corrected rate has the source ``fitted``,
-    and quartiles that show how well the runs agree. If the median error of the predicted phases would grow,
-    no rate is changed.
+    A speed that does not affect the times of the runs stays as it is. A corrected speed has the source ``fitted``, and
+    quartiles that tell how uncertain the speed still is. If the corrections would increase the median error of the
+    predicted phase times, no speed is corrected.
 
     Raises:
         CalibrationError: There is no run, or a run has no measured phase.
@@ -197,10 +206,11 @@ class _Fit:
 
 
 def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observation]) -> _Fit:
-    """Return the most probable correction factors of a machine's rates, given measured training runs.
+    """Return the most probable correction factors for a machine's bandwidths and compute speeds, given measured
+    training runs.
 
-    If all runs show that the machine is further from its data sheet than usual, larger corrections are
-    allowed, but only as large as needed.
+    If corrections of the usual size leave large prediction errors, wider ranges of corrections are tried. The narrowest
+    range with nearly the least errors is used.
     """
     usual = _fit_within(start, knobs, 1.0, observations)
     if usual.worst < UNEXPLAINED:
@@ -300,15 +310,18 @@ def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
 def turned(
     machine: Machine, knobs: Sequence[Knob], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
 ) -> Machine:
-    """Return a copy of a machine with the rates of each correction multiplied by its factor ``exp(x)``, but
-    not beyond their physical limits.
+    """Return a copy of a machine with corrected bandwidths and compute speeds.
+
+    Correction ``i`` multiplies each speed of the group ``knobs[i]`` by ``exp(x[i])``. A correction does not raise a
+    speed above its physical limit.
 
     Args:
-        machine: Machine to change.
-        knobs: Corrections, each for a group of rates.
+        machine: Machine to copy.
+        knobs: Corrections, each for a group of speeds.
         x: Logarithm of the factor for each correction.
-        spread: Dict from the number of a correction to the new standard deviation of the rates in log
-            units, and the source to record. Other rates keep their spread and source.
+        spread: Dict from the index of a correction to two values for the speeds of its group: their new standard
+            deviation in log units, and a text about the calibration, which is stored with them. The speeds of all other
+            groups keep their spread and source.
     """
     update: dict[str, Any] = {}
     limits = rate_limits(machine)

@@ -76,15 +76,17 @@ def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[
 def workload_interval_s(
     build: Callable[[Workload], Schedule], workload: Workload, machine: Machine
 ) -> tuple[float, float]:
-    """Return the interval (low, high), in seconds, that holds the iteration times of nine in ten runs of a workload.
+    """Return the interval (low, high), in seconds, that is expected to hold the iteration times of nine in ten runs of
+    a workload.
 
-    If layer times were estimated from a model's config, their uncertainty is included. It is derived from the
-    uncertainty of the GPU's compute speed.
+    The width of the interval follows from the uncertainty of the machine's bandwidths and compute speeds, and from the
+    error of the simulator. If layer times were estimated from a model's config, their uncertainty is included too. This
+    uncertainty is derived from that of the GPU's compute speed.
 
     Args:
         build: Function from a workload to a schedule. It is called with workloads that differ in layer times.
         workload: Training job of one rank.
-        machine: Machine with rates and their spread.
+        machine: Machine with the median and the quartiles of each bandwidth and compute speed.
     """
     schedule = build(workload)
     compiled = compile_schedule(schedule)
@@ -116,8 +118,10 @@ def _around(centre: float, spread: float, sigma: float) -> tuple[float, float]:
 
 
 def model_spread(machine: Machine, strategy: str = "") -> float:
-    """Return the standard deviation, in log units, of the error of a predicted iteration time that the
-    spread of the machine's rates does not explain.
+    """Return the size of one part of the error of a predicted iteration time, as a standard deviation in log units.
+
+    The error has two parts. One part comes from the uncertainty of the machine's bandwidths and compute speeds. This
+    function returns the size of the other part.
 
     Args:
         machine: Machine that the prediction is for.
@@ -141,11 +145,11 @@ def _published_host(machine: Machine) -> bool:
 
 
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
-    """Return how much a predicted time varies because the machine's rates are uncertain.
+    """Return how much a predicted time varies because the machine's bandwidths and compute speeds are uncertain.
 
     Args:
         seconds: Function that predicts the time for a given machine.
-        machine: Machine with rates and their spread.
+        machine: Machine with the median and the quartiles of each bandwidth and compute speed.
 
     Returns:
         The standard deviation of the logarithm of the predicted time.
@@ -167,10 +171,10 @@ def _secant(of: Callable[[float], float], width: float) -> float:
 
 
 def knob_sigma(machine: Machine, knob: Knob) -> float:
-    """Return how uncertain a group of a machine's rates is, as a standard deviation in log units.
+    """Return the uncertainty of those bandwidths or compute speeds of a machine that one calibration factor corrects,
+    as a standard deviation in log units.
 
-    The group has all rates that one calibration factor corrects. The result is the standard deviation of the group's
-    first rate.
+    The result is the standard deviation of the first of these speeds, which represents all of them.
     """
     value = getattr(machine, knob.fields[0])
     quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value

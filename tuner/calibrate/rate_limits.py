@@ -7,11 +7,12 @@ from ebbtide.simulator.machine import Machine
 
 
 def rate_limits(machine: Machine) -> dict[str, float]:
-    """Return a dict from rate to physical upper limit, for the rates of a machine that have a limit.
+    """Return the physical upper limits of bandwidths and compute speeds of a machine, as a dict by field name of
+    `Machine`. Fields without a known limit are left out.
 
-    The limits of links and matrix products are on the data sheet, if the device has a preset. Copies from
-    pageable memory have the limit of their link. The limit of CPU updates follows from the measured DRAM
-    bandwidth.
+    The limits of matrix products and of copies between GPU and pinned host memory come from the GPU's data sheet, if
+    ebbtide has a preset with this GPU. The limits for pageable host memory equal those for pinned host memory. The
+    limits of CPU updates are computed from the machine's DRAM bandwidth.
     """
     limits = sheet_limits(machine.device_name)
     for direction in ("h2d", "d2h"):

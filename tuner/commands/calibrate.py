@@ -1,4 +1,6 @@
-"""The ``tune calibrate`` command, which corrects a machine's rates by training runs measured on it."""
+"""The ``tune calibrate`` command, which corrects the bandwidths and compute speeds in a machine's description with the
+times of training runs that were measured on the machine.
+"""
 
 from __future__ import annotations
 

@@ -77,8 +77,9 @@ def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
 def _watch_for_engines() -> None:
     """Start a process that prints a message after training if no DeepSpeed config had the key "ebbtide".
 
-    A separate process is needed because the training command replaces this one. The two share a pipe, which is
-    closed when the training command has ended.
+    A separate process is needed because ``exec`` replaces the current process with the training command. The separate
+    process reads from a pipe. The training command holds the other end of the pipe open, so the read returns when the
+    training command has ended.
     """
     folder = tempfile.mkdtemp(prefix="ebbtide-run-")
     os.environ[TOOK] = str(Path(folder, "took"))

@@ -58,10 +58,11 @@ class Answer:
         return front
 
     def costs(self) -> dict[str, dict[Any, float]]:
-        """Return a dict from varied setting to a dict from value to the speed of the fastest configuration with
-        this value that fits into memory.
+        """Return how fast training can be with each value of each varied setting, as a dict from setting to a dict from
+        value to relative speed.
 
-        A speed is a fraction of the overall best speed.
+        The relative speed of a value is the tokens per second of the fastest configuration that has this value and fits
+        into memory, divided by the tokens per second of the fastest configuration of all.
         """
         fitting = self.fitting
         costs: dict[str, dict[Any, float]] = {}

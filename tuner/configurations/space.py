@@ -118,8 +118,14 @@ class Space:
         """Build the set of configurations of a search from the usual values of each varied setting and the base
         configuration's own values.
 
+        Args:
+            base: Configuration with the values of all settings that do not vary.
+            free: Names of the settings that vary.
+            global_batch: Samples per optimizer step that every configuration must have. If None, the number may vary.
+
         Raises:
-            ValueError: A setting is unknown, no setting varies, or no configuration can have the global batch.
+            ValueError: A setting is unknown, no setting varies, or no possible configuration has ``global_batch``
+                samples per optimizer step.
         """
         unknown = [name for name in free if name not in KNOBS]
         if unknown or not free:

@@ -30,11 +30,13 @@ LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 16, 200
 def anneal(
     search: Search, evaluations: int | None = None, progress: Callable[[float], object] = lambda _: None
 ) -> None:
-    """Improve the plans of a search by simulated annealing. The result is deterministic for the search's seed.
+    """Look for faster training plans by simulated annealing, and add them to the scores of a plan search. The result is
+    deterministic for the search's seed.
 
-    Every better plan is added to the search's scores. Half of the evaluations start from the best plans with
-    different staging buffers or different numbers of subgroups per placement, as moves of single subgroups
-    seldom reach them. The other half starts from the best plan, at a lower temperature.
+    Half of the evaluations start from several known plans. Each of them is the fastest known plan with its number of
+    staging buffers, or with its numbers of subgroups per placement. Annealing mostly changes single subgroups, so it
+    would seldom reach these plans from elsewhere. The other half of the evaluations starts from the best plan, at a
+    lower temperature.
 
     Args:
         search: Plan search with at least one scored plan.
@@ -97,10 +99,10 @@ def _starts(search: Search, most: int) -> list[Candidate]:
 
 
 class _Walk:
-    """A walk of simulated annealing from one training plan to the next, with the plan that was accepted
-    last.
+    """One simulated annealing over training plans.
 
-    A slower plan is accepted only by chance, and less often as the temperature falls.
+    The object holds the plan that was accepted last. The next plan to try is a random change of that plan. A slower
+    plan is accepted only by chance, and less often as the temperature falls.
     """
 
     def __init__(self, search: Search, base: Candidate) -> None:

@@ -56,16 +56,15 @@ def quick_plan(
     """Search briefly for a better plan while training runs, and return the best plan found.
 
     The new plan has the same subgroups and the same number of CPU threads as the plan in force. It overlaps updates
-    with the next forward only if the plan in force does. `ebbtide.tuner.plan` searches in the same way, but may
-    change these settings too. The result is deterministic for a given ``seed``.
+    with the next forward only if the plan in force does. `ebbtide.tuner.plan` searches in the same way, but may change
+    these settings too. The result is deterministic for a given ``seed``.
 
     Args:
         workload: Training job of one rank.
         machine: Machine that trains.
-        current: Plan in force. The result is no slower in simulation. It stores only subgroups that ``current`` also
-            stores, since storage has no room for others.
-        device_bytes: GPU memory in bytes that this rank's training may use. If None, the memory that ``current``
-            uses.
+        current: Plan in force. The new plan is no slower than ``current`` in simulation. The new plan keeps the state
+            of a subgroup on drives only if ``current`` does so too, since the drives have no room for other subgroups.
+        device_bytes: GPU memory in bytes that this rank's training may use. If None, the memory that ``current`` uses.
         host_bytes: Host memory of this rank in bytes. If None, its share of the machine's, or the memory that
             ``current`` uses if that is more.
         effort: Fraction of a full search's evaluations.

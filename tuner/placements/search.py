@@ -462,10 +462,13 @@ class Search:
         return self._simulate(self.ordered(candidate))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
-        """Return a plan's seconds per iteration after many iterations, if that is longer than ``seconds``.
+        """Return a plan's seconds per iteration after many iterations, or ``seconds`` if ``seconds`` is longer.
 
-        If copies to host memory take longer than an iteration, their delay grows from iteration to
-        iteration. A simulation of the first iterations does not show this growth.
+        If copies to host memory take longer than an iteration, their delay grows from iteration to iteration. A
+        simulation of the first few iterations does not show this growth.
+
+        Args:
+            seconds: Seconds per iteration in a simulation of the first few iterations.
         """
         few, many = SETTLED
         sums = [seconds_of(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)]
@@ -621,12 +624,14 @@ class Search:
         return best_s
 
     def _grid_s(self, points: int, slots: Sequence[int]) -> float:
-        """Try plans with evenly spread mixtures of placements. Return the seconds per iteration of the
-        fastest one.
+        """Try plans with different numbers of subgroups per placement, and return the seconds per iteration of the
+        fastest plan.
+
+        In each plan, the subgroups of each placement are spread evenly over the model.
 
         Args:
-            points: Number of mixtures.
-            slots: Numbers of staging buffers (GPU memory for one staged subgroup each) to try.
+            points: Largest number of such combinations (of subgroups per placement) to try.
+            slots: Numbers of staging buffers (GPU memory for one staged subgroup each) to try with each combination.
         """
         numbers = _grid(len(self.workload.subgroups), points, self.choices)
         return min(self.try_(self.evenly(n, number)) for n, number in product(numbers, slots))

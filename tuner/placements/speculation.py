@@ -53,11 +53,12 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _spread(search: Search) -> None:
-    """Simulate variants of a search's best plan: other numbers of early CPU updates, and other subgroups
-    with early updates.
+    """Simulate variants of a search's best plan that differ in their early CPU updates, and add the results to the
+    search's scores.
 
-    An early update starts before the gradient norm is known. The subgroups with early updates are every
-    n-th of the last subgroups that the CPU updates, for several n.
+    An early update starts before the gradient norm is known. Each variant has as many early updates as the best plan,
+    or fewer. The early updates of a variant are spread evenly over the last subgroups that the CPU updates. How many
+    subgroups count as the last ones also differs between variants.
     """
     best = search.ordered(search.best())
     able = search.able(best, "host").tolist()

@@ -23,16 +23,16 @@ YEAR_DAYS = 365.0
 def with_storage(
     workload: Workload, machine: Machine, storage: Mapping[str, int] | None, **asked: Any
 ) -> tuple[Limits, Machine, dict[str, Any]]:
-    """Return the limits, the machine and the plan fields for plans that may keep optimizer state in given directories
-    on drives.
+    """Prepare a search for plans that may keep optimizer state in given directories on drives.
 
     Args:
-        storage: Bytes that optimizer state may take, by directory. The empty name stands for a directory that the
-            plan does not name. It is as fast as the machine's storage for checkpoints. If None, no directory is used.
+        storage: Bytes that optimizer state may take, by directory. The key ``""`` means that the plan names no
+            directory. The speed of this directory is assumed to be that of the machine's storage for checkpoints. If
+            None, no directory is used.
         asked: Further arguments of `Limits.of`, such as memory limits.
 
     Returns:
-        Three values: the memory and storage limits of plans, a copy of the machine with the speed of these
+        Three values: the memory and storage limits of plans, the machine with the read and write speeds of these
         directories, and the fields of a plan file that name the directories.
     """
     if not storage:

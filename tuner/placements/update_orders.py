@@ -120,10 +120,10 @@ class UpdateOrders:
         return {subgroup: at_s - norm_s for subgroup, at_s in arrived.items()}
 
     def by_urgency(self, arrived: dict[int, float]) -> list[int]:
-        """Return an order of CPU updates that always takes the subgroup that the next forward needs
-        soonest.
+        """Return an order of CPU updates. When an update ends, the next one is for the subgroup that the next forward
+        needs soonest, among the subgroups with their gradient in host memory at that time.
 
-        Only subgroups with a gradient that has arrived in host memory by then are considered.
+        If the gradient of no remaining subgroup is there, the next update waits for the next gradient that arrives.
         """
         coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # the next one last
         there: list[int] = []

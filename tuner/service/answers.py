@@ -315,11 +315,12 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
 
 
 def search_job(request: SearchJob, progress: Progress) -> dict[str, Any]:
-    """Search for the fastest training configuration. Return every simulated configuration as JSON data, in
-    the form of ``tune search -o``.
+    """Search for the fastest training configuration. Return every simulated configuration as JSON data, in the form of
+    ``tune search -o``.
 
     Raises:
-        ValueError: A name is unknown, or no configuration has the given values.
+        ValueError: A machine or model is unknown, no configuration fits into memory, or no possible configuration has
+            the requested number of samples per optimizer step.
     """
     from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.configurations.deciding import explore
@@ -351,7 +352,7 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     """Return the set of training configurations that a background job of the planning service searches.
 
     Raises:
-        ValueError: No configuration can have the global batch.
+        ValueError: No possible configuration has the requested global batch (samples per optimizer step).
     """
     from ebbtide.tuner.configurations.space import Configuration, Space
 

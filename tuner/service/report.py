@@ -1,7 +1,8 @@
-"""The web page of ``tune report`` about a plan and a training run under it, and the conversion of uploaded
-training runs.
+"""The web page of ``tune report`` about a plan and a training run under this plan, and conversions of training runs
+that were uploaded to the planning service.
 
-The page is a single file that loads nothing from the network.
+An uploaded run is converted into a timeline, and into JSON data for the planning service's own web page. The page of
+``tune report`` is a single file that loads nothing from the network.
 """
 
 import base64
@@ -38,8 +39,12 @@ _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 class ReportCall(BaseModel):
-    """A call of a worker process to make the web page about a plan: the plan and, if given, the training
-    job and an uploaded training run.
+    """A request from the planning service to one of its worker processes: make the web page about a plan.
+
+    Attributes:
+        plan: Plan to show.
+        scenario: Training job and machine. If given, the page also shows the job's predicted timelines.
+        run: Uploaded training run, as JSON text. If given, the page also shows the run's timeline.
     """
 
     plan: Plan

@@ -130,8 +130,8 @@ class Scenario(Request):
     Attributes:
         machine: A name that `GET /machines` lists, or the contents of a machine.json.
         model: A name that `GET /models` lists, or the contents of a model's config.json.
-        workload: Measured workload instead of a model: a name that `GET /models` lists as profiled, or the
-            contents of a workload.json. It determines the micro-batch, the sequence and the number of GPUs.
+        workload: Measured workload instead of a model: a name that `GET /models` lists as profiled, or the contents of
+            a workload.json. It determines the micro-batch, the sequence and the number of GPUs.
         gpus: Number of ranks that ZeRO divides the model over.
         tensor_parallel: Number of ranks that share each layer.
         micro_batch: Samples per rank and micro-batch. If null, as in ``ds_config``, or else 1.
@@ -142,12 +142,13 @@ class Scenario(Request):
         kernels: ``fused`` or ``eager`` kernels for all operations except matrix products. If null, fused.
         fused_loss: True if one kernel computes both logits and loss.
         flash_attention: True if attention scores are not stored in memory.
-        flash_version: Major version of FlashAttention. If null, the machine's own rate of attention counts.
+        flash_version: Major version of FlashAttention. If null, attention is as fast as the machine's
+            ``attention_flops_per_s`` says.
         launcher: Program that starts the ranks. It affects how many threads DeepSpeed's own CPU updates have.
         omp_threads: Value of OMP_NUM_THREADS in the ranks.
         host_memory_bytes: Host memory of a node.
-        storage_bytes: Storage of a node for optimizer state that memory cannot hold. If null, as in
-            ``ds_config``, or else none.
+        storage_bytes: Storage of a node for optimizer state that memory cannot hold. If null, as in ``ds_config``, or
+            else none.
         device_memory_bytes: Memory of a GPU.
         endurance_bytes: Bytes that may be written to a node's drives during their life.
         link_bytes_per_s: Bandwidth in each direction between host and GPU.
@@ -301,16 +302,15 @@ class WhatIfJob(WhatIf):
 
 
 class SearchJob(Scenario):
-    """A request to the planning service to search for the fastest training configuration in a background
-    job, like `tune search`.
+    """A request to the planning service to search for the fastest training configuration in a background job, like
+    `tune search`.
 
     Attributes:
-        free: Settings that the search varies. The others have the values of the request.
-            ``recompute`` is off with ``keep_activations``.
+        free: Settings that the search varies. The others have the values of the request. If the setting ``recompute``
+            does not vary, activations are recomputed unless the request's ``keep_activations`` is true.
         gpus: Number of GPUs. If the search varies it, the largest number.
         global_batch: Samples per optimizer step. If null, the number may vary.
-        offload: True if optimizer state lives in host memory. It has no effect if the search varies
-            the offload.
+        offload: True if optimizer state lives in host memory. It has no effect if the search varies the offload.
         ds_config: DeepSpeed's config for settings that the search does not vary.
     """
 

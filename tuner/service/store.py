@@ -1,12 +1,12 @@
-"""The database of the planning service: background jobs, uploaded training runs and machines in one SQLite
-file.
+"""The database of the planning service: background jobs, uploaded training runs and machines in one SQLite file.
 
-If a client was told that data is stored, the data is on disk (SQLite's write-ahead log with full
-synchronization). A kill at any time leaves the state of the last committed transaction. Every method is
-one transaction. Methods that write wait for the disk, so such methods run in threads, one at a time
-under a lock, and with their own connection, so that readers see only committed data. Reads also run one
-at a time, because a connection with an open read still sees old data, and could miss a job that the same
-thread has just added.
+If a client was told that data is stored, the data is on disk (SQLite's write-ahead log with full synchronization).
+After a kill at any time, the database has the state of the last committed transaction. Every method is one transaction.
+Methods that write wait for the disk, so they run in threads.
+
+Writes run one at a time, under a lock. They have a database connection of their own, so that readers see only committed
+data. Reads share another connection, and also run one at a time. A read that began during another read on this
+connection would see the same old data, and could miss a job that its own thread has just added.
 """
 
 import fcntl

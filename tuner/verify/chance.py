@@ -20,13 +20,15 @@ ANOTHER = 0.25
 
 @dataclass(frozen=True)
 class Chance:
-    """The difference between two runs of the same training command in ``tune verify``. The runs should have
-    given equal results.
+    """The difference between two runs of the same training command in ``tune verify``. The runs should have given equal
+    results.
 
     Attributes:
         where: Text on the first difference, with a hint about its cause.
-        apart: Distance of the two runs' first different updates, relative to the size of the update.
-            0 if the runs begin with different parameters, or no parameter differs.
+        apart: Size of the difference after the first optimizer step with different parameters. It is the Euclidean
+            distance between both runs' values of a tensor, divided by the distance that the step moved the tensor, as
+            the median over all tensors that differ. 0 if the runs begin with different parameters, or no parameter
+            differs.
         blind: True if the runs differ so much that no other run can be compared with them.
     """
 

@@ -1,5 +1,5 @@
-"""The quantities (losses, norms, rates, tensors) that differ between two recorded training runs after the
-same step, with the size of each difference.
+"""The quantities (losses, gradient norms, learning rates and tensors) that differ between two recorded training runs
+after the same step, with the size of each difference.
 """
 
 import math
@@ -46,8 +46,13 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
 
 
 def moved(run: Run, other: Run, at: Difference) -> float:
-    """Return the Euclidean distance that a tensor moved in one training step, in the run where the tensor
-    moved further.
+    """Return the Euclidean distance that one optimizer step moved a tensor. Of two compared training runs, the one with
+    the larger distance counts.
+
+    Args:
+        run: First run.
+        other: Second run.
+        at: Difference between the runs, which names the tensor and the step.
     """
     return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
 

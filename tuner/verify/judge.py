@@ -1,8 +1,9 @@
-"""The decision if a difference between two training runs is rounding or a defect.
+"""Judgement of a difference between two training runs: did rounding or a defect cause it?
 
-A rounding difference is small at first, and grows as training goes on. A run in which one bit was flipped
-shows how large rounding can make a difference in each tensor and step. A much larger difference is a defect.
-A plan and DeepSpeed without a plan must be bit-identical, so between them any difference is a defect.
+A difference from rounding is small at first, and grows as training goes on. For comparison, one more run is made with a
+single flipped bit. That run shows how large the effect of rounding can be on each tensor and at each step. A much
+larger difference is a defect. If training is deterministic, a run under a plan and a run with DeepSpeed alone must be
+bit-identical, so any difference between these two is a defect.
 """
 
 import math
@@ -99,12 +100,13 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return the relative difference that nine in ten fp32 masters of two training runs reach by chance alone at
-        a given step.
+        """Return a relative difference that at least nine in ten fp32 masters of two correct training runs have by
+        chance alone at a given step.
 
-        A master's difference is relative to the size of its update. The result is measured between repeated runs of
-        one training, and is at least a quarter of the expected rounding error. A defect is suspected if nine in ten
-        masters differ by more than ten times the result.
+        A master is the fp32 copy of a parameter. Its relative difference is the distance between both runs' values,
+        divided by the distance that all updates so far have moved the master. The result is measured between correct
+        runs of the same training, and is at least a quarter of the expected rounding error. A defect is suspected if
+        nine in ten masters differ by more than ten times the result.
         """
         found = [self._floor() / 4]
         for run in self.others:
@@ -246,11 +248,11 @@ def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) 
 
 
 def _another_update(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return a difference between two training runs that shows a wrong optimizer update in one of them, or
-    None.
+    """Return a difference between two training runs that shows a wrong optimizer update in one of them, or None.
 
-    The update is wrong if all tensors agreed before the step and the scalars agree, but at least half of
-    the fp32 masters were updated differently. Rounding has had no time to grow so large.
+    The update of a step is wrong if three conditions hold. All tensors agreed before the step. Losses, gradient norms
+    and learning rates nearly agree up to and including the step. At least half of the fp32 masters (fp32 copies of
+    parameters) were updated differently. Rounding has had no time to grow so large.
     """
     earlier = [d for k in range(step) for d in differences(run, other, k)]
     sums = [d for d in (*earlier, *found) if not d.is_tensor]

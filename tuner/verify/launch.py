@@ -80,18 +80,18 @@ class Launched:
 
 
 def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, deterministic: bool = False) -> Launched:
-    """Run a training command for some steps in a separate process, and return the record of its training.
+    """Run a training command for some steps in a separate process, and return the recorded training run.
 
     Args:
         command: Training command.
         side: Changes to the command, such as training without offload.
         steps: Number of optimizer steps.
         seed: Seed of the random generators that the script does not seed itself.
-        deterministic: True if an operation without a deterministic kernel must fail. If `Side.deterministic` is True,
-            torch only warns about such an operation.
+        deterministic: True if the run must fail at an operation without a deterministic kernel. It has no effect if
+            ``side.deterministic`` is True, because torch then only warns about such an operation.
 
     Raises:
-        NotDeterministicError: An operation has no deterministic kernel, and ``deterministic`` is True.
+        NotDeterministicError: The run had to be deterministic, but an operation has no deterministic kernel.
         VerifyError: No rank took a step, or the command failed before its last step.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:

@@ -43,13 +43,15 @@ class Verification:
 
 
 def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Callable[[str], None]) -> Verification:
-    """Run a training command under a plan and without one, and compare each run with the next.
+    """Run a training command under its plan and in other ways, such as with DeepSpeed alone, and compare the results.
 
-    Further runs are made only if the results are not bit-identical.
+    Each run is compared with the next one, in the order: under the plan, with DeepSpeed alone, without offload. If the
+    results of all runs are bit-identical, no further run is made. Otherwise, some runs are repeated, and one run is
+    made with a flipped bit. These runs show how large differences by chance and by rounding are.
 
     Args:
         against: Runs to compare with: ``stock`` (DeepSpeed without a plan), ``no-offload`` or both.
-        start: Function that runs the command in a given way and returns the record.
+        start: Function that runs the command in the way that a `Side` describes, and returns the recorded run.
         told: Called with a description of each run before it starts.
     """
 
