@@ -27,10 +27,11 @@ ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
 
 
 def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Measure one checkpoint writer in a forked process, and return its times and rates as a dict.
+    """Measure one checkpoint writer, such as ebbtide's, in a forked process. Return a dict of results, such as the time
+    that training waits per checkpoint, and the bytes per second that the writer reaches.
 
-    If the measurement fails, the dict has the reason as ``failed``. The parent process must have called
-    `warm_up`, which imports DeepSpeed.
+    If the measurement fails, the dict has only the reason, under the key ``failed``. The parent process must have
+    called `warm_up`, which imports DeepSpeed.
     """
     figures = folder.with_suffix(".figures.json")
     figures.parent.mkdir(parents=True, exist_ok=True)
@@ -86,8 +87,8 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the seconds that training waits for a checkpoint, with a bar per writer on a logarithmic
-    axis.
+    """Draw how long training waits per checkpoint, with one bar for each checkpoint writer (such as ebbtide's or
+    DeepSpeed's default) on a logarithmic axis of milliseconds.
     """
     shown = {n: f for n, f in figures["writers"].items() if "failed" not in f and n != "none"}
     names, stalls = list(shown), [f["every_1"]["stall_s"] * 1e3 for f in shown.values()]

@@ -3,21 +3,20 @@
     python -m studies.fidelity --json fidelity.json
     python -m studies.fidelity --many-layers --json fidelity_many_layers.json
 
-Machines and plans are drawn at random. ebbtide's runtime executes each plan inside DeepSpeed, on
-an emulated device with the drawn rates (`studies.trials.emulated_training`). The simulator
-predicts the iteration time of each plan. For its prediction, forward and backward are measured
-without updates. Rates are measured under other plans: with all subgroups updated on the host, with
-all staged to the device one by one, and with several staged at the same time, which shows the
-throughput of both link directions together. A second prediction uses the drawn rates.
+Machines and plans are drawn at random. ebbtide's runtime executes each plan inside DeepSpeed, on an emulated device
+with the drawn speeds of copies and updates (`studies.trials.emulated_training`). The simulator predicts the iteration
+time of each plan. For its prediction, forward and backward are measured without updates. The speeds of copies and
+updates are measured under other plans: with all subgroups updated on the host, with all staged to the device one by
+one, and with several staged at the same time, which shows the throughput of both link directions together. A second
+prediction uses the drawn speeds.
 
-The emulated device shares its link among concurrent copies as the simulator does. So this study
-does not test the sharing. It tests that the runtime runs the schedule that is simulated. No number
-of this study is a GPU measurement.
+The emulated device shares its link among concurrent copies as the simulator does. So this study does not test the
+sharing. It tests that the runtime runs the schedule that is simulated. No number of this study is a GPU measurement.
 
-With ``--many-layers``, a subgroup holds several layers, the link is slower, and half of the plans
-accumulate gradients. Predictions use the drawn rates. Each error is the median of several rounds
-over all plans. ``predicted_whole_s`` is the prediction for gradients that are copied to the host
-only when the last layer of their subgroup is done.
+With ``--many-layers``, a subgroup holds several layers, the link is slower, and half of the plans accumulate gradients.
+Predictions use the drawn speeds. All plans are executed in several rounds, and the error of each plan is the median
+over the rounds. ``predicted_whole_s`` is the prediction for gradients that are copied to the host only when the last
+layer of their subgroup is done.
 """
 
 import logging

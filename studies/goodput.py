@@ -54,11 +54,10 @@ class Cluster:
     Attributes:
         node_mtbf_s: Mean time between failures of one node, in seconds.
         node_write_bytes_per_s: Write bandwidth of one node, in bytes per second.
-        storage_write_bytes_per_s: Write bandwidth of the storage that all nodes share, in bytes per
-            second.
+        storage_write_bytes_per_s: Write bandwidth of the storage that all nodes share, in bytes per second.
 
     Raises:
-        ValueError: If a count or a rate is not > 0.
+        ValueError: If the number of nodes, the mean time between failures or a write bandwidth is not > 0.
     """
 
     nodes: int

@@ -55,10 +55,10 @@ EQUAL, FUSED = "ebbtide, equal kernels", "ebbtide, fused kernel"
 
 @dataclass(frozen=True)
 class Way:
-    """A setting of DeepSpeed's optimizer step in the study of interleaved updates, such as asynchronous gradient
-    copies.
+    """A variant of DeepSpeed's optimizer step in the study of interleaved updates. One variant has asynchronous
+    gradient copies, for example.
 
-    Each setting is one column of the study's tables.
+    Each variant is one column of the study's tables.
     """
 
     name: str

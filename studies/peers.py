@@ -3,14 +3,14 @@
     python -m studies.peers --json peers.json --size 3b --cap-gib 24
     python -m studies.peers --json peers.json --device emulated      # tiny, without a GPU
 
-Each system runs in its own process, one after the other. Stock DeepSpeed runs twice, with pinned
-memory and bound to cores near the GPU. The second run is the control: bits are compared only if it
-trains the same bits as the first one. Twin-Flow runs at several ratios, and the best ratio that fits
-counts. ZenFlow trains with stale updates, torchao with 16-bit masters, and DeepCompile with other
-kernels, so these systems are marked as not exact. If a system fails, its row tells how.
+Each system runs in its own process, one after the other. Stock DeepSpeed runs twice, with pinned memory and bound to
+cores near the GPU. The second run is the control: if it is not bit-identical to the first one, a difference between
+ebbtide and stock DeepSpeed does not count as an error. Twin-Flow runs at several ratios, and the best ratio that fits
+counts. ZenFlow trains with stale updates, torchao with 16-bit masters, and DeepCompile with other kernels, so these
+systems are marked as not exact. If a system fails, the result table gives the reason.
 
-Further rows show ebbtide with all features of a plan, and with one feature off at a time. Their
-steps have several micro-batches and never clip. They are compared with stock DeepSpeed on such
+Further runs are made with ebbtide: with all features of a plan, and with one feature off at a time. The steps of these
+runs have several micro-batches and never clip gradients. The runs are compared with a run of stock DeepSpeed with such
 steps. Without a GPU, host memory stands in for the device, and no number is a GPU measurement.
 """
 

@@ -129,15 +129,16 @@ class Run:
 def model_of(run: Run) -> dict[str, Any]:
     """Return the shape of the model that a published run trained, as `workload_from_model` takes it.
 
-    The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no biases
-    and separate key-value heads. Megatron-LM fuses the products of queries, keys and values, and those of
-    gate and up. The logged memory over 1 to 16 ranks shows the number of parameters: 5.90 B for the label 7
-    B, and 11.19 B for the label 13 B. These numbers fit an MLP of 8/3 the hidden size and four key-value
-    heads, the default of Megatron-DeepSpeed's example script.
+    The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no biases and separate
+    key-value heads. Megatron-LM fuses the matrix products of queries, keys and values into one, and those of the MLP's
+    gate and up projections into another one. The logs give the memory of runs on 1 to 16 ranks. This memory shows the
+    number of parameters: 5.90 billion for the model size that is called 7B, and 11.19 billion for 13B. These numbers
+    fit an MLP of 8/3 the hidden size and four key-value heads, the default of Megatron-DeepSpeed's example script.
 
-    If the label and the logged shape contradict each other, the hidden size is the largest multiple of 512
-    that the label allows at the logged depth. For 20 B that is 6144. GPT-NeoX has this size too, with 64
-    heads, and the logged memory agrees with it.
+    The logged number of layers and hidden size may contradict the name of the model size, such as 13B. Then the hidden
+    size is the largest multiple of 512 for which a model with the logged number of layers has no more parameters than
+    the name says. For 20B, this hidden size is 6144. GPT-NeoX has the same hidden size, with 64 heads, and the logged
+    memory agrees with it.
     """
     hidden = run.labelled_hidden if run.contradicted else run.hidden
     heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)
@@ -266,8 +267,9 @@ def _heads(row: dict[str, str], where: str, hidden: int) -> int:
 def _usual(params_b: float) -> dict[str, float]:
     """Return usual values for the fields that a published run's CSV row leaves blank, as a dict by column.
 
-    Settings get the value that most published runs have. The number of layers is that of the known model
-    nearest to ``params_b`` billion parameters, and the hidden size gives the model about that many.
+    Settings get the value that most published runs have. The number of layers is that of the known model nearest to
+    ``params_b`` billion parameters, and the hidden size is chosen so that the model has about ``params_b`` billion
+    parameters.
     """
     label = min(SHAPES, key=lambda known: abs(math.log(known / params_b)))
     layers, hidden = SHAPES[label]

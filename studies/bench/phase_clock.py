@@ -35,7 +35,7 @@ class PhaseClock:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Return a list of the seconds between each two successive marks of the phase clock."""
+        """Return a list of the seconds between each two successive calls of `mark`."""
         pairs = list(zip(self._marks, self._marks[1:], strict=False))
         if not self._cuda:
             return [b - a for a, b in pairs]

@@ -1,5 +1,7 @@
-"""Training that is killed after exponentially distributed times, and the predicted number of steps that the kills do
-not undo.
+"""Comparison of the measured and the predicted number of useful steps of training that is killed at random times.
+
+The times between kills are exponentially distributed. A step is useful if no kill undoes it, because a checkpoint
+contains it.
 """
 
 import math
@@ -58,10 +60,12 @@ def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
 def campaign(
     training: Training, plan: Plan, intervals: Sequence[int], gaps_s: Sequence[float], folder: Path
 ) -> list[dict[str, Any]]:
-    """Train with each checkpoint interval in turn, and kill the training after the times ``gaps_s``.
+    """Train with each checkpoint interval, kill the training again and again, and return a list with the results of
+    each interval.
 
-    The first failure happens with every interval before the second one does, and so on. A disturbance of
-    the machine thus affects all intervals.
+    The n-th kill comes ``gaps_s[n]`` seconds after the start of the training process. The intervals alternate: training
+    with every interval is killed for the first time before any is killed for the second time, and so on. So a
+    disturbance of the machine affects all intervals.
     """
     failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
     for number, gap_s in enumerate(gaps_s):
@@ -113,13 +117,14 @@ def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any
     """Add to the results of each failure the time of an iteration before this failure, without a checkpoint in
     progress.
 
-    Training with each checkpoint interval was killed after the same times, so each failure exists once for each
-    interval. The iteration time of a failure is the median over all iterations without a checkpoint in progress, in
-    all training runs (one for each interval) that this failure ended. If fewer than `QUIET_STEPS` such iterations were
-    measured, the iteration time is ``usual_s``.
+    Training with each checkpoint interval was killed after the same times. So the training with each interval has an
+    n-th failure, and all these failures get the same iteration time. It is the median over the iterations that each
+    training made between its previous and its n-th failure, without a checkpoint in progress. If fewer than
+    `QUIET_STEPS` such iterations were measured, the iteration time is ``usual_s``.
 
     Args:
-        rows: Results, one row for each checkpoint interval.
+        rows: Results, one dict for each checkpoint interval.
+        usual_s: Iteration time if too few iterations were measured, in seconds.
     """
     for turn in zip(*(row["failures"] for row in rows), strict=True):
         quiet = [s for failure in turn for s in failure["quiet_s"]]

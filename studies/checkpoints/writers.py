@@ -56,7 +56,10 @@ class Writer(ABC):
     def save(self, folder: Path, tag: str) -> None: ...
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is as durable as this checkpoint writer ever makes one."""
+        """Wait until this checkpoint writer has finished its work on the last checkpoint.
+
+        Not every writer flushes its files to the disk (fsync) as a part of this work.
+        """
 
     def load(self, folder: Path, tag: str) -> None:
         self.engine.load_checkpoint(str(folder), tag=tag)
@@ -297,17 +300,18 @@ def _write_rate(session: _Session, folder: Path) -> float:
 
 
 def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dict[str, Any]:
-    """Measure how fast ebbtide's checkpoint writer and plain O_DIRECT writes use a disk.
+    """Measure the bytes per second that ebbtide's checkpoint writer and plain O_DIRECT writes reach on one disk.
 
     The time runs from the first block until the bytes are on the disk. A disk's speed changes, so all writers run in
-    each of several rounds. Rates of the same round are compared, and the median over the rounds is returned. Each
+    each of several rounds. Speeds of the same round are compared, and the median over the rounds is returned. Each
     writer comes first in some rounds, because a disk can be slower after one writer than after another.
 
     Returns:
-        ``checkpoint_rate``: ebbtide's rate divided by the rate of plain writes of as many bytes, from a memory buffer
-        of a checkpoint's size. ``checkpoint_rate_over_cached``: ebbtide's rate divided by the rate of plain writes
-        that write the same few blocks of memory repeatedly. An emulated disk reads these blocks from the processor's
-        cache.
+        Two ratios, and the bytes per second of each round. ``checkpoint_rate``: speed of ebbtide's writer divided by
+        the speed of plain writes of as many bytes, from a memory buffer of a checkpoint's size.
+        ``checkpoint_rate_over_cached``: speed of ebbtide's writer divided by the speed of plain writes that write the
+        same few blocks of memory repeatedly. This second ratio may be lower on an emulated disk, which reads these few
+        blocks from the processor's cache.
     """
     measured: dict[str, Callable[[], float]] = {
         "raw_bytes_per_s": lambda: raw_write_bytes_per_s(session.folder, workload),

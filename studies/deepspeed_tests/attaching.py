@@ -122,10 +122,13 @@ def _stored(case: Case, given: dict[str, Any], config: dict[str, Any]) -> Any:
 
 
 def _config_of(given: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a copy of the DeepSpeed config in a call's arguments, and remove the config from the
-    arguments.
+    """Remove the DeepSpeed config from the arguments of a `deepspeed.initialize` call, and return a copy of it, so that
+    the caller can pass a changed config.
 
-    If the config has no ZeRO, return None and leave the arguments unchanged.
+    If the config does not use ZeRO, return None and leave the arguments unchanged.
+
+    Args:
+        given: Arguments of the call, by name.
     """
     known = given.get("config") or given.get("config_params")
     known = known or getattr(given.get("args"), "deepspeed_config", None)
@@ -213,9 +216,10 @@ def mixed_plan(engine: Any) -> Plan:
 
 
 def note_plan(case: Case, engine: Any) -> None:
-    """Record in the study's notes file that an engine of a DeepSpeed test has a plan of ebbtide.
+    """Write to the notes file of this study (DeepSpeed's own tests under ebbtide) that the engine of a test has a plan
+    of ebbtide attached.
 
-    A second line is added when the engine has taken its first step under the plan.
+    A second line is written when the engine has taken its first step under the plan.
     """
     session = session_of(engine)
     plan = session.plan

@@ -35,7 +35,13 @@ Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 
 @dataclass(frozen=True)
 class DemoSize:
-    """Size of the demo: the model to train, and the time and number of elements for measuring the machine."""
+    """The size of the demo.
+
+    Attributes:
+        model: Model to train.
+        seconds: Total seconds for measuring the speeds of the machine.
+        elements: Number of elements in the subgroup of optimizer state that is used to measure these speeds.
+    """
 
     model: DemoModel = field(default_factory=DemoModel)
     seconds: float = 12.0
@@ -74,13 +80,13 @@ class Demo:
         self._quiet(demo_tables.doubts(self.machine, self.folder / "machine.json"))
 
     def train(self) -> bool:
-        """Train with stock DeepSpeed and under two plans, in turns.
+        """Run three trainings that take turns of a few steps: one with stock DeepSpeed, and two under plans.
 
         The first plan is made from a profile of the first steps with stock DeepSpeed. The second one differs only in
         its early updates (before the gradient norm is known).
 
         Returns:
-            True if losses, parameters and optimizer state of all three runs are bit-identical.
+            True if losses, parameters and optimizer state of all three trainings are bit-identical.
         """
         model = self.model
         self._headline(2, "the workload inside stock DeepSpeed ZeRO-3 with offload")

@@ -114,7 +114,8 @@ def draw_comparison(bars: Mapping[str, Mapping[str, float]], path: Path, label: 
 
     Args:
         bars: Seconds of ``forward``, ``backward`` and ``step``, by the name of the run or prediction.
-        verdict: Text that tells whether the runs have the same bits.
+        label: Second line of the title: the model and the machine.
+        verdict: First line of the title: are the losses, parameters and moments of all runs bit-identical?
     """
     with picture(path, dpi=140, figsize=(9, 0.8 * len(bars) + 1.9)) as (_, ax):
         _draw_bars(ax, bars)

@@ -30,9 +30,9 @@ def _table(*columns: str) -> Table:
 
 
 def machine(measured: Machine) -> Table:
-    """Return a table of the most important rates of the machine that the demo has measured.
+    """Return a table of the most important bandwidths and update speeds of a machine, as the demo has measured them.
 
-    Spreads and all other rates are in the machine's file.
+    The file machine.json has all measured values, with their spreads.
     """
     table = _table("", "measured")
     device = "device" if measured.device_kind == "cuda" else f"{measured.device_kind} device"
@@ -51,7 +51,9 @@ def machine(measured: Machine) -> Table:
 
 
 def doubts(measured: Machine, path: Path) -> str:
-    """Return one line on how many of the machine's rates were unsteady when measured, or "" if none was."""
+    """Return one line that tells how many of the machine's measured bandwidths and compute speeds were unsteady, or ""
+    if none was.
+    """
     if not measured.warnings:
         return ""
     count = len(measured.warnings)

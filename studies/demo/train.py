@@ -1,7 +1,7 @@
-"""The demo's training runs: stock DeepSpeed and two plans in turns, and a run that is killed.
+"""The demo's training runs: one with stock DeepSpeed, two under plans, and one that is killed.
 
-Each run is a separate process. It writes its phase times and losses as JSON, and its parameters
-and optimizer state as a torch file. The demo compares these files.
+The first three take turns of a few steps. Each run is a separate process. It writes its phase times and losses as JSON,
+and its parameters and optimizer state as a torch file. The demo compares these files.
 """
 
 import json

@@ -55,8 +55,8 @@ class Trial:
     def lost(self) -> bool:
         """Return True if the killed training script lost its checkpoints.
 
-        The script that is started again then fails, or trains from the beginning although stock DeepSpeed would
-        resume.
+        The script has lost them if it fails when it is started again. It has also lost them if it then trains from the
+        beginning although stock DeepSpeed would have resumed from a checkpoint.
         """
         return self.fired and (self.resumed_step < 0 or self.resumed_step == 0 < self.stock_step)
 

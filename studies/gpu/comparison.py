@@ -117,10 +117,11 @@ def _mark_best(rows: dict[str, Figures]) -> None:
 
 
 def _over_best(rows: Mapping[str, Figures], ours: Figures) -> float | None:
-    """Return ebbtide's speed-up over the fastest exact system that offloads and clips.
+    """Return ebbtide's speed-up over the fastest other system with the same numerics: stock DeepSpeed, SuperOffload or
+    Twin-Flow.
 
-    Exact systems train with the numerics of stock DeepSpeed, which is one of them. None if ebbtide's run or
-    all other runs failed.
+    Only runs that offload optimizer state and clip gradients are compared. The result is None if ebbtide's run or all
+    other runs failed.
     """
     if "failed" in ours:
         return None

@@ -12,10 +12,12 @@ PHASES = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
 
 def draw_parts(folder: Path) -> list[Path]:
-    """Draw a picture for each result file of the GPU suite that has rows, and return the pictures' paths.
+    """Draw a picture for each usable result file in a folder of the GPU suite, and return the pictures' paths.
+
+    A result file is usable if it records a measured iteration time and no failure.
 
     Raises:
-        SystemExit: If the folder holds no such file.
+        SystemExit: The folder has no usable result file.
     """
     result = []
     for part, draw in DRAWERS.items():

@@ -70,11 +70,10 @@ class Suite:
     # -- trials ------------------------------------------------------------------------------
 
     def trial(self, name: str, *arguments: str) -> Figures:
-        """Run one training of `studies.trials.offload_trial` in its own process, and return its results as
-        a row.
+        """Run one training of `studies.trials.offload_trial` in its own process, and return its results as a dict.
 
-        If the training fails, the row tells how. The result of an earlier run with the same arguments is
-        reused, unless the suite was told to repeat all.
+        If the training fails, the dict has the reason under the key ``failed``. The result of an earlier successful run
+        with the same arguments is reused, unless the suite was told to repeat all runs.
         """
         path = self._of_this_size("trials", f"{name}.json")
         command = ["studies.trials.offload_trial", "--json", str(path), *self._sizes(), *arguments]

@@ -58,7 +58,7 @@ class Row:
         rule_s: Time with early updates that may pause. It is the mean of the median times of three kinds of steps,
             weighted by the number of steps of each kind: steps with early updates that are kept, steps with early
             updates that are redone, and steps without early updates.
-        rule_mean_s: Plain mean time of the same steps.
+        rule_mean_s: Arithmetic mean of the times of all steps that ``rule_s`` covers.
         always_s: Time with early updates in every step. 0 if not measured.
         over_plain: ``rule_s`` divided by ``plain_s``.
         early: Fraction of the steps that had early updates.
@@ -183,11 +183,17 @@ class Trial:
         return [self._row(sequence, clips, steps) for sequence, clips in asked.items()]
 
     def _row(self, sequence: str, clips: Clips, steps: int) -> Row:
-        """Train one sequence of steps with early updates, in sections, and return a row of the measured times.
+        """Train one sequence of steps with early updates, and return the measured times.
 
-        Before and after each section, some steps without early updates are trained for comparison. `PauseRule` pauses
-        early updates after they have cost too much time. For the sequence with 10% of clipping steps, each section is
-        trained a second time without such pauses.
+        The sequence is divided into sections of at most `PART` steps. Before and after each section, some steps without
+        early updates are trained for comparison. `PauseRule` pauses early updates after they have cost too much time.
+        If ``sequence`` is the one with 10% of clipping steps, each section is trained a second time without such
+        pauses.
+
+        Args:
+            sequence: Name of the sequence.
+            clips: Function that tells which steps of the sequence clip gradients.
+            steps: Number of steps in the sequence.
         """
         every = sequence == f"{COMPARED:.0%}"
         rule, always = _Steps(self._account()), _Steps(self._account())

@@ -119,10 +119,14 @@ def _storing(work: Workload, plan: Plan, room_bytes: int) -> Plan:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """The part of a parameter that lies in one layer of a workload, as a range of this rank's elements.
+    """A range of elements that belong to one parameter and to one layer of a workload.
+
+    A parameter that spans several layers is divided into one range per layer.
 
     Attributes:
-        begin, end: First element of the range, and the first element after it. Elements are counted over all layers.
+        layer: Number of the layer.
+        begin, end: First element of the range, and the first element after it. Elements are numbered through all layers
+            of this rank.
     """
 
     layer: int
@@ -154,11 +158,11 @@ def _places(work: Workload, parameter: _Parameter) -> tuple[Place, ...]:
 
 
 def _passes(work: Workload, schedule: Schedule, watched: SimResult) -> Iterator[Pass]:
-    """Return the forward and backward passes of simulated training steps, as ebbtide's runtime would record
-    them.
+    """Return the forward and backward passes of simulated training steps, as ebbtide's runtime would record them.
 
-    Only the first micro-batch of each step counts. The simulation says when a layer's backward ends. Within
-    the layer, gradients end in proportion to elements.
+    Only the first micro-batch of each step counts. The simulation gives the time at which a layer's backward ends. The
+    gradients of the layer's parameters are complete at different times. These times are interpolated: computing a
+    gradient is assumed to take time in proportion to its number of elements.
     """
     parameters: dict[int, list[_Parameter]] = {}
     for parameter in reversed(_parameters(work)):

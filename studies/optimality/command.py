@@ -188,7 +188,8 @@ def gap(workload: Workload, machine: Machine, **freedom: Any) -> dict[str, float
 
 
 def random_pair(rng: np.random.Generator, counts: tuple[int, int] = (10, 100)) -> tuple[Workload, Machine]:
-    """Return a random workload and a random machine, with rates around those of published machines.
+    """Return a random workload and a random machine. The machine's bandwidths and update speeds are random too, such as
+    10 to 100 GB/s for copies to the GPU.
 
     Args:
         counts: Smallest and largest number of subgroups of the workload.

@@ -38,10 +38,10 @@ def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return how many predicted intervals hold the measured time of their training run, in percent by
-    preset machine.
+    """Return, for each machine preset, the percentage of published training runs with a measured time inside the
+    predicted interval.
 
-    Only held-out rows count, on which no constant of a preset was fitted.
+    Only held-out runs count: runs to which no constant of a preset was fitted.
     """
     presets = sorted({run.fields["preset"] for run, _ in judged})
     held = {
@@ -54,18 +54,18 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
-    """Return how far the predicted times of a family of training runs are off, and how wide an interval must be.
+    """Return the errors of predicted times for a family of training runs, and how wide a prediction interval must be to
+    hold the measured times of nine in ten further sources.
 
-    Only fitted runs are used, which are those that a constant of a machine preset was fitted to. A source is a set of
-    runs with the same machine and software. An error is the logarithm of the predicted time divided by the measured
-    time.
+    Only fitted runs are used: runs to which a constant of a machine preset was fitted. A source is the repository or
+    web page that published the runs. An error is the logarithm of the predicted time divided by the measured time.
 
     Returns:
         A dict. ``sources``: number of sources. ``root_mean_square`` and ``largest``: root mean square and largest
-        absolute value of the errors. ``needed``: standard deviation for an interval around predictions that is meant
-        to hold nine in ten further sources. With fewer than ten sources, the interval must hold every run, so
-        ``needed`` follows from the largest error. With ten or more sources, ``needed`` follows from the root mean
-        square error and Student's t distribution, and allows for the spread of one further source.
+        absolute value of the errors. ``needed``: standard deviation for an interval around predictions that is meant to
+        hold nine in ten further sources. With fewer than ten sources, the interval must hold every run, so ``needed``
+        follows from the largest error. With ten or more sources, ``needed`` follows from the root mean square error and
+        Student's t distribution, and allows for the spread of one further source.
     """
     from scipy.stats import t
 
@@ -106,10 +106,9 @@ def memory(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def errors(relative: Iterable[float]) -> dict[str, float]:
-    """Return the median and the 90th percentile of absolute prediction errors, and the signed median, in
-    percent.
+    """Return the median and the 90th percentile of absolute prediction errors, and the signed median, in percent.
 
-    ``relative`` has one relative error per row, such as 0.1 for a prediction that is 10% too high.
+    ``relative`` has one relative error per training run, such as 0.1 for a prediction that is 10% too high.
     """
     percent = 100 * np.array(list(relative))
     if not percent.size:

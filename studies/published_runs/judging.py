@@ -184,14 +184,16 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
 
 
 def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return how often measured times lie in intervals that were fitted to the runs of other campaigns, for each
-    testbed.
+    """Return, for each testbed, how often the measured times lie inside prediction intervals with a width that was
+    fitted to other runs.
 
-    A testbed is a machine, and a campaign is a series of published runs by one source. For one campaign at a time,
-    ebbtide's prediction intervals are widened or narrowed until they contain nine in ten runs of the other campaigns.
-    ``held_pct`` is the percentage of runs with a measured time inside these intervals, each judged while its own
-    campaign is left out. ``scale`` is the factor by which the width of ebbtide's intervals, as a logarithm, would have
-    to change to contain nine in ten of all runs on the testbed. 1 means no change.
+    A testbed is a machine. A campaign is a series of published runs by one source. To judge the runs of one campaign,
+    ebbtide's prediction intervals are widened or narrowed until they hold nine in ten runs of the other campaigns.
+
+    Returns:
+        A dict by testbed. ``n``: number of judged runs. ``held_pct``: percentage of runs with a measured time inside
+        these intervals. ``scale``: factor for the logarithmic width of ebbtide's own intervals, after which they would
+        hold nine in ten of all runs on the testbed. 1 means no change.
     """
     result = {}
     for name in testbeds(runs):

@@ -21,11 +21,11 @@ RUNS = 3  # what a user has
 
 
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the prediction errors of published runs, after calibrations on three runs of other groups.
+    """Return the prediction errors of published runs by cross-validation.
 
-    The runs are grouped in several ways, such as by model size or by number of ranks. The runs of a group are
-    predicted by machines that are calibrated on three runs outside the group. Errors are given for each group, and for
-    each way of grouping over all of its groups.
+    The runs are grouped in several ways, such as by model size or by number of ranks. The runs of each group are
+    predicted with a machine that is calibrated on three runs outside the group. For each way of grouping, the result
+    has the errors of each group, and the errors of all groups together.
     """
     return {name: _left_out(runs, key) for name, key in FOLDS.items()}
 

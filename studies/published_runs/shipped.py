@@ -1,7 +1,8 @@
 """Predictions of published runs with the functions that users of ebbtide call before they train.
 
-Nothing in this module is fitted. `predict` uses a preset machine, `workload_from_model`, `build_strategy`, and the
-simulator. The preset may be calibrated by `tune calibrate`.
+`predict` fits no speed to the published times. It takes a machine, and calls `workload_from_model`, `build_strategy`
+and the simulator. The machine is one of ebbtide's presets as it is, or a preset that was calibrated with some of the
+published runs, as `tune calibrate` does.
 """
 
 import functools
@@ -195,11 +196,13 @@ def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str
 
 
 def as_seen(run: Run, seen: Sequence[Run]) -> Run:
-    """Return a copy of a published run with the kind of gradient copies (asynchronous or blocking) filled
-    in.
+    """Return a copy of a published run with the kind of gradient copies (asynchronous or blocking) filled in.
 
-    If the run's log does not name the kind, the measured backward times of ``seen`` runs from the same
-    campaign (series of runs by one source) decide. If the log names it, the run is returned unchanged.
+    If the kind is known already, or nothing shows it, the run is returned unchanged. Otherwise, the kind is inferred
+    from the measured backward times of other runs of the same campaign (series of runs by one source).
+
+    Args:
+        seen: Runs with measured times that the inference may use, such as the runs for a calibration.
     """
     if run.async_grads is not None or run.prefetch or run.family in BUILDS:
         return run

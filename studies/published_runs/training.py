@@ -109,9 +109,11 @@ class TrainingRun:
 
     @property
     def recomputation(self) -> dict[str, Any]:
-        """Return the arguments of `workload_from_model` on activation recomputation.
+        """Return the keyword arguments of `workload_from_model` that describe the activation recomputation of this
+        published run.
 
-        The cell of the row is ``full``, ``selective``, ``none``, or the recomputed fraction of a layer's forward.
+        The column ``recompute`` of the run's CSV row is ``full``, ``selective``, ``none``, or the fraction of each
+        layer's forward that is computed again.
         """
         cell = self.fields["recompute"]
         if cell[0].isdigit():

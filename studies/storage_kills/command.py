@@ -179,8 +179,10 @@ def _commit(store: ExtentStore, version: int, step: int, progress: Progress) -> 
 
 
 def run_killed(kill: Kill, folder: Path, progress: Progress) -> bool:
-    """Train in a child process that is killed as ``kill`` says. Return False if the process ended before
-    the kill.
+    """Train in a child process, and kill the process. Return False if the process ended before the kill.
+
+    Args:
+        kill: Moment of the kill: the n-th arrival at a named point in the code, or some seconds after the start.
     """
     folder.mkdir(parents=True, exist_ok=True)
     child = Forked(lambda: train(folder, KillingFiles(kill), progress), folder / "log")

@@ -91,17 +91,18 @@ def main() -> None:
 
 
 def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Train each variant in its own process and its own folder on the disk, and return the results as a
-    dict.
+    """Train each variant in its own process and its own folder on the disk, and return the results as a dict.
 
     A variant is a way to train, such as stock DeepSpeed or ebbtide under a plan.
 
     Returns:
-        Speed-ups over stock DeepSpeed with its defaults and with its pipelines, within the same limit of
-        host memory and with all state on the disk. ``update_over_floor``: time of the updates over the
-        lower bound. ``bit_identical``: True if the state equals that of stock DeepSpeed in memory.
-        ``predicted_over_measured``: ratio of iteration times. Also the cost of a checkpoint after every
-        step, the bytes that a resume reads, and the measured and reported host memory.
+        Speed-ups of ebbtide over two variants of stock DeepSpeed's NVMe offload: with default settings, and with
+        ``pipeline_read`` and ``pipeline_write``. Each speed-up is given twice: for ebbtide within the host memory that
+        the pipelined variant takes, and for ebbtide with all optimizer state on the disk. ``update_over_floor``: time
+        of the updates divided by its lower bound. ``bit_identical``: True if ebbtide's trained state equals that of
+        stock DeepSpeed with all state in memory. ``predicted_over_measured``: predicted iteration time divided by the
+        measured one. Also the cost of a checkpoint after every step, the bytes that a resume reads, and the measured
+        and reported host memory.
     """
 
     def once(name: str, **given: Any) -> dict[str, Any]:
@@ -184,10 +185,10 @@ def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how ebbtide's training times compare with those of stock DeepSpeed and with the predicted
-    times.
+    """Return how ebbtide's training times compare with those of stock DeepSpeed and with the predicted times.
 
-    A run is predicted from the rates that the disk had around this run.
+    Each run of ebbtide is predicted from the read and write speeds of the disk that were measured right before and
+    after this run.
 
     Args:
         rows: Measurements by name of the variant, such as stock DeepSpeed in memory.
@@ -235,8 +236,8 @@ def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
 def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
     """Return the least seconds in which a disk can do the reads and writes of one step.
 
-    The disk reaches this lower bound only if reads and writes run concurrently all the time. A run with writes that
-    end before its reads cannot reach it.
+    The disk reaches this lower bound only if reads and writes run concurrently all the time. If the writes end earlier
+    than the reads, the last reads run alone, and the step takes longer than the bound.
 
     Args:
         moved: Bytes that a step writes. It reads as many.

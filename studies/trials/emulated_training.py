@@ -65,10 +65,11 @@ class Setting:
     micro_batches: int = 1
 
     def scaled(self, factor: float) -> "Setting":
-        """Return the setting with all durations of layers, copies and updates multiplied by ``factor``.
+        """Return settings of an emulated training with all durations (of layers, copies and updates) multiplied by
+        ``factor``.
 
-        If the model has another size than by default, the rates of copies and updates are changed in
-        proportion. So updates and layers keep their balance.
+        If the model's size is not the default, the speeds of copies and updates are changed in proportion to the size.
+        So the time to copy or update the whole model does not depend on the model's size.
         """
         quicker = self.params / (Setting.layers * Setting.hidden**2) / factor
         return replace(
@@ -98,16 +99,16 @@ class Setting:
 
     @property
     def given_s(self) -> tuple[float, float]:
-        """Return the seconds of forward and of backward that this setting prescribes for all layers and one
-        micro-batch.
+        """Return the seconds of forward and the seconds of backward in the emulated training, each for all layers and
+        one micro-batch.
         """
         return self.forward_s * self.layers, self.backward_s * self.layers
 
     def machine(self) -> Machine:
-        """Return a machine for the simulator with the rates that the emulated device is given.
+        """Return a machine for the simulator with the same copy and update speeds as the emulated device.
 
-        Concurrent ops share its link and its device. Its DRAM and its cores are too fast to slow down an
-        op.
+        In the simulation, concurrent copies share the machine's link, and concurrent computations share its device.
+        DRAM and CPU cores are so fast that they slow down no op.
         """
         given = {
             "h2d_bytes_per_s": self.h2d_bytes_per_s,
@@ -132,9 +133,7 @@ class Setting:
         )
 
     def rates(self) -> EmulatedRates:
-        """Return the rates of copies and updates that this setting prescribes, in the form that the emulated device
-        takes.
-        """
+        """Return the copy and update speeds of the emulated device, as an `EmulatedRates` object."""
         return EmulatedRates(
             self.h2d_bytes_per_s,
             self.d2h_bytes_per_s,
@@ -296,10 +295,11 @@ class ReducedBeside(GradientOps):
 
 @contextmanager
 def reduced_beside() -> Iterator[None]:
-    """Let gradients be copied while backward goes on, under all plans in the ``with`` block (`ReducedBeside`).
+    """Let gradients be copied between host and emulated device while backward goes on, within the ``with`` block
+    (`ReducedBeside`).
 
-    A GPU with a stream for reductions copies in this way. By default, backward on the emulated device waits whenever
-    the sum of a gradient over earlier micro-batches is fetched from host memory.
+    A GPU with a stream for reductions also copies gradients while backward goes on. Without this function, backward on
+    the emulated device waits whenever the sum of a gradient over earlier micro-batches is copied from host memory.
     """
     import ebbtide.runtime.execution.executor as executor
 

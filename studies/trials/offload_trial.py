@@ -71,10 +71,11 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Prepare this process for a training run of one variant.
+    """Prepare this process for a training run with the system that ``args.variant`` names, such as stock DeepSpeed or
+    ebbtide.
 
-    On a GPU, this limits the GPU memory, binds the process to the cores near the GPU, and selects
-    deterministic kernels.
+    On a GPU, this limits the GPU memory, binds the process to the cores near the GPU, and selects deterministic
+    kernels.
 
     Raises:
         SystemExit: If CUDA was requested and is not available.
@@ -100,8 +101,8 @@ def same_sums(*, warn_only: bool = False) -> None:
     """Make torch use deterministic kernels in this process, and leave uninitialized memory unfilled.
 
     With ``warn_only``, an op without a deterministic kernel gives a warning instead of an error. Then the backward of
-    fast attention still adds numbers in a varying order. This is for systems that are compared in speed, but not in
-    the exact values that they train.
+    fast attention still adds numbers in a varying order. Use ``warn_only`` only for systems that are compared by their
+    speed, and not by their exact trained values.
     """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -228,12 +229,11 @@ def _model(size: str) -> ByteGPT:
 
 
 def host_plan(engine: Any, keep: float = 0.0) -> Plan:
-    """Return a plan that updates all optimizer state of an engine on the host.
-
-    The 16-bit parameters stay where DeepSpeed's config puts them.
+    """Return a plan that keeps all optimizer state of an engine in host memory and updates it there.
 
     Args:
-        keep: Fraction of the offloaded parameters that is kept on the device instead.
+        keep: Fraction of the subgroups that keep their 16-bit parameters in GPU memory. The 16-bit parameters of the
+            other subgroups stay where DeepSpeed's config puts them.
     """
     from ebbtide.runtime.zero.checks.private import parameter_location
 

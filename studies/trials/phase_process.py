@@ -110,7 +110,7 @@ class PhaseProcess:
         return bool(self._process.is_alive())
 
     def kill(self) -> int:
-        """Kill a process that runs one phase (part) of a study with SIGKILL, and return its exit status.
+        """Send SIGKILL to the process that runs one phase (part) of a study, and return the exit status of the process.
 
         The process gets no time to clean up.
         """

@@ -1,9 +1,9 @@
-"""Timing of several plans in turn on one engine, which switches from plan to plan.
+"""Timing of several plans, one after the other, on one engine that switches from plan to plan.
 
     python -m studies.trials.plan_trials --plans a.plan.json b.plan.json --size tiny --json P
 
-The result file has a row per plan, with the medians of its steps. It is written again after each
-plan.
+The result file has a row per plan, with the median times of an iteration and of its phases. The file is written again
+after each plan.
 """
 
 import argparse

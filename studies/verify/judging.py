@@ -94,8 +94,8 @@ class Group:
         """Return what `tune verify` finds if it compares, bit by bit, a run that has a defect with a correct run.
 
         The run with the defect counts as the run under a plan or as the run of stock DeepSpeed, as ``side`` says. The
-        correct run counts as the other one of the two. In fp32, the correct run is always a stock run. It can also
-        stand for a correct run under a plan, which would train bit-identical values.
+        correct run counts as the other one of the two. In fp32, no correct run under a plan was made. A correct run of
+        stock DeepSpeed is used instead, since a correct run under a plan would be bit-identical to it.
         """
         wide = defect.dtype == "fp32"
         right = self._run("fp32 stock" if wide else "stock", STOCK)

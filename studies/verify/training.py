@@ -1,7 +1,7 @@
-"""Training of one rank for the test of `tune verify`: all runs with one ZeRO stage.
+"""The training runs of one rank for the test of `tune verify`, all with the same ZeRO stage.
 
-There are runs without a defect, and a run with each defect. All share one process, because a single
-run takes less time than the start of Python.
+Some runs have no defect. One further run is made for each artificial defect. All runs share one process, because a
+single run takes less time than the start of Python.
 """
 
 import argparse

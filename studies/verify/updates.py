@@ -76,11 +76,11 @@ def _masters_of(optimizer: Any) -> Updated:
 
 
 def _behind_the_norm(engine: Any, change: Callable[[Updated], None]) -> None:
-    """Change the gradients of a DeepSpeed engine in one step (`AT`), after the gradient norm is computed
-    and before clipping.
+    """Change the gradients of a DeepSpeed engine in one step (`AT`), after the gradient norm is computed and before
+    clipping.
 
-    ``change`` gets all fp32 masters, which hold the gradients. The change is a defect to test `tune
-    verify`.
+    ``change`` is called with a list of all flat fp32 master tensors. The gradients to change are their ``.grad``
+    tensors. The change is a defect to test `tune verify`.
     """
     done: list[bool] = []
 
