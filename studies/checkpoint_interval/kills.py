@@ -63,9 +63,9 @@ def campaign(
     """Train with each checkpoint interval, kill the training again and again, and return a list with the results of
     each interval.
 
-    The n-th kill comes ``gaps_s[n]`` seconds after the start of the training process. The intervals alternate: training
-    with every interval is killed for the first time before any is killed for the second time, and so on. So a
-    disturbance of the machine affects all intervals.
+    Kill number ``n``, counted from 0, comes ``gaps_s[n]`` seconds after the start of the training process. The
+    intervals alternate: training with every interval is killed for the first time before any is killed for the second
+    time, and so on. So a disturbance of the machine affects all intervals.
     """
     failures: dict[int, list[dict[str, Any]]] = {steps: [] for steps in intervals}
     for number, gap_s in enumerate(gaps_s):

@@ -630,7 +630,7 @@ class Search:
         In each plan, the subgroups of each placement are spread evenly over the model.
 
         Args:
-            points: Largest number of such combinations (of subgroups per placement) to try.
+            points: Largest number of combinations to try. A combination is a number of subgroups for each placement.
             slots: Numbers of staging buffers (GPU memory for one staged subgroup each) to try with each combination.
         """
         numbers = _grid(len(self.workload.subgroups), points, self.choices)

@@ -123,7 +123,7 @@ class UpdateOrders:
         """Return an order of CPU updates. When an update ends, the next one is for the subgroup that the next forward
         needs soonest, among the subgroups with their gradient in host memory at that time.
 
-        If the gradient of no remaining subgroup is there, the next update waits for the next gradient that arrives.
+        If no remaining subgroup has its gradient there yet, the next update waits for the next gradient that arrives.
         """
         coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # the next one last
         there: list[int] = []
