@@ -121,10 +121,11 @@ class _Counts(Page):
     """The fields of a plan file of schema 2 that are numbers of subgroups. Schema 3 has settings for each subgroup.
 
     Attributes:
-        speculate: Number of subgroups that the CPU updates before the gradient norm is known. If ``speculate_among``
-            is at most this number, they are the last subgroups with placement ``host``.
-        speculate_among: If larger than ``speculate``, the subgroups of ``speculate`` are evenly spread over this
-            number of subgroups: the last ones that the CPU can update early.
+        speculate: Number of subgroups that the CPU updates early, that is, before the gradient norm is known. Only
+            subgroups with placement ``host`` and parameters in GPU memory can be updated so. The last of them are
+            chosen, unless ``speculate_among`` is larger than ``speculate``.
+        speculate_among: If larger than ``speculate``, the CPU's early updates are spread evenly over this number of
+            subgroups: the last ones that the CPU can update early.
         speculate_visits: Number of subgroups with placement ``device`` that are updated before the gradient norm is
             known. They are the last subgroups with this placement.
         device_sums: Number of subgroups with gradients that are accumulated on the GPU. They are the first subgroups

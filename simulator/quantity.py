@@ -1,5 +1,7 @@
-"""The data type of a measured or assumed number, with the spread of its measurements and its source, and the rates
-that have such numbers.
+"""The data type `Quantity` for a measured or assumed number, and the list of a machine's speeds that are such numbers.
+
+A `Quantity` also has the number's source and the spread of its measurements. An example of a speed is
+``h2d_bytes_per_s``, the bytes per second of copies from host memory to the GPU.
 """
 
 import math

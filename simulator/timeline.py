@@ -173,7 +173,10 @@ class Timeline(Shown):
         return max((m.host_bytes for m in self.memory), default=0)
 
     def busy_s(self, lane: Lane) -> float:
-        """Return the seconds during which an op of a timeline runs on the given lane (such as a copy direction)."""
+        """Return the seconds in which the given lane of this timeline is busy: the durations of all its ops, added up.
+
+        A lane is a queue of ops, such as a copy direction.
+        """
         return sum(s.end_s - s.start_s for s in self.spans if s.lane == lane)
 
     def to_perfetto(self, path: str | Path, *others: Timeline) -> None:

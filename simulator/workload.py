@@ -61,8 +61,8 @@ class Workload(Shown, Page):
         layers: Layers in the order of the forward. The sum of their ``params`` is the number of this rank's trainable
             elements.
         subgroups: Number of elements of each of this rank's subgroups of optimizer state, in the order of the layers.
-            The first subgroup begins with the first layer's parameters, and each layer's parameters follow those of
-            the previous layer.
+            The first subgroup begins with the first layer's parameters, and each layer's parameters follow those of the
+            previous layer.
         wire_dtype: Data type of parameters. Gradients have it too, unless grad_bytes_per_param tells another size.
         optimizer: Name of the optimizer, as in `ebbtide.simulator.update.optimizer.OPTIMIZERS`.
         clip: True if gradients are clipped or fp16 overflows are checked. No update may start before the gradient norm
@@ -85,9 +85,9 @@ class Workload(Shown, Page):
         memory_peaks: Measured peaks of ``device`` and ``host`` memory in the profiled steps, in bytes, with their
             spread.
         warnings: Reasons to doubt the profile.
-        pipeline_idle_s: Time per iteration outside forward, backward and step. This rank then waits for other pipeline
-            stages, or the training script does other work (``loop_s`` of a calibrated machine). CPU updates and copies
-            continue in this time.
+        pipeline_idle_s: Seconds per iteration outside forward, backward and step. In this time, this rank waits for
+            other pipeline stages, or the training script does other work, such as loading data. The script's part is
+            the machine's ``loop_s``, which `tune calibrate` determines. CPU updates and copies continue in this time.
         stock_threads: Number of OpenMP threads of one rank's CPU updates in DeepSpeed. None: as many as there are
             cores. ebbtide uses the plan's ``threads`` instead.
         zero_stage: DeepSpeed's ZeRO stage. Below 3 each rank has all parameters, a step waits for its updates, and the
@@ -100,8 +100,8 @@ class Workload(Shown, Page):
         module_issue_s: Time in which the host launches the first kernel of a module, after it has waited for the
             module's parameters (for their update or their copy to the GPU). It is spent in DeepSpeed's hooks. 0 if
             unknown, or if the model runs on the CPU.
-        deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are parts of DeepSpeed's subgroups. 0:
-            they are DeepSpeed's own, of size ``subgroup_size``.
+        deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are parts of DeepSpeed's subgroups. 0: they
+            are DeepSpeed's own, of size ``subgroup_size``.
         state_stays: True if DeepSpeed's fp32 tensors in host memory have space for all state, even if it is in GPU
             memory. Below ZeRO-3 it is always so, under ZeRO-3 if the subgroups are parts of DeepSpeed's.
         live_params: Largest number of elements of ``params`` that are gathered at once. It is given only for a single

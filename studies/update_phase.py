@@ -2,12 +2,13 @@
 
     python -m studies.update_phase --json update_phase.json
 
-Two engines with the same seeds take each step one after the other, on the same batch. The plan has
-`overlap_forward` off, so that ebbtide's step contains its whole update, as stock DeepSpeed's does.
+Two engines with the same seeds take each step one after the other, on the same batch. The plan has `overlap_forward`
+off, so that ebbtide's step contains its whole update, as stock DeepSpeed's does.
 
-The study measures the cost of the update. So a sample is one byte, and the matrix products of the
-model, which both engines compute, are as small as possible. Otherwise they would take most of the
-time on a CPU without bf16 instructions. `--sequence` makes them larger.
+The study measures the cost of the update. So forward and backward, which both engines compute in the same way, are kept
+short. Otherwise their matrix products would take most of the time on a CPU without bf16 instructions. The model
+predicts text byte by byte, and a training sample is a text of a single byte. `--sequence` sets a larger number of
+bytes.
 """
 
 import argparse

@@ -149,7 +149,10 @@ def stock_host_adam(elements: int, budget_s: float, threads: int | None = None) 
 
 
 def device_adam(elements: int, budget_s: float, cuda: bool) -> Quantity:
-    """Measure how many parameters per second the GPU's Adam kernel updates, or one CPU thread without CUDA."""
+    """Measure how many parameters per second the GPU's Adam kernel updates.
+
+    Without CUDA, measure ebbtide's Adam kernel for the CPU instead, on one thread.
+    """
     if not cuda:
         buffers = AdamBuffers(elements)
         durations = repeat_s(lambda: buffers.host_update(1), budget_s)

@@ -105,17 +105,17 @@ class _Noted:
 
 
 class WatchedPasses:
-    """A recorder of the forward and backward of each step's first micro-batch, including their waits for copies.
+    """A recorder of the times of forward and backward in each step's first micro-batch, including the waits for copies.
 
-    The recorder runs in the first training steps, which are measured to make a plan (``plan="auto"``). Later
-    micro-batches of a step are not recorded. In these, copies of gradient sums delay another stream of DeepSpeed, which
-    is not recorded.
+    The recorder runs in the first training steps, which are measured to make a plan (``plan="auto"``). It leaves out
+    the later micro-batches of a step. In their backward, DeepSpeed's reduction stream waits for copies of gradient
+    sums, but this recorder notes only waits of the training stream.
 
     A wait for a copy begins when the training stream has done the work issued before the wait, and ends when the copy
     ends. If the copy ends before this work, there is no wait.
 
-    The training thread calls the methods, and during backward autograd's thread does. The two threads never call them
-    at the same time.
+    The methods are called by the training thread, and during backward by autograd's thread. The two threads never call
+    them at the same time.
     """
 
     def __init__(self, device: Clock) -> None:

@@ -59,7 +59,12 @@ class OpBodies:
         self._stale, self._stale_lock = set[int](), threading.Lock()
 
     def outdate(self, subgroups: Iterable[int]) -> None:
-        """Mark the state of subgroups that is in staging buffers already, as older than the original."""
+        """Record that the optimizer state of the given subgroups has changed, or may change, in the memory where it
+        lives.
+
+        A copy of the old state may already be in a staging buffer on the GPU. The subgroup's next update then first
+        copies the state to this buffer again.
+        """
         with self._stale_lock:
             self._stale.update(subgroups)
 

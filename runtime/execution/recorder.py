@@ -91,12 +91,17 @@ class Recorder:
         self.device.watched = WatchedPasses(self.device)
 
     def unwatch(self) -> None:
-        """Stop the detailed record of forward and backward that `watch` began, and drop the record."""
+        """End the measurement that `watch` began, and discard the measured times.
+
+        `watch` measures in forward and backward when each gradient is computed, and when the GPU waits for copies.
+        """
         self.device.watched = None
 
     def forget_step(self) -> None:
-        """Discard the detailed record of the latest step's forward and backward, if `watch` has started such
-        records.
+        """Discard the times that were measured in the latest finished step's forward and backward.
+
+        The times tell when each gradient was computed, and when the GPU waited for copies. Nothing happens unless such
+        times are being measured (see `watch`).
         """
         if self.device.watched is not None:
             self.device.watched.forget(self.iteration - 1)

@@ -1,4 +1,8 @@
-"""The operations on gradients that every training step repeats, taken from the simulated schedule of a plan."""
+"""The operations on gradients in a training step, such as copies to host memory, and what each operation waits for.
+
+The operations are taken from the simulated schedule of a plan, so that training runs the same operations as the
+simulation.
+"""
 
 from __future__ import annotations
 

@@ -126,12 +126,14 @@ class StateStore(Protocol):
         ...
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Write a subgroup's new state without overwriting its previous state. Return when it is written.
+        """Write a subgroup's new optimizer state to the drives. Return when it is written.
 
-        Other code that reads the store sees the new state from then on.
+        State that is committed, or that is to be committed, is not overwritten. Code that reads the store afterwards
+        gets the new state.
 
         Args:
-            version: Number of the update that computed the state. None if only this subgroup is written.
+            version: Number that `tick` returned for the update that computed the new state. None if the state was not
+                computed by an update, but set by other code, such as a checkpoint load.
         """
         ...
 

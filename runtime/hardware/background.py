@@ -1,9 +1,12 @@
-"""Work of daemon threads in C++ code, which ends before the Python interpreter does.
+"""A guard that keeps the Python interpreter from ending while daemon threads run PyTorch code.
 
-Python ends a daemon thread at the moment when the thread takes the interpreter's lock after the interpreter has
-begun to end. PyTorch takes this lock in destructors that must not throw, so that the whole process aborts then
-(exit code 134, "terminate called without an active exception"), even if the user's script has succeeded.
-Therefore daemon threads call PyTorch only inside `native_work`, and `atexit` waits until no thread is inside.
+Without the guard, the process may abort at its end (exit code 134, "terminate called without an active exception"),
+even if the user's script has succeeded. The reason is the interpreter's lock. Once the interpreter has begun to end,
+Python ends every daemon thread that takes this lock. PyTorch takes the lock in C++ destructors, which must not throw,
+so ending the thread there aborts the process.
+
+Therefore daemon threads call PyTorch only inside `native_work` blocks. At its exit, the process waits until no thread
+is inside such a block, for at most 30 s.
 """
 
 import atexit

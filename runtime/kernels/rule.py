@@ -134,8 +134,10 @@ class UpdateRule(ABC):
             )
 
     def unplaced_bytes(self, sizes: Sequence[int], master: torch.dtype) -> int:
-        """Return the bytes of host memory for optimizer state that the plan does not place, because the
-        optimizer itself keeps it.
+        """Return the bytes of host memory that an optimizer takes for state which a plan does not place.
+
+        Only an optimizer for which ebbtide has no update kernel has such state, because it allocates its own state. For
+        all other optimizers the result is 0.
 
         Args:
             sizes: Number of elements of each subgroup.

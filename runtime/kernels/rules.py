@@ -58,11 +58,12 @@ class AdamRule(UpdateRule):
 
 @functools.cache
 def recounts(op: Any) -> bool:
-    """Return whether DeepSpeed's loaded Adam op computes powers of beta with ``pow`` from the second subgroup of a step
-    on.
+    """Return True if DeepSpeed's loaded Adam op computes the powers of beta with ``pow`` for every subgroup of a step
+    except the first.
 
-    Other builds of the op multiply the previous step's power by beta, which rounds differently (see `BiasCorrection`).
-    The test takes milliseconds, once per op.
+    For the first subgroup, every build of the op multiplies the previous step's powers by beta. Newer builds use these
+    products for the other subgroups too. Products and ``pow`` round differently (see `BiasCorrection`), so the builds'
+    results differ. The test takes milliseconds, once per op.
 
     Raises:
         UnknownRoundingError: The op's results differ from both ways of computing the powers, or fit both.

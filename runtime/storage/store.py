@@ -220,16 +220,18 @@ class ExtentStore:
             self.read(s, [page_aligned(n // torch.float32.itemsize) for n in sizes])
 
     def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Write a subgroup's new state to a free place on the drives. Return when it is written.
+        """Write a subgroup's new optimizer state to a free place on the drives. Return when it is written.
 
         Later reads of the subgroup return the new state.
 
         Args:
-            version: Version of the state, from `tick`. None creates a new version of this subgroup alone.
+            version: Number that `tick` returned for the update that computed the state. All subgroups of an update have
+                the same number. None if no update computed the state: the state then gets a new number, for this
+                subgroup alone.
 
         Raises:
-            StorageError: The drive failed, or made no progress for ``deadline_s``. Or no place became free,
-                because a commit in progress never ended.
+            StorageError: The drive failed or made no progress for ``deadline_s`` seconds. Or no place became free,
+                because a commit in progress did not end.
         """
         with self._condition:
             version = self._versions.begin(version)

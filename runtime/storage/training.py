@@ -160,8 +160,11 @@ class StoredStep:
 
 
 def checkpoint_of(record: StepRecord) -> Path:
-    """Return the folder of a checkpoint, from the record of its optimizer state on drives. The folder may have been
-    deleted.
+    """Return the path of a checkpoint's folder. The folder may have been deleted.
+
+    Args:
+        record: Entry of the checkpoint in the list of committed steps, which the drives hold together with the
+            checkpoint's optimizer state. The entry contains the path.
     """
     return Path(json.loads(record.data)["checkpoint"])
 

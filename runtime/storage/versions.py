@@ -29,7 +29,11 @@ class Extents:
     reads: int = 0
 
     def holding(self, announced: Announced) -> int | None:
-        """Return the extent that holds this subgroup's part of an announced version. None if it is not written yet."""
+        """Return the index of the extent that holds this subgroup's state in the version ``announced``.
+
+        This version is to be committed. An extent is a region of the drives for the state of one subgroup. The result
+        is None if the subgroup's state in this version is not written yet.
+        """
         held = {v: e for e, v in enumerate(self.versions) if v is not None}
         newest = max((v for v in held if v <= announced.version), default=-1)
         return held[newest] if newest >= announced.due else None

@@ -260,12 +260,15 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Give the small ZeRO-3 parameters their values again after a checkpoint was saved or loaded. They stay marked
-        as partitioned.
+        """Give the small ZeRO-3 parameters their values again after DeepSpeed has saved or loaded a checkpoint.
 
-        Under a plan, the small parameters are marked as partitioned after each step. If they were not after a load,
-        DeepSpeed's recorded order of modules would change in the second forward. This happens with a model that reads a
-        parameter outside of its module (``self.embedding.weight``).
+        DeepSpeed needs all parameters partitioned for a save or a load, so the small ones were empty during this time.
+        If updates may overlap the next forward, DeepSpeed's status of the small parameters remains "partitioned", as
+        after every step. With the status "gathered" after a load, DeepSpeed's recorded order of modules would change in
+        the second forward of a model that reads a parameter outside of its module (``self.embedding.weight``).
+
+        If the plan keeps optimizer state on a drive, a save does not wait for updates that still write to the drive.
+        After the save, the small parameters are therefore NaN until they are gathered.
         """
         self._gathers.shows = True
         self._gathers.stay_gathered(True)

@@ -92,12 +92,13 @@ def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool
 def clipping_steps(p: Problem) -> Problem:
     """Extend the linear program for the lower bound of an iteration's time by a step that clips gradients.
 
-    A step that clips discards its early updates, which started before the gradient norm was known. Such a step is no
-    faster than a step under the plan without early updates. In the linear program, the plan without early updates has
-    as many elements in each placement as the plan with early updates, and the same buffers.
+    Early updates start before the gradient norm is known. A step that clips discards them and updates again after the
+    norm. Such a step is no faster than a step under the same plan without early updates. So the linear program gets
+    variables for a second plan, which has no early updates. In everything else it equals the first plan: it has the
+    same number of elements in each placement, and the same buffers.
 
     Returns:
-        The variables and constraints of the step that clips. They are part of the linear program ``p``.
+        The variables of the step that clips. Its constraints are part of the linear program ``p``.
     """
     ways = [way for way in p.ways if not way.early]
     q = _with_rules(Problem(p.given, p.machine, p.limits, ways, p.rows))

@@ -57,9 +57,13 @@ class _Run:
         return max((float(self.result.end_s[i]) for i in self.persists()), default=0.0)
 
     def persist_rate(self) -> float:
-        """Return the bytes per second of those checkpoint writes that end before the first update after the save.
+        """Return the bytes per second at which a checkpoint is written from its save until the next gradient norm is
+        known.
 
-        If no write ends by then, return infinity: the rate is then unknown, and the caller applies other limits.
+        After the norm, updates begin to overwrite state. `CheckpointSimulation.writing` uses this speed to plan which
+        state is written before its update. Only writes that end before the norm is known are counted. If there are
+        none, return infinity. The caller then uses the lower of two other speeds: the drive's, and the plan's limit for
+        checkpoint writes.
         """
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
@@ -172,8 +176,9 @@ class CheckpointSimulation:
     and `FOLLOWED` further iterations. If a subgroup's update is due before the checkpoint has written the subgroup's
     state, the state is first copied in host memory. If the memory for such copies is full, the update waits instead.
 
-    The times at which updates are due come from a simulation of a save that writes nothing. They are then multiplied
-    by the slowdown that a simulation with all writes shows.
+    The times at which updates are due come from a simulation of a save that writes nothing. As writes slow down
+    training, these times are then multiplied by a factor. This factor is the time from the save to the next gradient
+    norm in a simulation with all writes, divided by the same time without writes.
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:

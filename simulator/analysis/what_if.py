@@ -63,7 +63,8 @@ def what_if(
     planner: Planner | None = None,
     **changes: Sequence[float],
 ) -> pd.DataFrame:
-    """Simulate every combination of given strategies, memory sizes and rates, and return a table of results.
+    """Simulate training for every combination of given strategies, GPU memory sizes and values of other fields. Return
+    a table of results.
 
     >>> table = what_if(workload, machine, ["zero3_offload", ("twin_flow", {"ratio": 0.5})],
     ...                 gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])
@@ -96,11 +97,12 @@ def what_if(
         faster within the memory limits) and ``tokens_per_s``. After Ctrl-C it has the rows that were finished, and
         ``.attrs["interrupted"]`` is True.
 
-    A warning names each field whose values all give the same times and memory peaks.
+    A warning names each field in ``changes`` that made no difference to any simulated time or memory peak.
 
     Raises:
-        ValueError: A strategy, an option or a field is unknown, a value is out of its range, there is nothing to
-            simulate, or a field cannot change any result.
+        ValueError: A strategy, an option or a field is unknown, a value is out of its range, or there is nothing to
+            simulate. Or ``changes`` has a field that a what-if cannot change, such as ``device_flops_per_s``. The
+            message then says what to do instead.
     """
     _check_kinds(workload, machine, gpu_memory_bytes)
     changes = {name: _listed(given) for name, given in changes.items()}

@@ -64,7 +64,10 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
 
 
 def rate_of(op: Op, machine: Machine) -> float:
-    """Return the rate of an op of a schedule that runs alone on a machine, in the op's unit per second."""
+    """Return the speed at which a machine runs an op of a schedule if no other op runs, in the op's unit per second.
+
+    For a copy, for example, the unit is bytes.
+    """
     return machine.op_rate(op.rate, op.cores)
 
 

@@ -76,9 +76,10 @@ class _Made(NamedTuple):
     Attributes:
         ops, after_first, after: Arrays of the schedule, see `ebbtide.simulator.engines.kernel.run`.
         n: Counters, such as the number of ops so far (`_N_OPS`).
-        done: Three lists of ops in one array. The first list has the newest op of each entry of the recorded iteration
-            (`Place`). The second list has, for each subgroup, the op after which its updated parameters are ready. The
-            third list has, for each subgroup, the last op of its update. -1: no op yet.
+        done: Three lists of ops in one array. The first list has, for each entry of the recorded iteration (an op, or a
+            marker for ops that depend on the plan), the newest op that was made from this entry. The second list has,
+            for each subgroup, the op after which its updated parameters are ready. The third list has, for each
+            subgroup, the last op of its update. -1: no op yet.
         on_host: For each subgroup, the newest op that copied a part of its gradient to the host.
         early: For each subgroup, the newest op of its update that runs before the gradient norm is known.
         begun: For each subgroup, the number of ops of its update that run before the gradient norm is known.
@@ -88,7 +89,8 @@ class _Made(NamedTuple):
         sent: Ops that copy gradients to the host, in order.
         free: For each kind of buffer, a queue of free buffers. A buffer is represented by the op that frees it.
         head, tail: For each kind of buffer, the positions in ``free`` at which the queue begins and ends.
-        left: For each kind of buffer, how many more buffers `_add_first` may give to subgroups.
+        left: For each kind of buffer, how many more subgroups may fill such a buffer before the gradient norm is known.
+            `_add_first` counts this number down while it chooses these subgroups.
     """
 
     ops: Floats

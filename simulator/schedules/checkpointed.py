@@ -136,7 +136,11 @@ class CheckpointedLoop(EbbtideLoop):
             self.step_end, self.unread = self.commits[-1], {}
 
     def _pass_begins(self) -> None:
-        """Start copying the next part of the state in GPU memory to the host for a checkpoint, as a layer begins."""
+        """Start copying the next part of the optimizer state in GPU memory to the host, for a checkpoint.
+
+        The training loop calls this method whenever a layer's forward begins or its backward has ended. So the copies
+        are spread over the iteration.
+        """
         if self.save_op < 0 or self.hook >= len(self.hooks_s):
             return
         self.hook += 1

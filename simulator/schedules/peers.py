@@ -53,7 +53,11 @@ WIDENED_ON_HOST: tuple[Gradients, ...] = ("widened_on_host", "unpinned_widened_o
 
 
 def checked_place(value: str) -> None:
-    """Raise an error unless ``value`` is a place in which DeepSpeed checks gradients for an overflow."""
+    """Raise an error unless ``value`` is ``host``, ``host_fp16`` or ``device``.
+
+    This value says where DeepSpeed looks for infinities and NaNs in gradients: see ``overflow_check`` of
+    `StockOptions`.
+    """
     if value not in get_args(OverflowCheck):
         raise RuleError(
             f"overflow_check must be one of {get_args(OverflowCheck)}, but got {value!r}", key="options.overflow_check"

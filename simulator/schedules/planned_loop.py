@@ -81,17 +81,21 @@ class PlannedLoop(TrainingLoop):
     def prefetch(self) -> None:
         """Start copying optimizer state from host memory to the GPU, for updates on the GPU in this step.
 
-        This begins when the last layer's backward of the last micro-batch has ended, because the runtime notices by
-        that layer's gradient that this backward has begun.
+        The copies begin when the last layer's backward in the last micro-batch has ended. The runtime cannot begin
+        earlier, because only the arrival of the last layer's gradient tells it that the backward of this micro-batch
+        has begun.
         """
 
     @abstractmethod
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        """Append to the schedule the updates that follow the gradient norm, which is the op ``norm``.
+        """Append to the schedule the ops of updates that are issued once the gradient norm is known.
+
+        Args:
+            norm: Op that computes the gradient norm.
 
         Returns:
-            Two values by subgroup: the op after which its parameters are new (a dict), and the last op of its
-            update.
+            A dict from each subgroup to the op after which its updated parameters are ready, and a list with the last
+            op of each subgroup's update.
         """
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:

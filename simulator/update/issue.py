@@ -136,8 +136,8 @@ class Issue(Generic[Op]):
             op: Op that computes the norm.
 
         Returns:
-            Two values by subgroup: the op after which its parameters are new (a dict), and the last op of its
-            update.
+            A dict from each subgroup to the op after which its updated parameters are ready, and a list with the last
+            op of each subgroup's update, in the order of the updates.
         """
         late = {s for s in self.arrival if self.early.get(s, (0,))[0] < self._now[s].before_norm}
         new: dict[int, Op] = {}

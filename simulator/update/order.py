@@ -119,10 +119,12 @@ def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ..
 def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[int, ...]:
     """Merge the order of the CPU's updates and the order of the GPU's updates into one sequence of all subgroups.
 
-    A position of the sequence holds a subgroup that the CPU updates if, in the order of the layers, the subgroup at
-    this position is updated by the CPU. All other positions hold subgroups that the GPU updates. For training, only
-    the order within the CPU's updates and within the GPU's updates matters, because CPU and GPU do not wait for each
-    other. Some callers, such as the writers of a checkpoint, need one sequence.
+    Training itself does not depend on this sequence, because CPU and GPU do not wait for each other. Other code needs
+    one, such as the writers of a checkpoint.
+
+    The sequence keeps both orders, and alternates between CPU and GPU as the layers do. If the n-th subgroup in the
+    order of the layers is updated by the CPU, the n-th subgroup of the sequence is the next one in the CPU's order.
+    Otherwise, it is the next one in the GPU's order.
 
     Raises:
         ValueError: The order does not fit the placements.

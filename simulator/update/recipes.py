@@ -37,7 +37,9 @@ class Queue(StrEnum):
 
 
 class Slot(StrEnum):
-    """The kind of a buffer that subgroups use in turn for their updates, such as a staging buffer in GPU memory."""
+    """An enumeration of the kinds of buffers that subgroups use in turn for their updates, such as staging buffers in
+    GPU memory.
+    """
 
     STAGING = "staging"  # device memory, for the state of a staged update
     PARAMETER = "parameter"  # host memory, for parameters on their way to the device
@@ -272,7 +274,9 @@ def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | N
 
 
 def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return a recipe's op that copies from another memory (GPU or storage) to host memory, which writes to DRAM.
+    """Return an op that copies from GPU memory or storage to host memory, as part of a recipe (the ops of an update).
+
+    The op writes to host memory, so it uses DRAM bandwidth.
 
     Args:
         lane: Lane (queue of ops) of the copy, if it is not the usual one for copies from that memory.

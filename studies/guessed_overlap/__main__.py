@@ -328,7 +328,11 @@ class _Steps:
 
     @property
     def mean_s(self) -> float:
-        """Return the mean iteration time, in seconds, over all measured steps of a training sequence in one mode."""
+        """Return the mean iteration time, in seconds, over all steps that this object has recorded.
+
+        All these steps were trained in one mode: with early updates that may pause, with early updates in every step,
+        or without early updates. An early update starts before the gradient norm is known.
+        """
         return statistics.fmean(period for part in self.periods for period in part)
 
     @property

@@ -312,7 +312,11 @@ def reduced_beside() -> Iterator[None]:
 
 
 def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
-    """Make the layers of an engine take their given durations on ``device``, and return these durations."""
+    """Make each layer of an engine's model take its emulated seconds of forward and backward on ``device``.
+
+    Each layer was created with these seconds (`PacedLayer`). Until this call, the layers run at full speed. Return the
+    `Kernels` object that emulates the durations.
+    """
     kernels = Kernels(device)
     for block in engine.module.blocks:
         block.compute = kernels.compute

@@ -157,12 +157,14 @@ class _Tried:
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     """Return a list of the smallest changes that make a training job fit into memory, the cheapest first.
 
-    Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than
-    the card has.
+    Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than the
+    card has.
 
-    If one change to the job itself (not to memory or storage) is enough, such as ZeRO-3 or a shorter sequence,
-    changes are combined only to shorten the sequence less. Otherwise, all kinds of changes are combined. Combinations
-    that train on the same samples are tried first, and those with smaller batches or shorter sequences last.
+    Each kind of change is first tried alone: changes of the job, such as ZeRO-3, a shorter sequence or more GPUs, and
+    changes of memory or storage. If no change of the job is enough, each kind is tried together with ZeRO-3, then also
+    with activation checkpointing, then also with a smaller micro-batch, and then also with a shorter sequence. This
+    ends when a change of the job is enough. If a shorter sequence is enough, one more combination is tried, because a
+    longer sequence may fit with it.
 
     Args:
         job: Training job that does not fit.

@@ -62,28 +62,30 @@ def plan(
     Args:
         device_memory_bytes: GPU memory of one rank in bytes. If None, the machine's.
         host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
-        robust: Minimize the 90th percentile of the iteration time over the spread of the machine's rates,
-            instead of the expected time.
-        mtbf_s: Mean time between failures of the whole job, in seconds. The checkpoint interval, its bandwidth
-            cap and its copy budget are chosen by expected goodput. If None, the plan has no checkpoint interval.
+        robust: True to minimize the 90th percentile of the iteration time instead of the expected time. The percentile
+            is over the measured spread of the machine's speeds, such as those of copies and updates.
+        mtbf_s: Mean time between failures of the whole job, in seconds. Three checkpoint settings are then chosen for
+            the best expected goodput (useful training per time): the interval, the limit for the bytes written per
+            second, and the host memory for copies of state. If None, the plan has no checkpoint interval.
         restart_s: Seconds from a failure until training runs again.
-        subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, the sizes
-            in `ebbtide.tuner.placements.cuts`. If empty, only the workload's own size is used.
-        pieces: DeepSpeed keeps its own subgroup size, which the workload names. The plan's subgroups may be
-            parts of DeepSpeed's (`Workload.in_pieces`). It needs ZeRO-3 and excludes ``storage``.
-        offload_parameters: Let 16-bit parameters live in host memory between their uses if that is faster. If no
-            plan fits otherwise, they do so in any case. DeepSpeed's results stay the same to the bit.
-        storage: Directories for state that memory cannot hold, with the bytes that all ranks of a node together
-            may use in each.
+        subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, the sizes in
+            `ebbtide.tuner.placements.cuts`. If empty, only the workload's own size is used.
+        pieces: True if the plan may divide DeepSpeed's subgroups into smaller ones (`Workload.in_pieces`). DeepSpeed
+            itself keeps the subgroup size that the workload names. This has an effect only under ZeRO-3, and cannot be
+            combined with ``storage``.
+        offload_parameters: True to let 16-bit parameters live in host memory between their uses if that is faster. If
+            no plan fits otherwise, they live there in any case. Training results stay bit-identical to DeepSpeed's.
+        storage: Directories for state that memory cannot hold, with the bytes that all ranks of a node together may use
+            in each.
         endurance_bytes: Bytes that may be written to all these drives together during their life.
-        memory_margin: Fraction of both memories to leave free. If None, it follows from the profile's spread.
-        effort: Fraction of a full search's evaluations, above 0 and at most 1. None means 1. With `QUICK` the
-            plan is found sooner and may be a few percent slower.
+        memory_margin: Fraction of GPU and host memory to leave free. If None, the fraction follows from the spread of
+            the memory peaks in the workload's profile.
+        effort: Fraction of a full search's evaluations, above 0 and at most 1. None means 1. With `QUICK` the plan is
+            found sooner and may be a few percent slower.
         progress: Called with the finished fraction and the name of the current phase.
 
     Raises:
-        ImpossibleError: No plan fits into memory. The message says how much is missing, and which change helps
-            most.
+        ImpossibleError: No plan fits into memory. The message says how much is missing, and which change helps most.
     """
     if mtbf_s is not None:
         check_failures(workload, machine, mtbf_s, restart_s)

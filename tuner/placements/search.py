@@ -565,9 +565,9 @@ class Search:
         """Try simple plans, and return the seconds per iteration of the fastest one, or ``inf`` if none fits.
 
         Simple plans update all subgroups on the CPU, or spread a mixture of placements evenly over the subgroups. If
-        none of them fits, the search tries plans near the mixture that leaves the most free bytes in the fullest
-        memory. Each of these plans is tried with every placement of those few subgroups that are far larger than the
-        others, such as an embedding's.
+        none of them fits, the search looks for the mixture that leaves the most free bytes in the fullest memory, and
+        tries plans with similar mixtures. A few subgroups may be far larger than the others, such as that of an
+        embedding. In the plans with similar mixtures, these large subgroups are tried with every placement.
 
         Args:
             locations: Location of each subgroup's 16-bit parameters. If None, those of the last call.

@@ -1,9 +1,9 @@
-"""A descent over shares of a plan: the fraction of the parameters with each placement, and the numbers of
-buffers.
+"""A coordinate descent for the best plan with evenly spread placements.
 
-A plan with evenly spread placements is described by a few numbers. The search changes one number at a
-time, first by large steps and then by smaller ones, for as long as an iteration gets shorter. Simulated
-annealing, which moves single subgroups, then begins near the best mixture.
+Such a plan is described by a few numbers, such as the fraction of the parameters with each placement and the number of
+staging buffers. The descent makes one change to these numbers at a time, first by large steps and then by smaller ones,
+for as long as the predicted iteration gets shorter. Simulated annealing, which changes the placements of single
+subgroups, then starts from the best plans.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -217,18 +217,19 @@ class Shares:
 
 
 def descend(search: Search, most: int, *, near: bool = False) -> None:
-    """Improve plans that spread their placements evenly over the model, by changing one number of a plan at a time
-    for as long as the predicted iteration gets shorter.
+    """Improve plans that spread their placements evenly over the model, by one change to a plan at a time, for as long
+    as the predicted iteration gets shorter.
 
-    The search starts from three plans: the best plan so far, the best plan without early updates (updates before the
-    gradient norm is known), and the ideal plan, which reaches the lower bound of the iteration time. A few changes
-    improve each of these plans. Ever smaller changes then improve the best result.
+    A change gives some of the parameters another placement, for example, or adds a staging buffer. The search starts
+    from up to three plans: the best plan so far, the best plan without early updates (updates before the gradient norm
+    is known), and the ideal plan, which reaches the lower bound of the iteration time. A few changes are tried from
+    each of these plans. Ever smaller changes then improve the best result.
 
     Args:
         search: Plan search with at least one plan that fits.
         most: Largest number of changes to try from one start.
-        near: True if the best plan comes from a search with larger subgroups, whose mixture is nearly the
-            best one here too. The descent then begins with smaller steps.
+        near: True if the best plan comes from a search with larger subgroups, whose mixture is nearly the best one here
+            too. The descent then begins with smaller steps.
     """
     if not search.fits or len(search.choices) == 1:
         return

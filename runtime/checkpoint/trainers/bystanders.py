@@ -56,8 +56,10 @@ def foreign_trainer() -> str | None:
 
 @contextlib.contextmanager
 def ours() -> Iterator[None]:
-    """Mark the code inside the ``with`` block as ebbtide's own, which never waits for a checkpoint's
-    commit.
+    """Mark the code that this thread runs inside the ``with`` block as ebbtide's own.
+
+    While a checkpoint is being written, other code of this process waits for the checkpoint's commit before it opens or
+    lists the checkpoint's files. Marked code does not wait.
     """
     before = getattr(_mine, "busy", False)
     _mine.busy = True

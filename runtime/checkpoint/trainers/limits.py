@@ -35,7 +35,11 @@ class TrainersLimit:
 
 
 def trainers_limit() -> TrainersLimit | None:
-    """Return the checkpoint settings of the trainer on the present call stack. None if no trainer runs."""
+    """Return the checkpoint settings of the transformers Trainer or accelerate's Accelerator that is calling this code.
+
+    The Trainer or Accelerator is found on the call stack, as ``self`` of one of the calling methods. If both are there,
+    the Trainer's settings are returned. The result is None if neither is there.
+    """
     found = None
     frame = sys._getframe(1)
     while frame is not None:

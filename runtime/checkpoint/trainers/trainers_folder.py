@@ -53,13 +53,15 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Remove the note "this folder is incomplete" from the checkpoint folders of a transformers Trainer that are
-    complete.
+    """Remove the note "this folder is incomplete" from those checkpoint folders of a transformers Trainer that have
+    become complete.
+
+    A folder is complete if it contains the last file that the Trainer writes.
 
     Args:
-        path: A further checkpoint folder from which this module's note is removed, although the folder is incomplete.
-            The note is no longer needed, because the save of DeepSpeed's files has written another note to the folder.
-        over: If True, training is over, and this module's notes are removed from all folders.
+        path: Checkpoint folder from which the note is removed even if the folder is incomplete. Pass a folder to which
+            ebbtide's save of DeepSpeed's files has already written another note with the same meaning.
+        over: True at the end of training. The note is then removed from every folder, complete or not.
     """
     if not _notes:
         return

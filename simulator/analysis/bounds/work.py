@@ -1,6 +1,7 @@
-"""The work of updating one parameter element in each way, for the lower bound of an iteration's time.
+"""The ops that update one parameter element, with their least seconds, for the lower bound of an iteration's time.
 
-A way of updating is a combination of placement, parameter location and flags (`Way`).
+The ops depend on the combination of placement, parameter location and flags (`Way`). The seconds are given for each
+resource that an op occupies, such as a copy direction or DRAM.
 """
 
 from __future__ import annotations

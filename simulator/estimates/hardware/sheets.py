@@ -291,9 +291,17 @@ _RTX5090: Fields = {
 def _several(
     name: str, card: Fields, desktop: Fields, servers: Mapping[int, Fields], halved: Fields, full: Fields
 ) -> dict[str, Sheet]:
-    """Return the data sheet figures of machines with one kind of GPU: a desktop, and servers with four or eight GPUs.
+    """Return the data sheet figures of machines that all have the given kind of GPU: a desktop with two GPUs, and
+    servers.
 
-    The result is a dict by the name of the machine.
+    The result is a dict by the machine's name, such as ``rtx4090-x2``.
+
+    Args:
+        name: Name of the kind of GPU, with which the names of the machines begin.
+        card: Figures of the GPU.
+        desktop: Figures of the desktop without its GPUs.
+        servers: Figures of the servers without their GPUs, by number of GPUs.
+        halved, full: Speed of the link between host and one GPU, in the desktop and in the servers.
     """
     two = Sheet(**{**card, **desktop, **halved, "gpus": 2})
     more = {gpus: Sheet(**{**card, **server, **full, "gpus": gpus}) for gpus, server in servers.items()}
