@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ebbtide.runtime.hardware.background import native_work
+from ebbtide.runtime.hardware.background import free, native_work
 
 WAIT_DEADLINE_S = 600.0
 
@@ -179,7 +179,9 @@ class Lane:
             self._error = error
         while (work := self._queue.get()) is not None:
             work()
-            del work  # with the tensors that it copied: the next one may be long in coming
+            held: list[object] = [work]
+            del work
+            free(held)  # with the tensors that it copied: the next one may be long in coming
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End the thread of this lane (a queue of copies or updates), once all queued operations have ended.

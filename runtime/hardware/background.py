@@ -49,7 +49,7 @@ def native_work() -> Iterator[None]:
     """
     work = _work
     with work.changed:
-        if work.ending:
+        if work.ending and threading.current_thread().daemon:
             raise InterpreterEndsError("the Python interpreter is ending: background work no longer begins")
         work.running += 1
     try:
@@ -59,6 +59,22 @@ def native_work() -> Iterator[None]:
             work.running -= 1
             if work.ending:
                 work.changed.notify_all()
+
+
+_kept: list[object] = []
+
+
+def free(held: list[object]) -> None:
+    """Empty a list on a daemon thread, so that the objects that only the list refers to are freed.
+
+    Freeing a tensor is work in PyTorch too. Once the Python interpreter is ending, the objects are kept instead, and
+    the main thread frees them.
+    """
+    try:
+        with native_work():
+            held.clear()
+    except InterpreterEndsError:
+        _kept.append(held)
 
 
 @atexit.register

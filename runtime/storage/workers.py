@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ebbtide.runtime.checkpoint.format.memory import memory_at
-from ebbtide.runtime.hardware.background import native_work
+from ebbtide.runtime.hardware.background import free, native_work
 from ebbtide.runtime.storage.errors import StorageError
 
 logger = logging.getLogger("ebbtide")
@@ -148,6 +148,9 @@ class Workers:
         while (work := self._queue.get()) is not None:
             transfer, job = work
             transfer.run(job, bounce)
+            held: list[object] = [work, transfer, job]
+            del work, transfer, job
+            free(held)  # with the tensors, whose memory must not stay until the next block comes
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Stop the threads that read or write blocks on a drive. Return False if a thread is stuck."""

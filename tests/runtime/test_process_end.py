@@ -28,6 +28,10 @@ def compute(seconds=0.5):
     while time.monotonic() < end:
         state.add_(1).mul_(1.0)
         inside.set()
+
+class Held:  # as tensors that only an op refers to: to free them is work in PyTorch
+    def __del__(self):
+        compute()
 """
 SCRIPTS = {
     "an op computes": """
@@ -44,6 +48,21 @@ SCRIPTS = {
         first, other = Completion(), Lane("copy")
         Lane("update").submit(compute, (), first)
         other.submit(compute, (first,), Completion())
+        inside.wait()
+    """,
+    "an op frees what only its lane still refers to": """
+        def submit(held):
+            Lane("update").submit(lambda: compute() or held, (), Completion())
+        submit(Held())
+        inside.wait()
+    """,
+    "a worker of the store frees what only it still refers to": """
+        from ebbtide.runtime.storage.workers import Transfer, Workers
+        workers = Workers("write", 1, 4096)
+        def submit(held):
+            workers.submit(Transfer(1), lambda bounce: held)
+        submit(Held())
+        workers.submit(Transfer(1), lambda bounce: None)  # takes the place of the first block
         inside.wait()
     """,
     "an op waits for another op that is never submitted": """
