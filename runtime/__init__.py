@@ -10,6 +10,8 @@ Names are resolved on first use, so that importing a submodule such as ``ebbtide
 
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.runtime.hardware import background as _background  # noqa: F401 - its ``atexit`` handler must run last
+
 if TYPE_CHECKING:
     from ebbtide.runtime.frontdoor import disable, enable
     from ebbtide.runtime.zero.attach import attach, initialize

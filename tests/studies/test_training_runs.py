@@ -60,7 +60,8 @@ def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged)
     large.
     """
     figures = families.by_family(judged)["offloaded"]["held_out"]
-    assert figures["median_abs_pct_error"] <= 16
+    assert figures["median_abs_pct_error"] <= 10
+    assert figures["p90_abs_pct_error"] <= 25
     assert abs(figures["median_pct_error"]) <= 5
     newest = [
         dataclasses.replace(run, fields={**run.fields, "deepspeed": "0.19.8", "optimizer": "", "pinned": "1"})
@@ -81,7 +82,7 @@ def test_rows_without_the_columns_of_the_build_are_read_as_runs_before_0_19_5(ru
 
 def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
     found = families.spread(judged)
-    assert found["sources"] == 7
+    assert found["sources"] == 8
     assert found["needed"] == pytest.approx(OFFLOAD_SPREAD, abs=0.02)
 
 

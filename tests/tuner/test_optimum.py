@@ -93,5 +93,5 @@ def test_orders_are_all_of_them_and_each_once():
 def test_too_many_subgroups_are_refused():
     workload, machine = random_pair(np.random.default_rng(0))
     assert len(workload.subgroups) > MOST_SUBGROUPS
-    with pytest.raises(ValueError, match=f"at most {MOST_SUBGROUPS} subgroups, but got"):
+    with pytest.raises(ValueError, match=f"limited to {MOST_SUBGROUPS} subgroups, but got"):
         optimum(begun(workload, machine))

@@ -46,9 +46,9 @@ LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the 
 def calibrate(
     machine: str, runs: tuple[str, ...], strategy: str, ratio: float | None, out: str, as_json: bool, **source: Any
 ) -> None:
-    """Correct the rates of MACHINE (a file or a preset) by measured training runs.
+    """Correct the bandwidths and compute speeds of MACHINE (a file or a preset) with measured training runs.
 
-    Each corrected rate gets a spread that shows how well the runs agree.
+    Each corrected speed gets a spread that shows how well the runs agree.
     """
     from ebbtide.tuner.calibrate.calibration import calibrate as correct
     from ebbtide.tuner.calibrate.run_checks import check_scale

@@ -90,9 +90,9 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
 )
 @guarded
 def export(folder: str, tag: str | None, to: str) -> None:
-    """Write a checkpoint in DeepSpeed's own format, which DeepSpeed loads without ebbtide.
+    """Convert a committed checkpoint into DeepSpeed's own format, which DeepSpeed loads without ebbtide.
 
-    It is for checkpoints with optimizer state on a drive. Training may go on during the export.
+    This is needed for checkpoints with optimizer state on a drive. Training may go on during the export.
     """
     from ebbtide.runtime.checkpoint.errors import CheckpointError
     from ebbtide.runtime.checkpoint.protocol.retention import named_latest

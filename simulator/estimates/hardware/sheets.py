@@ -58,7 +58,8 @@ class Compute:
 
 
 # One constant for all devices was a quarter off: an A100 sustains more of its sheet than an H100, whose clock its power
-# limits, and GeForce cards, whose sheets count their lowest boost, sustain nearly all. Found on the half of
+# limits, and GeForce cards, whose sheets count their lowest boost, sustain nearly all or more (an RTX 5090 was sampled
+# at 2813 to 2932 MHz under load, github.com/kekzl/imp/issues/1671; its sheet counts 2407). Found on the half of
 # studies/data/published_training_runs.csv that is marked for it.
 _MOSAIC = "MosaicML's tables of MPT models"
 _LLMQ = "runs of llmq and LLaMA-Factory with Qwen2.5 models"
@@ -91,7 +92,7 @@ COMPUTE: Mapping[str, Compute] = {
     "NVIDIA GeForce RTX 3090": Compute(1.0, 0.5, _TINY),
     "NVIDIA GeForce RTX 4080": Compute(0.95, 0.5, "as the RTX 4090, the same generation"),
     "NVIDIA GeForce RTX 4090": Compute(0.98, 0.5, f"{_LLMQ}, {_TINY}"),
-    "NVIDIA GeForce RTX 5090": Compute(1.0, 0.5, "runs of llmq with Qwen2.5 models"),
+    "NVIDIA GeForce RTX 5090": Compute(1.1, 0.55, "runs of llmq with Qwen2.5 models, at a clock above the sheet's"),
     "NVIDIA RTX A6000": Compute(0.70, 0.4, _TINY),
     "NVIDIA RTX PRO 6000": Compute(0.86, 0.4, "runs of llmq with Qwen2.5 models"),
     "NVIDIA L40S": Compute(0.68, 0.4, "runs of llmq with Qwen2.5 models"),
