@@ -1,4 +1,4 @@
-"""Tests of ``import ebbtide``: the public names, and how a notebook shows their objects."""
+"""Tests of ``import ebbtide``: its public names, and how a notebook shows the objects that its functions return."""
 
 import subprocess
 import sys

@@ -159,10 +159,11 @@ def faults_by_thread():
 
 
 def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeypatch):
-    """Check that threads on the cores near the GPU are the first to touch a new host buffer of the runtime.
+    """Check that new host buffers are first touched by threads on the cores near the GPU.
 
-    A page lies on the NUMA node of the core that touches it first. So neither the calling thread nor
-    OpenMP's threads may touch the buffer, and both keep the cores that they were bound to.
+    The thread that first touches a memory page determines the page's NUMA node. So neither the calling thread nor
+    OpenMP's threads may touch a new buffer. The test also checks that these threads may still run on the same cores as
+    before.
     """
     torch.ones(1 << 22).add_(1)  # OpenMP's threads are there
     device.cores, bound = [max(os.sched_getaffinity(0))], []

@@ -273,13 +273,14 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
 
 
 def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
-    """Check that the runtime waits until a gradient sum has been copied to host memory, before it saves the sum to
-    another buffer.
+    """Check that the runtime waits for the copy of a gradient sum to host memory before it saves the sum to another
+    buffer.
 
-    A step with a single micro-batch overwrites the buffer of the sum. Stock DeepSpeed keeps the sum in such a
-    step and may continue it later, so the runtime saves the sum first. If the step before was skipped, nothing
-    has waited for the gradients, so their copy to host memory may still be running. In this test a copy runs
-    only when something waits for it.
+    First, a step is skipped. No update has waited for its gradient sum, so the copy of the sum to host memory may still
+    run. The next step has a single micro-batch and overwrites the buffer of the sum. The runtime saves the sum first,
+    because stock DeepSpeed would keep it and might add to it later.
+
+    In this test a copy runs only when something waits for it, so that a missing wait shows.
     """
     under_way, wait_host = {}, Completion.wait_host
 

@@ -268,9 +268,11 @@ def test_accumulation_counts_against_free_memory(monkeypatch):
     ("ranks", "given", "expected"), [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7), ("4", {}, None)]
 )
 def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ranks, given, expected):
-    """Check that ebbtide sets ``reduce_bucket_size`` to 50 M elements on two ranks if the DeepSpeed config
-    leaves it open, so that gradient copies start early. On four ranks DeepSpeed's default stays, because
-    the size of the bucket changes the bits of the gradient sum.
+    """Check that ebbtide sets ``reduce_bucket_size`` to 50 million elements on two ranks if the DeepSpeed config does
+    not set it. With smaller buckets, gradient copies start earlier.
+
+    A sum over two ranks has the same bits with any bucket size. On four ranks the bits could change, so DeepSpeed's
+    default stays.
     """
     import deepspeed
 

@@ -114,11 +114,11 @@ JOBS = [
 
 @pytest.mark.parametrize(("model", "name", "about", "slower"), JOBS)
 def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(model, name, about, slower):
-    """Check the workload and the rate of host updates that ``plan="auto"`` computes from steps, which are simulated
-    here.
+    """Check the workload and the speed of CPU updates that ``plan="auto"`` computes from measured steps. In this test
+    the measured steps come from a simulation.
 
-    The computed workload has the times of the simulated one. A simulation with the computed workload and rate shows
-    the rate of host updates that was seen in the steps.
+    The computed workload must have the times of the simulated workload. In a new simulation with the computed workload
+    and speed, CPU updates must be as fast as in the measured steps.
     """
     believed = Machine.preset(name)
     update_rate = slower * believed.host_adam_params_per_s.median
@@ -253,11 +253,11 @@ def test_nothing_is_recorded_that_nobody_asks_for(only_rank):
 
 
 def test_steps_of_many_micro_batches_are_seen(only_rank):
-    """Check that ``plan="auto"`` gets the times of forward and backward in each measured step, if a step has 40
-    micro-batches.
+    """Check that ``plan="auto"`` gets the times of one forward and one backward for each measured step, if a step has
+    40 micro-batches.
 
-    These times are those of the first micro-batch of each step. They cannot come from the measured timeline,
-    which keeps only the last 64 forwards, backwards and optimizer steps.
+    Only the first micro-batch of a step is measured. Its times must not come from the general timeline, which keeps
+    only the last 64 forwards, backwards and optimizer steps.
     """
     engine = start(accumulation=40)
     ebbtide.runtime.attach(engine, _plan(engine))

@@ -16,12 +16,13 @@ from ebbtide.simulator.schedule import Lane
 
 
 def run_together(pacer, jobs):
-    """Start jobs at the same moment on a pacer, which makes each job last as long as on the emulated GPU. Return a
-    list of the seconds until each job ends.
+    """Start jobs at the same moment on a pacer. Return a list of the seconds until each job ends.
+
+    A pacer delays the end of each job, because concurrent jobs on the emulated GPU share its capacities, such as memory
+    bandwidth.
 
     Args:
-        jobs: For each job, the seconds that it takes alone, and its demand: the amount of each capacity, such
-            as memory bandwidth, that it uses per second.
+        jobs: For each job, the seconds that it takes alone, and the amount of each capacity that it uses per second.
     """
     ends, gate = [0.0] * len(jobs), threading.Barrier(len(jobs) + 1)
     begun = []

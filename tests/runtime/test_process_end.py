@@ -119,9 +119,10 @@ ABANDONED = {
 
 
 def daemon_threads():
-    """Return a dict from each function of ebbtide's packages that starts a daemon thread to all names in its module.
+    """Find the functions in ebbtide's packages that start a daemon thread. Return a dict: its keys are the names of
+    these functions, and each value is the set of all names that the function's module uses.
 
-    A daemon thread must enter PyTorch through ``native_work``, so a test looks for this name.
+    A daemon thread must enter PyTorch through ``native_work``. So a test looks for this name in the sets.
     """
     found = {}
     for package in ("ebbtide", "profiler", "runtime", "simulator", "tuner"):

@@ -1,4 +1,6 @@
-"""Tests that all parts of ebbtide that ask for memory or cores respect the limits of a container."""
+"""Tests that all parts of ebbtide that look up the available memory or the number of cores respect the limits of a
+container.
+"""
 
 import os
 from pathlib import Path

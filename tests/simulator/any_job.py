@@ -68,8 +68,10 @@ def random_workload(rng):
 
 
 def cut_anew(rng, work):
-    """Return a workload cut into subgroups of another size, which are whole subgroups of DeepSpeed or parts of
-    them.
+    """Return a copy of a workload with subgroups of another, random size.
+
+    They are the subgroups that DeepSpeed forms for another ``sub_group_size``. In 30% of the cases under ZeRO-3, they
+    are parts of DeepSpeed's present subgroups instead.
     """
     size = int(10 ** rng.uniform(np.log10(work.params) - 1.8, np.log10(work.params) - 0.5)) + 1
     return work.in_pieces(size) if work.zero_stage == 3 and rng.random() < 0.3 else work.recut(size)
@@ -111,8 +113,11 @@ def random_machine(rng):
 
 @dataclass(frozen=True)
 class Tried:
-    """A random plan that was simulated: the workload with its subgroups, the machine, the code of each subgroup's
-    placement, the plan's other options, and the smallest memory limits under which the plan fits.
+    """A random plan that was simulated.
+
+    The fields are the workload with its subgroups, the machine, the plan's other options, the smallest memory limits
+    that the plan fits into, and one code per subgroup. A code is a number that stands for placement, parameter location
+    and flags of the subgroup (`Way.code`).
     """
 
     work: Workload

@@ -101,9 +101,9 @@ def test_without_room_on_the_gpu_the_bound_is_the_updates_on_the_host():
     """Check the lower bound of the iteration time if GPU memory has little room for optimizer state, and the link
     between host and GPU is slow.
 
-    A plan with all updates on the CPU is simulated for comparison. Its iteration takes backward, all updates, the copy
-    of the last parameters to the GPU, and the last layer's forward, one after the other. The bound must lie between 75%
-    and 100% of this time, and must name the CPU updates as a limit.
+    For comparison, a plan with all updates on the CPU is simulated. The simulated iteration is the sum of backward, all
+    updates, the copy of the last updated parameters to the GPU, and the last layer's forward. The bound must lie
+    between 75% and 100% of this sum, and must list the CPU updates among the resources that limit it.
     """
     work, on = workload(), machine(host_adam_params_per_s=4e8, h2d_bytes_per_s=4e9, device_adam_params_per_s=4e9)
     limits = Limits(work.device_base_bytes + 2**28, 2**45)
@@ -116,11 +116,11 @@ def test_without_room_on_the_gpu_the_bound_is_the_updates_on_the_host():
 
 
 def test_what_is_in_buffers_need_not_be_copied_after_the_norm():
-    """Check that the lower bound of an iteration has no copy after the gradient norm for state that is already
-    in staging buffers.
+    """Check that the lower bound of the iteration time counts no copy after the gradient norm for state that is already
+    in staging buffers on the GPU.
 
-    The state of sixty of a hundred subgroups is copied to the GPU during backward, and that of the others
-    after the gradient norm.
+    In this test, the state of sixty of a hundred subgroups is copied to the GPU during backward. Only the state of the
+    other forty is copied after the norm.
     """
     slow = Layer(params=10**7, forward_s=0.001, backward_s=0.1)
     work = workload(100, layers=(slow,) * 100)

@@ -58,8 +58,11 @@ def test_below_zero_3_too(stage):
 
 
 def by_counting(layout):
-    """Count the traffic of the busiest node from a list of all ranks. Return the number of data-parallel rings
-    that enter the node, and of tensor-parallel groups that are split between nodes.
+    """Return two numbers that are counted from a list of all ranks and their nodes.
+
+    The first is the largest number of data-parallel rings that enter one node. Only nodes with ranks of the layout's
+    pipeline stage count. The second is the largest number of tensor-parallel groups that one node has in common with
+    other nodes. A test compares them with the simulator's formulas.
     """
     span = layout.data * layout.tensor
     node = {rank: rank // layout.gpus_per_node for rank in range(layout.gpus)}

@@ -63,12 +63,12 @@ def with_storage(on, rng):
 
 
 def enlarged(work, on, rng):
-    """Return a workload and a simulated machine. The workload is the given one with a random time for launching a
-    module.
+    """Return a workload and a simulated machine that differ from the given ones in two ways.
 
-    In half of the cases, the number of parameters and all speeds in bytes or parameters per second are multiplied by
-    2**24. Copies then take as long as before, but gradients exceed the number of bytes that may be on their way to the
-    host at once. So the simulated backward has to wait for gradient copies.
+    The time for launching a module is zero or random. In half of the cases, the number of parameters and all speeds in
+    bytes or parameters per second are multiplied by 2**24. Copies then take as long as before, but gradients exceed the
+    number of bytes that may be on their way to the host at once. So the simulated backward has to wait for gradient
+    copies.
     """
     issued = {"module_issue_s": rng.choice([0.0, rng.uniform(0, 2)])}
     factor = rng.choice([1, 2**24])
@@ -175,8 +175,11 @@ def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
 
 
 def test_more_kinds_of_ops_than_are_remembered():
-    """Check that the fast simulator's cache of op speeds mixes up no two ops if each of 120 ops demands other
-    resources.
+    """Check that the fast simulator never gives an op the cached speed of another op, if there are more kinds of ops
+    than its cache holds.
+
+    The cache holds 15 kinds of CPU updates, 15 kinds of copies to the GPU, and 15 kinds of copies to the host. This
+    test has 40 ops of each, and all of them need different shares of DRAM bandwidth.
     """
     out = ScheduleBuilder()
     for number in range(40):

@@ -22,8 +22,8 @@ STEPS = 6
 
 
 class Run:
-    """A recorder of the ops that `Issue` adds: the step of the update, the subgroup, the waits and the buffer of
-    each op.
+    """A recorder of the ops that `Issue` adds for the updates of a training step. It records for each op the kind of op
+    (such as a copy or an update), the subgroup, the waits and the buffer.
     """
 
     def __init__(self, some, rng=None, slots=2, host_slots=2, prefetch=1, order=None):
@@ -161,11 +161,12 @@ def test_what_holds_a_slot_is_updated_first_if_late_staged_updates_need_it():
 
 @pytest.mark.parametrize("forgotten", [Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS, *Slot, "order"])
 def test_a_forgotten_wait_of_the_machine_is_seen(forgotten, monkeypatch):
-    """Check that the schedules differ from the recorded ones (`recorded_schedules.json`) if `Issue` forgets any one
-    of its waits.
+    """Check that the recorded schedules (`recorded_schedules.json`) would show a fault in `Issue`, which decides the
+    order and the waits of a step's ops.
 
-    The schedule builder and the runtime's executor share `Issue`, so a comparison of these two would not show a
-    missing wait.
+    `Issue` is changed to forget one kind of wait, to take a buffer too early, or to reverse the order of updates. Then
+    some schedule must differ from the recorded one. A comparison of the schedule builder with the runtime's executor
+    would not show the fault, because both use `Issue`.
     """
     issue, take = Issue._issue, Issue._take
 

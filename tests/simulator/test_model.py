@@ -182,9 +182,12 @@ def mfu(machine, **shape):
 
 
 def test_eager_kernels_and_their_loss_take_more_of_the_devices_memory():
-    """Check that a workload estimated with eager kernels takes more time and activation memory, and one with a
-    fused loss takes less. With very fast GPU memory all take the same time: only ops between matrix
-    products differ.
+    """Compare estimated workloads with the default one, which has fused kernels and an unfused loss. With eager
+    kernels, forward and backward are longer and need more activation memory. With a fused loss, backward is shorter and
+    needs less activation memory.
+
+    With very fast GPU memory, backward takes equally long in all of them, because only the ops between matrix products
+    differ.
     """
     shape = {"sequence": 2048, "micro_batch": 4, "activation_checkpointing": "none", "zero_stage": 2}
     ways = ({}, {"kernels": "eager"}, {"fused_loss": True})
@@ -239,9 +242,11 @@ def test_a_short_forward_takes_what_the_host_needs_to_issue_it():
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_whole_gradients_pass_through_device_memory_six_times_before_they_are_reduced(ranks):
-    """Check an estimated workload: before a gradient is reduced, the GPU reads or writes it six times in its
-    memory, at any number of ranks. These accesses and the reduction take twice as long for fp32 gradients as for
-    bf16 gradients.
+    """Check how much longer backward is in an estimated workload with fp32 gradients than with bf16 gradients, at any
+    number of ranks.
+
+    The difference must be the time of the gradient reduction and of six reads or writes in GPU memory, each for the two
+    additional bytes per gradient element.
     """
     machine = preset("h100-node")
     narrow, wide = (
@@ -495,10 +500,10 @@ def test_a_number_that_is_none_is_refused_not_passed_over():
 
 
 def test_a_machine_that_does_not_tell_issues_layers_as_others_do():
-    """Check the estimate for a machine without a measured time in which the host launches a layer's kernels. The
-    estimate then uses the time that the machine presets have.
+    """Check the estimate for a machine without a measured `layer_issue_s`, which is the time that the host needs to
+    launch the kernels of a layer. The estimate must assume 1.8 ms.
 
-    Otherwise a measured machine would seem faster than the preset of the same hardware.
+    With 0 ms, such a machine would seem faster than a machine with a measured launch time.
     """
     told = preset("h200").model_copy(update={"layer_issue_s": Quantity.exact(1.8e-3)})
     silent = told.model_copy(update={"layer_issue_s": None})

@@ -139,8 +139,10 @@ def test_state_and_parameters_are_there_twice():
 
 
 def test_early_staged_updates_come_as_gradients_do_and_return_with_their_parameters():
-    """Check the simulated times of early staged updates that share one staging buffer, with copies of 1 s in
-    each direction. The gradient norm is known while the last subgroup's state is copied to the GPU.
+    """Check the simulated times of early updates on the GPU: updates that start before the gradient norm is known.
+
+    The updates share one staging buffer. When backward has computed a subgroup's gradients, the subgroup's state is
+    copied to the GPU in 1 s. After the update, it is copied back to the host in 1 s, together with the new parameters.
     """
     work, on = workload(), machine(h2d_bytes_per_s=120, d2h_bytes_per_s=140, device_adam_params_per_s=1e9)
     plan = planned(0, "device", staging_slots=1, prefetch=1, speculate_visits=4)

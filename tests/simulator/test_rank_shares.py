@@ -37,9 +37,11 @@ def test_unmeasured_ranks_divide_memory_and_storage_and_keep_their_links():
 
 
 def test_cores_are_divided_only_where_they_compute_the_model_too():
-    """Check that the simulator divides CPU cores among the ranks only on a machine where forward and backward
-    run on these cores too. A host update is limited by DRAM bandwidth, and a rank's share of this bandwidth
-    is counted already.
+    """Check that the simulator divides CPU cores among the ranks only on a machine where forward and backward run on
+    these cores too.
+
+    Elsewhere, CPU cores only compute updates, and the updates are limited by DRAM bandwidth. The simulator divides this
+    bandwidth among the ranks. If it also divided the cores, the other ranks would count twice.
     """
     assert capacities(machine(), 4)["cores"] == 16
     assert capacities(machine(device_shares_host_cores=True), 4)["cores"] == 4
@@ -78,9 +80,10 @@ def test_no_share_grows_with_the_ranks_and_no_total_exceeds_the_node(known, name
     """Check the simulated bandwidth of each rank if several ranks of a node run at once, for random measured bandwidths
     in the machine description.
 
-    The bandwidth of one rank never grows with the number of ranks. All ranks together never exceed the DRAM or storage
-    bandwidth of the node, or one link per rank. Between measured numbers of ranks, the bandwidth of all ranks together
-    is linear.
+    - The bandwidth of one rank never grows with the number of ranks.
+    - The total bandwidth of all ranks never exceeds the DRAM or storage bandwidth of the node. The total bandwidth of
+      copies never exceeds the bandwidth of one link times the number of ranks.
+    - Between measured numbers of ranks, the total bandwidth is interpolated linearly.
     """
     shares = {ranks: {name: Quantity.exact(share)} for ranks, share in known.items()}
     node = machine(rank_shares=shares)

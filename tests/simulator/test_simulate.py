@@ -113,11 +113,11 @@ def test_memory_is_taken_at_the_start_and_given_back_at_the_end():
 
 
 def test_parameters_on_the_host_come_in_for_each_pass():
-    """Check that in the simulator parameters in host memory are copied to the GPU before each forward and each
-    backward, and not after the update.
+    """Check that the simulator copies parameters from host memory to the GPU for each forward and for each backward of
+    a layer, and that it adds no further copy for an update.
 
-    The copy of a layer takes 20 s and runs while the layer before it computes. For the next iteration, layer 0's
-    copy starts as soon as layer 0's update has ended.
+    The copy of a layer takes 20 s. In the next iteration, the copy of layer 0 for forward starts as soon as layer 0's
+    update has ended.
     """
     plan = plan_of(["host"] * 2, parameter_home=Plan.location_runs(["host"] * 2))
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
@@ -258,8 +258,10 @@ def test_residents_copy_nothing():
 
 
 def test_what_lies_outside_the_phases_is_a_phase_of_its_own():
-    """Check that the simulator has a phase of its own, `loop_s`, for time outside forward, backward and step.
-    A host update continues during that time, so the next forward waits less.
+    """Check that the simulator counts the time of an iteration outside forward, backward and step as a phase of its
+    own, `loop_s`.
+
+    CPU updates continue during this time. So the next forward waits less for them than without this time.
     """
 
     def phases(**fields):
@@ -294,10 +296,11 @@ def rounded(timeline, kind):
 
 
 def test_stocks_gradients_queue_on_one_stream_beside_backward():
-    """Check that simulated stock DeepSpeed copies gradients on one stream while backward of the next layer runs.
+    """Check the simulated gradient copies of stock DeepSpeed. They run one after the other on a single stream, and
+    backward of the next layer does not wait for them.
 
-    The gradient kernels of a layer wait until running matrix products end. These waits take 1 s in all: a third of
-    the layer's backward.
+    Before a layer's gradients are copied, GPU kernels compute their norm and convert them to fp32. The kernels must
+    first wait 1 s for running matrix products, which is a third of the time of the layer's backward.
     """
     found = stock(gradients="asynchronous")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (5, 8)]
@@ -323,10 +326,11 @@ def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
 
 
 def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
-    """Check that in the simulator older DeepSpeed builds copy gradients through unpinned memory and convert them to
-    fp32 on the host.
+    """Check the simulated backward of older DeepSpeed builds, which copy gradients through unpinned memory and convert
+    them to fp32 on the host.
 
-    Between the backward passes of layer 1 and layer 0 there are three copies of 20 s each and a conversion of 40 s.
+    Backward of layer 0 starts 100 s after backward of layer 1 has ended. In between, three copies take 20 s each, and a
+    conversion takes 40 s.
     """
     found = stock(gradients="unpinned_widened_on_host")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]

@@ -73,12 +73,13 @@ def test_with_accumulation_others_copy_sixteen_bits_out_and_in_as_well(machine_b
 
 
 def test_with_overlap_comm_others_copy_beside_backward(machine_by_hand):
-    """Check the simulated backward of one rank while other ranks copy gradients to the host, with `overlap_comm`. The
+    """Check a simulated iteration of one rank while other ranks copy gradients to the host, with `overlap_comm`. The
     expected times are computed by hand.
 
-    The copies of the other ranks run one after the other and during this rank's backward. Backward waits for them only
-    if this rank's own gradient copy comes after theirs. In each of the two layers, backward takes 1 s and the copies of
-    other ranks take 4 s.
+    The ranks copy one after the other. In each of the two layers, backward takes 1 s and the copies of the other ranks
+    take 4 s. If this rank has gradients in both layers, its own copies come last and backward waits for them: the
+    iteration takes 10 s. If this rank has no gradients in the last layer, backward of the first layer runs during the
+    copies of the other ranks: the iteration takes 9 s.
     """
     waiting = seconds("zero_offload", one_layer(1000, 10**9, beside=1.0), machine_by_hand)
     # Its own thousand elements of the last layer are behind the others' of this layer, and backward waits for them.

@@ -109,11 +109,11 @@ def test_other_times_need_no_further_build(name):
 
 
 def test_times_where_no_template_looks_are_always_built():
-    """Check that the simulator builds every schedule of a strategy without a template, if a template would give a wrong
-    schedule.
+    """Check that the simulator does not use a template for a strategy if the template would give wrong schedules. It
+    then builds each schedule from scratch.
 
-    A template is a compiled schedule with times that can be replaced, such as the forward time of a layer. Here the
-    strategy adds this forward time to the duration of CPU updates too, where a template does not replace it.
+    A template is a compiled schedule with times that can be replaced, such as the forward time of a layer. The strategy
+    in this test adds this forward time to the work of its CPU updates too. A template would not replace it there.
     """
     built = []
 

@@ -1,8 +1,7 @@
-"""Tests of the simulator's tables of placements. One module counts from them the bytes in GPU memory, in host
-memory and on a drive.
+"""Tests of the simulator's tables, which describe the placements of optimizer state. From these tables the simulator
+computes the bytes in GPU memory, in host memory and on a drive.
 
-A new placement of optimizer state needs only new rows in these tables. The engines that simulate schedules stay
-unchanged.
+The tests add a new placement to the tables. The engines that simulate schedules must support it without a change.
 """
 
 import random

@@ -139,8 +139,10 @@ def test_an_update_lasts_as_long_as_its_traffic(placement, name):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_plan_of_lions_beats_the_bound(seed):
-    """Check that no plan beats the lower bound of an iteration with the Lion optimizer. Lion's updates are
-    faster than the machine's measured rate, which is Adam's.
+    """Check that with the Lion optimizer no plan has a shorter simulated iteration than the lower bound.
+
+    Lion's updates are faster than Adam's, and the update speeds of a machine are measured with Adam. A bound that used
+    Adam's speeds would be too high.
     """
     rng = random.Random(seed)
     on = machine(host_adam_params_per_s=rng.uniform(1, 4), device_adam_params_per_s=rng.uniform(2, 9))

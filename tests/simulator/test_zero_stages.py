@@ -184,9 +184,11 @@ def test_what_crosses_between_ranks_by_stage():
 
 
 def test_how_much_of_a_reduction_backward_goes_on_beside():
-    """Check which share of a gradient reduction overlaps with backward in an estimated workload. Under ZeRO-3
-    it is the prefetch bucket over the reduce bucket, 0.9 with Hugging Face's "auto". Below ZeRO-3 it
-    depends on `overlap_comm`.
+    """Check which share of the time of gradient reductions overlaps with backward in an estimated workload.
+
+    Under ZeRO-3 the share is the size of the prefetch bucket divided by the size of the reduce bucket, but at most 1.
+    With Hugging Face's values for "auto", the share is 0.9. Under ZeRO-2 the share is 1 with `overlap_comm`, and 0
+    without.
     """
 
     def beside(stage, **keys):
@@ -233,8 +235,11 @@ def test_stock_updates_its_slice_in_one_piece():
     ],
 )
 def test_older_and_unpinned_ways_of_the_flat_offload(options, seconds):
-    """Check the simulated times of older variants of DeepSpeed's ZeRO-2 offload. Parameters in fp32 are twice
-    the bytes, and unpinned copies run at half the rate here.
+    """Check the simulated iteration time of variants of DeepSpeed's ZeRO-2 offload.
+
+    One variant copies parameters to the GPU in fp32, which doubles the bytes. Another one copies parameters from
+    unpinned memory. A third one also copies gradients to unpinned memory. In this test, copies to or from unpinned
+    memory have half the bandwidth of other copies.
     """
     work = workload(zero_stage=2, step_gather_s=5.0)
     half = {f"pageable_{way}_bytes_per_s": Quantity.exact(0.5) for way in ("h2d", "d2h")}

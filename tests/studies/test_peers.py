@@ -131,12 +131,12 @@ def in_this_process(monkeypatch):
 
 @pytest.mark.slow
 def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
-    """Check the part of `studies.peers` that compares stock DeepSpeed with ebbtide, and with ebbtide without single
-    features.
+    """Check the part of `studies.peers` that compares stock DeepSpeed with ebbtide, and with variants of ebbtide that
+    have a feature turned off.
 
-    All of them really train, on the emulated device. Each must give the same bits as stock DeepSpeed with as many
-    micro-batches. To save time, all training runs share this process. `tests/studies/test_gpu.py` tests runs in
-    separate processes.
+    All of them really train, on the emulated device. ebbtide and its variants must give the same bits as stock
+    DeepSpeed with the same number of micro-batches per step. To save time, all of them train in this process.
+    `tests/studies/test_gpu.py` tests training in separate processes.
     """
     path = tmp_path / "peers.json"
     in_this_process(monkeypatch)

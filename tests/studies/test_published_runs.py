@@ -318,11 +318,12 @@ def test_a_run_that_cannot_fit_is_predicted_and_said_not_to(tmp_path, capsys):
 
 
 def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
-    """Check that 80% to 97% of the published step times of Deep Optimizer States lie in the predicted 90%
-    intervals, although nothing is fitted to these runs. The intervals must also be narrow.
+    """Check the predicted 90% intervals for the published step times of Deep Optimizer States. Nothing was fitted to
+    these runs.
 
-    This must hold for all runs together and for the A100 node alone. It need not hold for the H100 node alone: the
-    step times there lie near the predictions, so nearly all of them may be inside.
+    Between 80% and 97% of all step times must lie in their intervals, and also between 80% and 97% of those on the A100
+    node. This is not required of the H100 node alone, because nearly all of its step times may lie in their intervals.
+    The intervals must be narrow on both nodes.
     """
     machines = {name: machine_of(name) for name in ("a100", "h100x4")}
     found = judging.intervals(machines, runs, [])
@@ -334,11 +335,11 @@ def test_ninety_percent_intervals_hold_about_nine_in_ten(runs):
 
 
 def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
-    """Check the constant `CAMPAIGN_SPREAD`, the spread between measurement campaigns on different nodes that
-    ebbtide's prediction intervals assume.
+    """Check the constant `CAMPAIGN_SPREAD`, which widens ebbtide's prediction intervals. It is the assumed standard
+    deviation of speed (in log units) between nodes that have the same GPUs but come from different makers.
 
-    The constant must equal the spread of MLPerf times between nodes of different makers. The published runs that
-    test the intervals have no part in it.
+    The constant must equal the standard deviation that is computed from MLPerf training times. It is not fitted to the
+    published runs that test the intervals.
     """
     sigma, freedom = between_makers()
     assert round(sigma, 2) == CAMPAIGN_SPREAD

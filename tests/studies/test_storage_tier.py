@@ -1,5 +1,5 @@
-"""Tests of the study that trains with optimizer state on a drive: the training runs, the share of the state that is
-on the drive, and the compared figures.
+"""Tests of the study that trains with optimizer state on a drive: its training runs, the share of the state that is on
+the drive, and how the study compares measured times with lower bounds.
 """
 
 import pytest
@@ -80,12 +80,12 @@ def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bi
 
 
 def test_each_run_is_judged_by_the_disk_that_it_had():
-    """Check that the study of optimizer state on a drive divides the update time of each run by a lower bound for this
-    run. It does the same with the iteration time.
+    """Check that the study of optimizer state on a drive divides the update time and the iteration time of each run by
+    a lower bound for the same run. The study reports the median of these quotients.
 
-    A run's lower bound is computed from the drive's bandwidths right before and after the run, because a drive may
-    become slower. In the main case, the drive becomes three times slower over three runs, and the updates of each run
-    take 1.1 times the run's lower bound.
+    A drive may become slower, so a run's lower bound is computed from the drive's bandwidths right before and after
+    this run. In the main case, the drive becomes three times slower over three runs, and the updates of each run take
+    1.1 times their lower bound. The reported quotient for updates must be 1.1.
     """
 
     def disk(rate):

@@ -87,12 +87,13 @@ def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
 
 
 def test_a_spread_by_hand(judged, monkeypatch):
-    """Check the computed spread of prediction errors with two sources of published runs. One source is predicted
-    exactly. The runs of the other take half of the predicted time.
+    """Check the standard deviation of prediction errors that is computed from two sources of published runs. The
+    predictions for one source are exact. The runs of the other source take half of the predicted time.
 
-    With so few sources, the 90% interval must hold every run. So the standard deviation is the largest error
-    divided by 1.645, the quantile of the normal distribution. With enough sources, it would follow from the root
-    mean square error and from Student's quantile, 2.92 for two degrees of freedom.
+    With fewer than ten sources, the 90% interval must contain every run. So the standard deviation is the largest error
+    divided by 1.645, the quantile of the normal distribution. The test then lowers the limit of ten sources to two. Now
+    the standard deviation follows from the root mean square error and from Student's quantile, 2.92 for two degrees of
+    freedom.
     """
     own = {run.fields["source"].split("/blob/")[0]: run for run, _ in judged if run.family == "offloaded"}
     one, other = (dataclasses.replace(run, fields={**run.fields, "held_out": "0"}) for run in [*own.values()][:2])
@@ -115,12 +116,12 @@ def test_what_was_inferred_is_left_out_of_the_figures_beside(runs):
 
 
 def test_device_memory_of_rows_held_out_is_predicted_from_published_cells_alone(runs):
-    """Check that peak GPU memory of published runs is predicted from their published settings alone, with a median
-    error of at most 8%.
+    """Check that peak GPU memory of held-out published runs is predicted from their published settings alone, with a
+    median error of at most 8%. Held-out means that no constant was fitted to these runs.
 
-    No constant was fitted to these runs. Some sources report the memory that is in use on the whole GPU. The prediction
-    for these runs, and only for these, includes memory that torch's allocator reserves without using it. The size of
-    this reserve was fitted to other runs.
+    Some published runs report the memory in use on the whole GPU. For such a run, and for no other, the prediction also
+    includes memory that torch's allocator reserves without using it. The size of this reserve was fitted to runs that
+    are not held out.
     """
     seen = [(run, predict_training(run)) for run in runs if run.measured_gib]
     found = families.memory(seen)["held_out"]

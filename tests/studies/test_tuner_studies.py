@@ -1,4 +1,4 @@
-"""Tests of the studies of the plan search and of the simulator's speed, on small models and with few
+"""Tests of the studies `optimality`, `simulator_speed`, `update_phase` and `interleaving`, on small models and with few
 cases.
 """
 

@@ -91,8 +91,9 @@ def test_moves_turn_the_bits_that_they_may_turn_and_make_ways_that_there_are(ear
 
 
 def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
-    """Check random moves of the plan search by annealing over all placements: each subgroup stays in exactly
-    one update queue, the one that belongs to its placement.
+    """Check the random changes of a plan that the plan search makes in simulated annealing. After each change, every
+    subgroup must be in exactly one update queue (CPU or GPU), and this queue must be the one of the subgroup's
+    placement.
     """
     rng, state = Random(1), Moved.of(codes(9), None, 2, 1)
     seen = set()

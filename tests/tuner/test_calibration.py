@@ -133,8 +133,8 @@ def test_a_machine_far_from_its_sheet_is_followed(name, factors):
 
 
 def test_what_no_rate_explains_is_said_and_widens_the_interval():
-    """Check that calibration reports a step time that no rates can explain, and widens the prediction
-    interval. The step takes 0.3 times the predicted time, for which the node's DRAM bandwidth is too low.
+    """Check a calibration with measured steps that take 0.3 times their predicted time. No speeds within the physical
+    limits of the machine explain such a short time. The calibration must report this and widen the prediction interval.
     """
     machine = preset("a100-node")
     runs = [observed(machine, n, factors={"step": 0.3}) for n in (1, 2, 4)]

@@ -138,10 +138,11 @@ def test_the_least_that_is_missing_is_told():
 
 @pytest.mark.parametrize("gib", [None, 20])
 def test_the_search_finds_what_simulating_everything_finds(gib):
-    """Check that `tune search` has the same results as simulating every configuration, with fewer simulations.
+    """Check that `tune search` has the same results as a simulation of all training configurations, with fewer
+    simulations.
 
-    Compared are the fastest configuration, the cost of each value of a setting, the configurations that
-    trade speed for memory, and the remarks.
+    The compared results are the fastest configuration, the highest training speed for each value of a setting, the
+    configurations that are slower but need less GPU memory, and the sentences that sum up the result.
     """
     little = question(device_memory_bytes=gib and gib * 2**30)
     space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 16)
@@ -164,11 +165,11 @@ def test_the_search_finds_what_simulating_everything_finds(gib):
 
 
 def _kinds(remarks):
-    """Return the part before the colon of each remark of a search over training configurations, and remove from it a
-    prediction error such as " (5%)".
+    """Return the part before the colon of each remark, without a prediction error such as " (5%)". A remark is a
+    sentence about the result of a search over training configurations.
 
-    The tests compare remarks of `tune search` with remarks on a simulation of all configurations. Only the former
-    contain a prediction error.
+    A test compares the remarks of `tune search` with those on a simulation of all configurations. Their prediction
+    errors may differ.
     """
     return [re.sub(r" \(\d+%\)", "", remark.split(":")[0]) for remark in remarks]
 
@@ -416,9 +417,10 @@ def test_a_fixed_config_is_simulated_as_it_is(tmp_path, config):
 
 @pytest.mark.parametrize("config", [offloads(CPU, offload_param=CPU), offloads({**CPU, "ratio": 0.5})])
 def test_a_config_that_trains_under_a_plan_is_searched_under_one(tmp_path, config):
-    """Check that `tune search` simulates a DeepSpeed config with offloaded parameters or a Twin-Flow ratio
-    under ebbtide plans. The resulting iteration is shorter than that of `tune simulate`, which simulates
-    stock DeepSpeed.
+    """Check that `tune search` simulates a DeepSpeed config with offloaded parameters or a Twin-Flow ratio under an
+    ebbtide plan, and not as stock DeepSpeed trains it.
+
+    So `tune search` must predict a shorter iteration than `tune simulate`, which simulates stock DeepSpeed.
     """
     ended = searched(tmp_path, config, "--free", "micro_batch")
     rows = json.loads(ended.stdout)["outcomes"]

@@ -28,8 +28,8 @@ def test_those_that_leave_are_evenly_spaced():
 
 
 def whole(subgroups=40):
-    """Return a workload for the plan search for which, apart from optimizer state, only the 16-bit parameters are
-    always in GPU memory.
+    """Return a workload for the plan search with only the 16-bit parameters as base GPU memory (`device_base_bytes`),
+    which is the memory in use throughout an iteration.
     """
     work = workload(subgroups)
     return work.model_copy(update={"device_base_bytes": work.params * work.wire_bytes})

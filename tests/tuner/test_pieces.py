@@ -19,8 +19,8 @@ WHOLE = 10**9
 
 
 def job(count=5, size=5 * 10**7):
-    """Return a workload for the plan search that is a single subgroup of DeepSpeed. Each of its parameters is
-    a quarter of a layer.
+    """Return a workload for the plan search with all parameters in one DeepSpeed subgroup. Each layer has four
+    parameters of equal size.
     """
     work = workload(count, size=size, forward_s=0.012)
     parameters = ((size // 4,) * (4 * count),)

@@ -158,10 +158,10 @@ def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits
     """Check that calibration prints a note if the given micro-batch size contradicts the samples per second in a run's
     log.
 
-    At the samples per second in this log, two samples take as long as the phases of an iteration (forward, backward and
-    step). DeepSpeed may also have counted time between the phases, so more samples are possible. They must fit into the
-    whole iteration, as shown by the log's clock times. Without clock times, they must fit into twice the time of the
-    phases.
+    Micro-batch size and samples per second together give the time of an iteration. This time must be at least the time
+    that forward, backward and step take together, which is enough for two samples in this log. It must be at most the
+    time of an iteration according to the log's clock times. If the log has no clock times, it must be at most twice the
+    minimum.
     """
     described = Described(model="m", shape={"micro_batch": samples})
     (seen,) = seen_in(tmp_path, REAL if timed else without_times(REAL), described)

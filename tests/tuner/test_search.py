@@ -202,8 +202,8 @@ def test_it_tells_how_far_it_is():
 
 
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():
-    """Check the error of the plan search if GPU memory alone and host memory alone would each suffice for some
-    plan, but no plan fits into both.
+    """Check the error of the plan search if some plan keeps the limit of GPU memory, and some plan keeps the limit of
+    host memory, but no plan keeps both limits.
     """
     work = workload(10)  # 3.6 GB of state, 0.6 of gradients
     with pytest.raises(ImpossibleError, match=r"memory is 0\.[1-9]\d GiB short"):

@@ -75,10 +75,10 @@ def test_every_plan_of_the_descent_is_within_memory_by_a_simulation(seed):
 
 
 def test_early_updates_are_as_many_as_memory_holds():
-    """Check the plan that is built from fractions (`Shares`) if all updates are to be early updates (before the
-    gradient norm), but host memory has room for only a part of them.
+    """Check the plan that is built from fractions (`Shares`) if all updates are to be early (before the gradient norm
+    is known), but host memory is too small for this. Each early update needs additional host memory.
 
-    The plan must fit into memory, and must have some early updates.
+    The plan must fit into memory. Some of its updates must be early, but not all.
     """
     work, have = random_job(1)
     all_early = Shares({"host": 1.0}, {}, {"host": 1.0}, 1, 1, ())

@@ -1,7 +1,8 @@
-"""Tests of the row for DeepSpeed without ebbtide, in the table that compares a plan with other ways to train.
+"""Tests of the comparison between a plan and DeepSpeed without ebbtide: the simulated location of DeepSpeed's 16-bit
+parameters.
 
-If the plan keeps the 16-bit parameters on the GPU, so does this row. If the plan keeps them in host memory, this row
-does so only if DeepSpeed alone has no room for them on the GPU.
+If the plan keeps all of them on the GPU, DeepSpeed is simulated with all of them on the GPU. If the plan keeps some of
+them in host memory, DeepSpeed is simulated with all of them in host memory, but only if GPU memory is too small.
 """
 
 from dataclasses import replace
@@ -42,10 +43,11 @@ def limited(peak):
 
 @pytest.mark.parametrize("spare", [0, -1, GIB, -GIB])
 def test_deepspeed_moves_parameters_exactly_if_its_own_peak_does_not_fit(spare):
-    """Check how DeepSpeed without ebbtide is simulated for comparison with a plan that keeps parameters in host memory.
+    """Check where DeepSpeed without ebbtide keeps its parameters in a comparison with a plan that keeps them in host
+    memory.
 
-    Its parameters are on the GPU if, and only if, the simulated peak of GPU memory is then within the limit. The peak
-    includes DeepSpeed's own buffers.
+    DeepSpeed is simulated with its parameters on the GPU if its simulated peak of GPU memory, with the parameters
+    there, is within the limit. Otherwise it is simulated with its parameters in host memory.
     """
     work, have, peak, plan = job()
     within = limited(peak + spare)

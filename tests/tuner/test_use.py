@@ -1,5 +1,5 @@
-"""Tests of the step from a plan file to training: the Trainer's arguments and the DeepSpeed config have
-the plan's numbers.
+"""Tests of how a plan is used for training: the Trainer's arguments and the DeepSpeed config have the plan's numbers,
+such as the micro-batch size.
 """
 
 from types import SimpleNamespace

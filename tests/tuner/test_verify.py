@@ -299,11 +299,11 @@ def test_who_agrees_with_a_third_is_not_blamed(tmp_path, stock, noise):
 @pytest.mark.parametrize("odd", ["plan", "stock"])
 @pytest.mark.parametrize("against", [("stock",), ("stock", "no-offload")])
 def test_what_does_not_recur_is_blamed_on_the_run_that_had_it(tmp_path, odd, against):
-    """Check that `tune verify` blames a single wrong bit on the run that had the bit: the run under a plan, or the
-    run with DeepSpeed alone. A third run, without offload, rounds differently and must not change this.
+    """Check that `tune verify` blames a single wrong bit on the right run: the run under a plan, or the run of stock
+    DeepSpeed.
 
-    `tune verify` repeats the two runs that differ. Only the run with the wrong bit then gives another result than
-    before.
+    If the two runs differ, `tune verify` repeats both. The run that does not give the same result again had the wrong
+    bit. In some cases there is a third run, without offload. It rounds differently and must not change the verdict.
     """
     made, rounded = Trained(tmp_path, "right").run(), Trained(tmp_path, "third", noise=1e-4).run()
     wrong = Trained(tmp_path, "wrong").change(5, flip("embed")).run()

@@ -20,8 +20,8 @@ def hashes(subgroup, version):
 
 
 def write(ledger, subgroup, version=None):
-    """Record in a ledger that a subgroup's state was written to a free extent (byte range of a file). Return the
-    version number of this state, or None if no extent is free.
+    """Choose a free extent (byte range of a file) for a subgroup's state, and record in a ledger that the state was
+    written there. Return the state's version number, or None if no extent was free.
     """
     number, extent = ledger.begin(version), ledger.take_extent(subgroup)
     if extent is None:
@@ -31,10 +31,11 @@ def write(ledger, subgroup, version=None):
 
 
 def committed(ledger, version, keep):
-    """Commit a version of the optimizer state in a ledger, as a step, and drop all steps but the newest ones.
+    """Commit a version of the optimizer state in a ledger as the state of a step. Keep only the newest steps.
 
     Args:
-        version: Number of the version. It must have been announced, which protects it until the commit.
+        version: Number of the version. It must have been announced to the ledger, which protects its state from being
+            overwritten until the commit.
         keep: Number of steps that stay.
     """
     record = StepRecord(step=version, name=str(version), extents=ledger.extents_of(version))
@@ -44,11 +45,11 @@ def committed(ledger, version, keep):
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
 def test_no_write_takes_a_place_that_is_still_needed(keep):
-    """Check that a ledger never lets a write take an extent (byte range of a file) that is still needed.
+    """Check that a ledger never gives a write an extent (byte range of a file) that holds state that is still needed.
 
-    The test writes and commits versions of the optimizer state in random order. Each committed step must keep
-    the hashes of its own state. A version that is about to be committed must have the state that was written
-    for this version.
+    The test writes and commits versions of the optimizer state in random order. Each write records hashes that are
+    different for each subgroup and version. At each commit, and later in each kept step, the extents must have the
+    hashes of the committed version.
     """
     chance, full = random.Random(keep), 0
     ledger = Versions(SUBGROUPS, keep + 1, [], [])

@@ -101,8 +101,9 @@ def _on_ranks(ranks: int) -> int:
 def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and content of each published DeepSpeed config to try.
 
-    On several ranks or on emulated streams, only configs with offload are tried, cut into several
-    subgroups. All others are left to stock DeepSpeed anyway.
+    With several ranks or with ``--streams`` (training on the emulated GPU), only configs with offload are yielded,
+    because all other configs train as stock DeepSpeed anyway. The subgroups of the yielded configs are made small, so
+    that the model has several.
     """
     number, parts = map(int, asked.part.split("/"))
     closer = asked.streams or asked.ranks > 1

@@ -1,6 +1,7 @@
 """Tests of ``checkpoint.use_node_local_storage`` in a DeepSpeed config (the Trainer's save_on_each_node).
-Training under a plan works with this key, which is refused only with checkpoints of ebbtide on several
-nodes.
+
+Training under a plan works with this key. The key is refused only if ebbtide itself is to write checkpoints of a job on
+several nodes.
 """
 
 import ebbtide.runtime

@@ -77,9 +77,10 @@ def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup)
 
 
 def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
-    """Check that ebbtide refuses a config that keeps the fp32 masters on a drive if parameters are on the
-    drive too, because DeepSpeed's swapper makes parameters from masters in memory. A run with all
-    parameters in host memory is not refused.
+    """Check that ebbtide refuses a config that keeps both parameters and fp32 masters on a drive.
+
+    DeepSpeed computes the parameters on the drive from the masters, which must be in memory for this. A config with
+    masters on a drive and all parameters in host memory is not refused.
     """
     monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: 0)  # no room for masters
     made = config(tmp_path, 15_000, 5_000)

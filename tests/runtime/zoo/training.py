@@ -52,15 +52,15 @@ def plannable(config: Mapping[str, Any]) -> bool:
 def trained(
     config: Mapping[str, Any], key: Any = None, steps: int = STEPS, *, mixed: bool = False, model: ByteGPTConfig = MODEL
 ) -> Outcome:
-    """Train some steps of a tiny model, and return the losses, norms, parameters, masters and moments as an
-    `Outcome`.
+    """Train some steps of a tiny model, and return the losses, norms, parameters, masters and moments as an `Outcome`.
 
     Args:
         config: A DeepSpeed config from `as_trained`, which adapts a published config to the test.
         key: Value of the config key "ebbtide". None means stock DeepSpeed. `ebbtide.enable` must have been
             called.
-        mixed: If True, switch to a plan with other placements and parameter locations during training. The
-            switch comes one step after plan "auto" has ended its measurement of the first steps.
+        mixed: If True, switch to a plan with other placements and parameter locations during training. This
+            happens one step after the end of the measured steps of plan "auto", and at the same step with any other
+            ``key``. Stock DeepSpeed has no plan and does not switch.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
