@@ -17,8 +17,10 @@ KEPT = ("test_inputs", "test_option_walk", "test_cli", "test_first_contact", "te
 
 
 def kept(decide):
-    """Return a caching version of `decide`, the function that searches for the best plan of a training job. A call
-    with an equal question returns the earlier result.
+    """Return a caching version of `decide`, the function that searches for the best plan of a training job.
+
+    `decide` takes a `Question` as its first argument. A call with a `Question` that equals an earlier call's
+    returns the earlier result without a search.
     """
     found = {}
 

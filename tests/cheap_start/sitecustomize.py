@@ -96,7 +96,9 @@ CHANGES = {
 
 
 class Finder:
-    """An import hook that changes one function each of four modules of torch right after they are loaded."""
+    """An import hook for four modules of torch. Right after such a module is loaded, the hook replaces one of the
+    module's functions, so that torch does not import its compiler.
+    """
 
     looking = False  # other hooks ask this one as well
 

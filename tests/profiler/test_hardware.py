@@ -134,8 +134,8 @@ def test_a_process_away_from_its_gpu_is_warned(tmp_path, monkeypatch, cores, gpu
 
 def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
     """Check that the profiler reports a low limit of locked memory (memlock) as a fact and not as a warning.
-    The GPU driver does not charge page-locked memory to this limit, so the warning would appear in every
-    container.
+
+    A low limit does no harm, because the GPU driver does not charge page-locked memory to this limit.
     """
     monkeypatch.setattr(hardware.resource, "getrlimit", lambda which: (2**16, 2**16))
     found = hardware.look(cuda=False)

@@ -1,5 +1,5 @@
-"""Tests of each measurement of the profiler at a tiny size: its structure, its source and its clean-up,
-but never the measured time.
+"""Tests of the profiler's measurements at a tiny size. They check the form of a result, its ``source``
+(measured or emulated) and the removal of temporary files, but never a measured speed.
 """
 
 import os
@@ -136,9 +136,12 @@ def test_storage_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize(("at_once_s", "factor"), [(4.0, 0.5), (3.0, 1.0), (3.5, 2 / 3), (9.0, 1 / 7), (0.1, 1.0)])
 def test_what_reads_and_writes_leave_of_each_other(at_once_s, factor):
-    """Check the factor by which simultaneous reads and writes of a drive slow each other down. Alone, the
-    reads take 1 s and the writes 3 s. Together they take 1 s / factor, and then 2 s for the rest of the
-    writes: 4 s in all mean a factor of 0.5.
+    """Check how the profiler computes the factor by which simultaneous reads and writes of a drive slow each other
+    down.
+
+    Alone, the reads take 1 s and the writes 3 s. With a factor of 0.5 the reads take 2 s, and a third of the
+    writes is done in this time. The remaining writes take 2 s more. So a measured total of 4 s must give a
+    factor of 0.5.
     """
     assert storage.duplex_factor(at_once_s, [3.0] * 3, [1.0] * 3) == pytest.approx(factor)
 
@@ -180,11 +183,11 @@ def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
 
 
 def test_what_a_drive_has_just_written_is_not_what_it_reads(tmp_path):
-    """Check that the profiler never reads a block that it has just written, when it measures simultaneous reads
-    and writes of a drive.
+    """Check that the profiler never reads a block that it has just written, when it measures simultaneous reads and
+    writes of a drive.
 
-    A cache could otherwise answer such a read, and the drive would seem faster than it is. For the same reason,
-    each written block must come from a different address in host memory.
+    A cache could otherwise answer such a read, and the drive would seem faster than it is. The test also checks
+    that each written block comes from a different address in host memory.
     """
     written, read = [], []
     with storage.file_to_write(tmp_path / "f", 32 * storage.BLOCK_BYTES) as file:

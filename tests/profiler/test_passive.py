@@ -33,8 +33,8 @@ def train(engine, steps, first=0):
 
 
 def test_each_step_is_filed_in_its_own_trace(engine):
-    """Check that the profiler files the measured time of each training step in this step's trace. In an
-    earlier version the time was in the next step's trace, and the first trace had none.
+    """Check that the measured time of each training step is in the profiler's trace of the same step. In an earlier
+    version the time was in the next step's trace, and the first trace had none.
     """
     profile = PassiveProfile(engine, 3)
     train(engine, WARMUP_STEPS + 3)

@@ -53,8 +53,8 @@ def writing(share, thread_s=1e-10):
 def test_a_writers_cost_is_what_host_adam_loses_beside_it():
     """Check how `with_writer_cost` finds the CPU time that a storage writer takes per byte.
 
-    A measurement gives the share of its speed that Adam on the CPU keeps while a storage writer runs. The writer's CPU
-    time must be raised until the simulator predicts this share.
+    A measurement tells how much Adam on the CPU and the writer slow each other down. The function must choose
+    the CPU time with which the simulator predicts this slowdown.
     """
     for share in (0.9, 0.92):
         found = with_writer_cost(writing(share))
@@ -81,10 +81,13 @@ def test_a_writers_cost_is_never_less_than_its_thread_takes():
 def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
     """Check the CPU time that a checkpoint writer takes per written byte, if forward and backward run on the CPU.
 
-    This time must follow from the slowdown of forward and backward during writes, not from the slowdown of host
-    Adam. At 1 GB/s of writes, a slowdown by 3% on 16 cores is 0.48 s of CPU time per GB. A slowdown by 25%
-    would be 4 s per GB. The result must then be 1 s per GB, the most that two writer threads can use: without
-    other work they write 2 GB/s.
+    The CPU time must follow from the slowdown of forward and backward during writes, not from that of Adam on
+    the CPU. The machine has 16 cores and writes at 1 GB/s during forward and backward. If forward and backward
+    are slower by 3%, the CPU time must be 16 * 3% = 0.48 s per GB.
+
+    The CPU time must not exceed what two writer threads can use. Alone they write 2 GB/s, so the limit is 2
+    threads / 2 GB/s = 1 s per GB. If forward and backward are slower by 25%, which would mean 4 s per GB, the
+    CPU time must be 1 s per GB.
     """
     found = with_writer_cost(
         machine(

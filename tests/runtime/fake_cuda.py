@@ -295,8 +295,10 @@ class Allocator:
             self.block(tensor).recorded.add(stream)
 
     def hold(self, tensor):
-        """Return another reference to a tensor's memory, which the fake allocator does not count as a use of this
-        memory.
+        """Return a second reference to a tensor's memory, for a copy or kernel that runs later on a fake CUDA stream.
+
+        The fake allocator does not count this reference as a use of the memory. So the allocator can tell whether
+        the tensor was freed before the copy or kernel has run.
         """
         name = tensor.detach()
         with self._lock:
@@ -416,8 +418,8 @@ class FakeRuntime:
             raise RuntimeError(f"CUDA error {error}")
 
     def flies(self, tensor, by=1):
-        """Count a copy in progress that reads or writes a tensor, so that an unlock of its pages is an error.
-        ``by`` is -1 when the copy has run.
+        """Add ``by`` to the number of copies in progress that read or write a tensor: 1 when a copy is issued, -1 when
+        it runs. While the number is not 0, an unlock of the tensor's pages is reported as a violation.
         """
         begin = tensor.data_ptr()
         self._flying[begin, begin + tensor.nbytes] += by

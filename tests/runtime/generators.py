@@ -1,5 +1,5 @@
-"""Helpers that compare the states of all random generators of a process, and training with dropout, which
-draws from these generators.
+"""Helpers for tests of random generators: functions that compare the states of all generators of a process, and
+functions that train with dropout, which draws from these generators.
 """
 
 import functools

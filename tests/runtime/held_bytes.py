@@ -1,6 +1,4 @@
-"""A count of the bytes that tensors hold after every torch operation, which the process's resident set
-does not show.
-"""
+"""A class that counts the bytes of all CPU tensors after each torch operation that returns a new tensor."""
 
 from __future__ import annotations
 

@@ -145,12 +145,12 @@ def test_no_rank_has_saved_before_latest_is_written(tmp_path):
 
 
 def test_a_vote_is_counted_before_the_rank_that_gave_it_goes_on(tmp_path):
-    """Check that a save succeeds if rank 0 commits the checkpoint while rank 1 is still in the call that
-    publishes its vote.
+    """Check that a save succeeds if rank 0 commits the checkpoint while rank 1 is still in the call that writes its
+    vote.
 
-    With its vote a rank reports that its files are on disk. In an earlier version the rank synced the
-    hidden folder after its vote. If rank 0 had renamed the folder by then, the rank took the checkpoint for
-    failed, and the other ranks waited in their collectives for ever.
+    A vote is a file that reports that all checkpoint files of its rank are on disk. The commit renames the
+    folder with the vote. In an earlier version rank 1 synced the folder after its vote, and took the save for
+    failed if the folder had been renamed. The other ranks then waited for rank 1 in a collective forever.
     """
     gate = Gate("vote_renamed")
     folder, jobs = two_ranks(tmp_path, None, gate, begin_only={0, 1})

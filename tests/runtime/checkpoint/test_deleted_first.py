@@ -96,11 +96,11 @@ def test_after_the_commit_it_is_gone(root):
 
 
 def test_of_two_engines_the_last_to_commit_gives_the_older_one_up(root):
-    """Check that a deleted checkpoint is restored if the process dies before both of its engines have
-    committed a newer one.
+    """Check that a deleted checkpoint of two engines is restored if the process dies when only one of the engines
+    has committed its new checkpoint.
 
-    A loop that trains a generator and a discriminator, for example, deletes and saves the states of both
-    together.
+    A training loop with a generator and a discriminator, for example, keeps the states of both engines in one
+    checkpoint folder, and deletes the old folder before it saves both states again.
     """
     saved(root / "checkpoint_0", 10)
 
@@ -171,11 +171,12 @@ def test_what_a_load_finds(root):
 
 
 def test_whoever_lists_while_the_commit_takes_the_notes_away(root, monkeypatch):
-    """Check that ebbtide's clean-up of a folder of checkpoints does not fail if another thread commits a checkpoint
-    at the same time.
+    """Check that ebbtide's clean-up of a folder of checkpoints does not fail if a checkpoint is committed at the
+    same time.
 
-    Until the commit, ebbtide keeps copies of deleted older checkpoints. The commit removes these copies, here after
-    the clean-up has found their folder and before it reads the folder.
+    Until a new checkpoint is committed, ebbtide keeps copies of the older checkpoints that were deleted. In this
+    test the commit removes these copies after the clean-up has found the folder with the copies and before the
+    clean-up reads this folder.
     """
     saved(root / "checkpoint_0", 10)
     deleted_first.remember(root / "checkpoint_0")

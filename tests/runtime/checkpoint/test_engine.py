@@ -187,8 +187,8 @@ def test_lazy_under_a_trainer_defers_only_where_the_front_door_settles(
 
 @pytest.fixture
 def held(monkeypatch):
-    """Return file operations that pause a checkpoint save before its commit, until code of the test process
-    waits for the save.
+    """Return file operations that pause a checkpoint save before its commit. The save continues as soon as code of
+    the test process calls `Job.wait`, which waits for a save.
     """
     gate, wait = Gate("staging_fsynced"), Job.wait
 

@@ -1,5 +1,5 @@
-"""Tests of loading a checkpoint straight into the memory of the weights and optimizer state, and of the types
-that a load accepts.
+"""Tests of loading a checkpoint straight into the memory of the weights and optimizer state. One test checks
+that a load accepts a pickled call of ``getattr`` only if the call returns a member of an enum.
 """
 
 import pytest

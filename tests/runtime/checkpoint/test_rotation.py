@@ -461,10 +461,10 @@ def make(folder):
 
 
 def make_folder(root, then):
-    """Make a checkpoint folder as the Trainer does, and then call ``then``.
+    """Make a checkpoint folder as the Trainer does, in a function of a module named ``transformers.trainer``. Then
+    call ``then``.
 
-    The folder is made by a function whose module is named ``transformers.trainer``. The Trainer makes the folder long
-    before it calls `save_checkpoint`.
+    The Trainer calls `save_checkpoint` only later, so no save has begun when ``then`` is called.
     """
     library = {"__name__": "transformers.trainer"}
     exec(TRAINERS, library)
@@ -482,8 +482,9 @@ def test_a_folder_whose_save_never_began_is_out_of_the_way(tmp_path):
 def test_a_kill_while_the_folder_is_made_leaves_none(tmp_path, monkeypatch):
     """Check that a kill while the Trainer makes a checkpoint folder leaves no folder that looks like a checkpoint.
 
-    Without a note that its save is unfinished, the Trainer would take the empty folder for its newest
-    checkpoint.
+    The next run would otherwise take the empty folder for its newest checkpoint. To prevent this, ebbtide writes
+    a note that the folder is incomplete. The test kills the process at each change of the filesystem from the
+    moment that ebbtide begins to write the note.
     """
     saved(tmp_path / "checkpoint-10", 10)
     for number in range(1, 100):
@@ -547,11 +548,11 @@ def test_a_save_behind_one_that_failed_leaves_no_note(tmp_path):
 
 
 def test_a_kill_while_a_save_begins_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):
-    """Check that a kill at the beginning of a save leaves no visible folder for the new checkpoint. The kill may
-    come at any change of the filesystem that the save makes.
+    """Check that a kill at the beginning of a save leaves no folder that looks like the new checkpoint. The save is
+    killed at each change that the beginning of the save makes to the filesystem, in one run per change.
 
-    A training loop that resumes from the highest step would otherwise choose the incomplete folder. It would
-    load nothing from there, and train on with the initial weights of its script.
+    A training loop that resumes from the checkpoint with the highest step would otherwise choose the incomplete
+    folder. It would load nothing from there, and train on with the initial weights of its script.
     """
     saved(tmp_path / "checkpoint-10", 10)
     for number in range(1, 100):
@@ -613,12 +614,11 @@ def test_a_run_with_a_number_in_its_name_stays_where_it_is(tmp_path):
 
 
 def test_what_was_kept_at_the_very_end_stays_deleted(tmp_path):
-    """Check that an older checkpoint stays deleted if it is deleted at the very end of a newer checkpoint's save,
-    right after the commit.
+    """Check that an older checkpoint is not restored if it is deleted right after a newer checkpoint's commit.
 
-    Another rank may delete the older checkpoint at that time. As during the whole save, ebbtide then makes a copy
-    from which the older checkpoint could be restored. This copy must not be restored, since the newer checkpoint is
-    committed.
+    Another rank may delete the older checkpoint at that time, before the newer checkpoint's save has ended.
+    Until the end of a save, ebbtide keeps a copy of each deleted checkpoint, and restores the copy if the save
+    fails. This save succeeds.
     """
     saved(tmp_path / "checkpoint-10", 10)
     saved(tmp_path / "checkpoint-20", 20)

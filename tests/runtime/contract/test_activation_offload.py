@@ -14,10 +14,11 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 
 @pytest.fixture
 def offloaded(monkeypatch):
-    """Turn on DeepSpeed's activation checkpointing, partitioned and in host memory. Return a list that gets
-    one entry per checkpointed block.
+    """Turn on DeepSpeed's activation checkpointing, with activations partitioned and in host memory. Return a list
+    that gets one entry per checkpointed block.
 
-    Without a GPU, DeepSpeed's code for unpartitioned activations empties the tensors that it then reads.
+    The activations must be partitioned, because without a GPU, DeepSpeed's code for unpartitioned activations
+    empties the tensors before it reads them.
     """
     from deepspeed.runtime.activation_checkpointing import checkpointing
 

@@ -24,11 +24,12 @@ OVERFLOWS = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
 
 @pytest.mark.parametrize("pattern", [["device"], ["host"]])
 def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monkeypatch, pattern):
-    """Check that the plan can be changed right after a skipped step, although copies of that step are still in
+    """Check that the plan can be changed right after a skipped step, while copies of that step are still in
     progress.
 
-    The first fp16 step overflows. No update waits for the optimizer state that was prefetched to the GPU
-    for this step, or for the step's device-to-host copies of gradients.
+    The first fp16 step overflows, so its updates are skipped. These updates would have waited for the step's
+    copies of optimizer state to the GPU and of gradients to the host. The change of the plan must wait for these
+    copies instead.
     """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     engine = start(precision="fp16", extra={"fp16": OVERFLOWS})

@@ -204,8 +204,10 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
 
 
 def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
-    """Check that the runtime does not count the waits of a backward pass for gradient copies as computing time
-    of the GPU. Each copy to host memory takes a minute here, and backward must not run ahead of the copies.
+    """Check that the GPU computing time that the runtime measures for a backward pass does not include the pass's
+    waits for gradient copies.
+
+    In this test each gradient copy to host memory takes a minute, and the backward pass has to wait for it.
     """
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
     monkeypatch.setattr(fake, "latest_s", 30.0)  # a copy runs when something waits for it

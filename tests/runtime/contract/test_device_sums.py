@@ -163,10 +163,10 @@ WAYS = [["host"], ["device", "host"], ["resident"], ["host", "stored", "device"]
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_plans_change_at_any_micro_batch(stage, accumulation):
-    """Check that the plan can be changed after any micro-batch, if it accumulates gradients on the GPU.
+    """Check that a plan with on-device gradient accumulation can be replaced by another plan after any micro-batch.
 
-    At that moment a gradient sum may still be on the GPU. The host buffer of a sum may have been exchanged for a
-    spare buffer. A step may also add to a sum that an earlier step has left in another buffer.
+    At that moment a gradient sum may still be on the GPU or in a spare host buffer. The next step may also add
+    to a sum that an earlier step has left in another buffer.
     """
 
     def new():

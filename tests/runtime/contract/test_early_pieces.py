@@ -210,8 +210,8 @@ def every_second(change):
 
 
 def publish_alone(engine, number):
-    """Copy all optimizer state of an engine to DeepSpeed's tensors, as if for a reader: the runtime is not
-    told that a script may write to these tensors.
+    """Copy all optimizer state of an engine under a plan to DeepSpeed's tensors, as the runtime does for a script
+    that reads this state. The runtime is not told that the script may also write to these tensors.
     """
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer._flat.publish(engine.optimizer._ebbtide)
@@ -220,11 +220,11 @@ def publish_alone(engine, number):
 
 @pytest.mark.parametrize("change", [*CHANGES[3:5], publish_alone])
 def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(change, pattern, monkeypatch):
-    """Check that a script may change optimizer state while an early update writes to DeepSpeed's tensors,
-    where the script makes the change.
+    """Check that a script may change optimizer state in DeepSpeed's tensors while an early update writes to the
+    same tensors.
 
-    Early updates start before the gradient norm is known. In every second step they write to DeepSpeed's
-    tensors, and in the other steps to spare buffers. They are slowed down here, so that the change comes
+    Early updates start before the gradient norm is known. They write to DeepSpeed's tensors in every second
+    step, and to spare buffers in the other steps. This test slows them down, so that the script's change comes
     before they end.
     """
     engine, _ = updating_early(whole(), pattern)
@@ -242,11 +242,12 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
 
 @pytest.mark.parametrize("change", CHANGES[3:5])
 def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
-    """Check that a script may change optimizer state in host memory after the state was staged to the GPU, while
-    the update on the GPU still waits for the gradient norm.
+    """Check that a script may change optimizer state in host memory after the state was copied to the GPU for an
+    update, while this update still waits for the gradient norm.
 
-    The current state in host memory is in a spare buffer of early updates. When the script accesses DeepSpeed's
-    tensor, the runtime first copies the state from the spare buffer to this tensor.
+    The host's current state is then in a spare buffer. An early update of the step before, which started before
+    the gradient norm was known, wrote it there. When the script accesses DeepSpeed's tensor, the runtime first
+    copies the state from the spare buffer to this tensor.
     """
     engine, _ = updating_early(whole(), ["device"])
     backwards = []
@@ -289,8 +290,9 @@ def changed_behind_steps(engine, change):
 def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pattern):
     """Check that a script that reads optimizer state between two steps sees stock DeepSpeed's values, bit for bit.
 
-    Such a read moves the state to DeepSpeed's tensors. It must not prevent the early updates of the next step,
-    which start before the gradient norm is known, and none of them may be rolled back.
+    For the read, the runtime moves the state to DeepSpeed's tensors. Early updates, which start before the
+    gradient norm is known, must still start in the next step. None of them may be rolled back because of the
+    read.
     """
     stock, (engine, counts) = whole(), updating_early(whole(), pattern)
     results = [outcome(e, 5, each=look) for e in (engine, stock)]
@@ -340,7 +342,8 @@ def test_another_plan_while_state_is_away(pattern):
     """Check that a change of the plan releases the spare buffers of early updates, and never DeepSpeed's own
     tensors.
 
-    Early updates, which start before the gradient norm is known, write to both in turn.
+    Early updates, which start before the gradient norm is known, write to the spare buffers in one step and to
+    DeepSpeed's tensors in the next. So the current state may be in either of them when the plan changes.
     """
     engine, _ = updating_early(whole(), pattern)
     session, released, moved = engine.optimizer._ebbtide, [], []

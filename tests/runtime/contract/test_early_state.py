@@ -65,11 +65,10 @@ def test_an_early_update_waits_for_the_checkpoint_that_reads_what_it_writes(tmp_
 
 
 def steps_with(engine, change):
-    """Train with ``change`` called between backward and step, wait for all updates, and close the training
-    session.
+    """Train with ``change`` called between backward and step, wait for all updates, and close the training session.
 
-    If ``change`` returns a true value, ``change`` itself has skipped the optimizer step, and no further
-    step is made.
+    If ``change`` returns a true value, ``change`` has already ended the step without an update. The engine's
+    ``step`` is then not called.
 
     Returns:
         The number of early updates begun before each step, the optimizer state, and the losses.

@@ -79,12 +79,12 @@ def test_right_early_updates(case, overlap, pattern):
 
 @pytest.mark.parametrize("proved", [True, False])
 def test_wrong_early_updates_are_redone_and_then_left_out(proved, pattern):
-    """Check that early updates, which start before the gradient norm is known, are rolled back and redone if
-    the step clips.
+    """Check that early updates, which start before the gradient norm is known, are rolled back and redone if the
+    step clips. Every step of this test clips.
 
-    Every step of this test clips. By default the norms of the first gradients already show that the step
-    will clip, so that no early update starts. If this check is turned off, early updates start in two steps
-    and are then paused.
+    Normally no early update starts in such a step, because the runtime sees from the norms of the first
+    gradients that the step will clip. If the test turns this check of the first norms off, early updates start
+    in the first two steps. The runtime then pauses early updates, so the later steps have none.
     """
     engine, counts = pausing(engine_for("clips_hard"), pattern)
     count = updated_early(engine)

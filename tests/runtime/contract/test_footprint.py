@@ -118,10 +118,10 @@ def test_the_memory_of_early_updates_is_predicted_to_the_byte(pattern, speculate
 
 
 def test_parameters_leave_no_flat_buffer_behind():
-    """Check that none of DeepSpeed's flat parameter buffers remains if a plan moves parameters between GPU and
-    host memory.
+    """Check that none of DeepSpeed's flat parameter buffers remains under a plan with some 16-bit parameters in GPU
+    memory and the others in host memory.
 
-    The partition of each subgroup then has memory of its own at its parameter location.
+    The parameters of each of the plan's subgroups must have memory of their own.
     """
     for config in ({}, {"offload_param": {"device": "cpu"}}):
         engine = attached(start(**config), ["host"], DEVICE, locations=["device", "host"])
@@ -175,8 +175,8 @@ def test_gradients_under_way_are_bounded(monkeypatch):
 
 
 class Copying(DEVICES[DEVICE]):
-    """An emulated device that makes its own copy of every host buffer that it takes over, as a device that
-    page-locks memory must.
+    """An emulated device that uses a copy of each host buffer that it is given, and never the buffer itself.
+    ebbtide's CUDA device does the same with buffers that are not page-locked.
     """
 
     def host_adopt(self, tensor):
@@ -204,11 +204,11 @@ def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
 
 
 class Locking(DEVICES[DEVICE]):
-    """An emulated device that copies each host buffer before it uses the buffer, as ebbtide's CUDA device does if a
-    buffer is not page-locked. Buffers that the device itself has allocated are not copied.
+    """An emulated device that copies each host buffer before use, as ebbtide's CUDA device does with buffers that
+    are not page-locked. Buffers that the device itself has allocated are not copied.
 
-    Each copy adds to ``kept`` the number of buffers that were copied before and are still allocated. A test checks
-    that ``kept`` stays 0, so that each large buffer is freed before the next one is copied.
+    At each copy, ``kept`` grows by the number of buffers that were copied earlier and are still allocated. If
+    ``kept`` is 0 at the end, each buffer was freed before the next one was copied.
     """
 
     def __init__(self):

@@ -90,8 +90,9 @@ def test_what_comes_in_is_what_is_fetched(case):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("reuse", [0, 12_000, 10**9])
 def test_what_a_config_says_before_anything_runs(reuse, recompute):
-    """Check that the simulator predicts the bytes of a Llama model's parameter copies from host memory to the
-    GPU from the model's config alone, before any training.
+    """Check that the simulator predicts how many bytes of a Llama model's parameters each training step copies from
+    host memory to the GPU. The prediction uses only the configs of the model and of DeepSpeed, and no
+    measurement of training.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -191,13 +192,14 @@ def loaded(engine, folder, rank=0):
 
 
 def alive_as_stock(folder, rank=0):
-    """Train the same steps with stock DeepSpeed and under a plan. Then load the checkpoint of each of these two
-    runs into an engine of the other kind.
+    """Train the same steps with stock DeepSpeed and under a plan, and save a checkpoint of each run. Then load each
+    checkpoint into an engine of the other kind, and train two micro-batches.
 
     Returns:
-        A list with an entry for each difference from stock DeepSpeed: the index of a value that was seen in
-        training, the name of a tensor that differs between the two engines after the load, or 1 or 2 for the
-        last or second to last loss of the engine that loaded stock DeepSpeed's checkpoint.
+        A list of all differences, empty if there are none. First come the indices of values that differ between the
+        first two runs. Then come the names of tensors that differ between the two engines after the load. The
+        list ends with 1 if the engine that loaded stock DeepSpeed's checkpoint has another last loss than the stock
+        run, and with 2 if its second to last loss differs.
     """
     pattern, locations = ["host", "device", "resident"], ["host", "host", "device"]
 

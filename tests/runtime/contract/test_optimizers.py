@@ -117,11 +117,12 @@ def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", ["adagrad", "adagrad_without_decay"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_unused_parameters_under_a_rule_that_spends_its_gradient(name, stage, device):
-    """Check that Adagrad updates parameters without a gradient under a plan as in stock DeepSpeed.
+    """Check that Adagrad has the same results under a plan as in stock DeepSpeed if some parameters get no gradient
+    in a step.
 
-    DeepSpeed's scalar loop overwrites the gradient with the update, and uses the update as the next step's
-    gradient if no new gradient comes. Here this affects the last elements of a subgroup: the bias of a
-    branch in batches without this branch.
+    DeepSpeed's Adagrad updates the elements after the last whole vector in a scalar loop, which overwrites their
+    gradient with the update. If the next step brings no new gradient, the overwritten values are used as the
+    gradient. In this test, such elements belong to a branch that some batches do not use.
     """
 
     def new():

@@ -56,8 +56,8 @@ def locked_bytes(locked, config, plan=None):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
-    """Check that stock DeepSpeed page-locks memory in these tests. Otherwise the test that an engine with a
-    plan locks none proves nothing.
+    """Check that stock DeepSpeed page-locks memory in these tests. If it did not, the tests that an engine with a
+    plan page-locks none would prove nothing.
     """
     assert locked_bytes(locked, config_of(stage, tmp_path)) > 4 * 10**4
 

@@ -93,11 +93,11 @@ def test_pieces_end_with_parameters_and_with_vectors(groups, size):
 
 @pytest.mark.parametrize("pattern", [["host"], MIX])
 def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
-    """Check that stock DeepSpeed and an engine under another plan can resume from a checkpoint of a plan that
-    cuts DeepSpeed's subgroups.
+    """Check that a checkpoint which was saved under a plan that cuts DeepSpeed's subgroups into parts can be loaded
+    by stock DeepSpeed, and by an engine under another plan.
 
-    The checkpoint holds DeepSpeed's whole subgroups. Their state is written from live memory, without a
-    copy.
+    The checkpoint holds DeepSpeed's whole subgroups. They are written directly from the memory that training
+    uses. No subgroup is put together in a copy first.
     """
     saving = cut(coarse(), pattern)
     train(saving, 3)
@@ -236,10 +236,11 @@ def test_another_plan_of_the_same_pieces():
 
 @pytest.mark.parametrize("pattern", [MIX, ["resident"]])
 def test_their_footprint_is_what_is_allocated(pattern):
-    """Check that the predicted host memory equals the allocated memory, to the byte, if a plan cuts
-    DeepSpeed's subgroups into parts.
+    """Check that the predicted host memory equals the allocated memory, to the byte, if a plan cuts DeepSpeed's
+    subgroups into parts.
 
-    DeepSpeed's fp32 tensors keep their host memory for state that lives on the GPU.
+    DeepSpeed's fp32 tensors in host memory stay allocated even if the state of all parts is on the GPU, so the
+    prediction must include them.
     """
     ours = cut(coarse(), pattern, seed=None)
     own = ours.optimizer._ebbtide

@@ -263,10 +263,11 @@ def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options
 
 
 def test_small_parameters_have_their_values_once_stored_state_has_arrived(tmp_path):
-    """Check that small parameters, which ZeRO-3 keeps whole on each rank, have stock DeepSpeed's values after
-    a checkpoint save and a `wait` if all optimizer state is on a drive.
+    """Check the small parameters, which ZeRO-3 keeps whole on each rank, if all optimizer state is on a drive. They
+    must have stock DeepSpeed's values after a checkpoint save and a `wait`.
 
-    The save returns before all updates have ended, and until the `wait` the parameters' ``.data`` is NaN.
+    The save returns while updates may still run. Until the `wait`, the parameters' ``.data`` is NaN, so that a
+    script cannot mistake old values for new ones.
     """
     shown = []
     for attach in (lambda e: e, lambda e: attached(e, ["stored"], LAST)):
@@ -282,10 +283,10 @@ def test_small_parameters_have_their_values_once_stored_state_has_arrived(tmp_pa
 
 
 def test_a_copy_of_the_module_has_stocks_values():
-    """Check that a deep copy of a ZeRO-3 engine's module has stock DeepSpeed's values, although the copy
-    itself gathers no parameter.
+    """Check that a deep copy of a ZeRO-3 engine's module has stock DeepSpeed's values under a plan.
 
-    Averages of weights begin with such a copy.
+    Normally the gather of a parameter waits for the parameter's update. A deep copy gathers no parameter, so the
+    copy itself must wait for the updates. Weight averaging, for example, begins with such a copy.
     """
     seen = []
     for engine in (start(), attached(start(), MIX, LAST)):
@@ -381,10 +382,11 @@ def test_weights_load_where_the_optimizers_files_were_deleted(stage, tmp_path):
 
 @pytest.mark.parametrize("pattern", [["host", "resident"], ["stored"], MIX])
 def test_weights_load_without_the_optimizers_states(pattern, tmp_path):
-    """Check that loading a checkpoint with ``load_optimizer_states=False`` gives stock DeepSpeed's weights
-    under a plan.
+    """Check that loading a checkpoint with ``load_optimizer_states=False`` gives the same weights under a plan as
+    with stock DeepSpeed.
 
-    Under ZeRO-3, DeepSpeed builds the weights from the masters of all ranks with a script of its own.
+    Under ZeRO-3, DeepSpeed then builds the weights from the fp32 master parameters in the checkpoint files of
+    all ranks.
     """
     seen = []
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, pattern, LAST))):

@@ -301,8 +301,8 @@ def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
     """Check that DeepSpeed's script `zero_to_fp32` and stock DeepSpeed's `load_checkpoint` refuse a checkpoint of
     ebbtide that has optimizer state on a drive.
 
-    The checkpoint's own files contain tensors without values for this state. If the checkpoint were not
-    refused, DeepSpeed would use these tensors. The error names the command `tune checkpoint export`.
+    The checkpoint's own files do not contain this state. The error must name the command `tune checkpoint
+    export`, which writes an ordinary DeepSpeed checkpoint with all state.
     """
     ours = attached(start(), ["stored", "host"], LAST)
     train(ours, 1)

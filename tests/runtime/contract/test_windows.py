@@ -176,11 +176,11 @@ MASTERS_16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("loop", ["bs" * 22, "bbs bs bs bbs bs bs bs bbs", "bs bz bs bbs bz bs bs"])
 def test_masters_of_16_bits_add_up_in_the_gradient_that_is_applied(loop, stage):
-    """Check that training with 16-bit masters under ZeRO-1 and 2 has stock DeepSpeed's results under a plan,
-    bit for bit.
+    """Check that training with 16-bit master weights under ZeRO-1 and 2 has the same results under a plan as with
+    stock DeepSpeed, bit for bit, also if some steps do not use all parameters.
 
-    DeepSpeed sums gradients in the tensor from which the optimizer reads them. If a step does not use a
-    parameter, the parameter's scaled gradient stays in this tensor, and the next gradient is added to it.
+    DeepSpeed sums gradients in the tensor from which the optimizer reads them. The scaled gradient of an unused
+    parameter stays in this tensor, and the parameter's next gradient is added to it. A plan must do the same.
     """
 
     def new():

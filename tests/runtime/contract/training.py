@@ -1,4 +1,6 @@
-"""Training with stock DeepSpeed and with ebbtide over the same steps, for the contract tests."""
+"""Helpers that train the same steps with stock DeepSpeed and with ebbtide, for tests that both have
+bit-identical results.
+"""
 
 from __future__ import annotations
 
@@ -122,8 +124,9 @@ def train(
 def all_state(engine: Any) -> dict[str, torch.Tensor]:
     """Return the complete training state of an engine, stock DeepSpeed's or under a plan, for comparison.
 
-    Below ZeRO-3, stock DeepSpeed links moments to parameters only once, after the first group's first step.
-    Moments of other groups, and those of an engine that has just loaded, have to be linked explicitly.
+    Under ZeRO-1 and 2, this function first links moments to parameters. Stock DeepSpeed does so only once, after
+    the first group's first step. The moments of other groups, or of an engine that has just loaded a checkpoint,
+    would otherwise be missing.
     """
     optimizer = engine.optimizer
     if type(optimizer).__name__ == "DeepSpeedZeroOptimizer":

@@ -33,7 +33,9 @@ AWAY = {"offload_param": {"device": "cpu"}}
 
 
 class Reordered(ByteGPT):
-    """A byte GPT with reversed blocks in its second forward, so that DeepSpeed records the module order twice."""
+    """A byte GPT that runs its blocks in reverse order in its second forward, so that DeepSpeed records the order
+    of modules twice.
+    """
 
     def __init__(self):
         super().__init__(SIZES["tiny"])
@@ -53,11 +55,10 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps=
     norms.
 
     Args:
-        away: Numbers of micro-batches. After the micro-batch ``away[0]``, the engine's ``offload_states`` is
-            called. After every other micro-batch in ``away``, ``reload_states`` is called. The micro-batch need
-            not be the last one of its step.
-        overlaps: Ranks whose plan overlaps updates with the next forward: "all" for all ranks, any other value
-            for rank 0 only.
+        away: Numbers of micro-batches, which need not be the last ones of their steps. The engine's ``offload_states``
+            is called after the first of these micro-batches, and ``reload_states`` after each of the others.
+        overlaps: "all" if the plans of all ranks overlap updates with the next forward. With any other value, only
+            rank 0's plan does.
     """
     rank = torch.distributed.get_rank()
     made = model() if model is Reordered else None

@@ -299,8 +299,8 @@ class _Ops(TorchDispatchMode):
 
 
 def _where():
-    """Return the innermost lines of the current call stack that are in ebbtide or DeepSpeed, to name the place
-    of an access.
+    """Return the innermost two lines of the current call stack that are in ebbtide or DeepSpeed. In the report of a
+    race between memory accesses, these lines tell where an access was made.
     """
     frame, lines = sys._getframe(2), []
     while frame is not None and len(lines) < 2:

@@ -62,11 +62,11 @@ class Form:
 
 
 def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
-    """Compile an update kernel with Triton without a GPU. Return Triton's output as a dict with ``ptx`` and,
-    if ``assembled``, ``cubin``.
+    """Compile an update kernel with Triton without a GPU. Return Triton's output as a dict with ``ptx`` and, if
+    ``assembled``, ``cubin``.
 
-    Triton caches the result. The cache's key has Triton's version, the kernel's source and the functions it
-    calls, but not ``assembled``.
+    Triton caches its output. The key of Triton's cache does not include ``assembled``, so outputs with and
+    without ``cubin`` are cached in separate folders.
     """
     import triton
     from ebbtide.runtime.kernels.device import KERNELS

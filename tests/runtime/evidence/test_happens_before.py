@@ -61,10 +61,11 @@ def read_between(engine, steps):
 
 
 def repeat_backward(engine, steps):
-    """Train some steps under a plan, with a second backward in every second step.
+    """Train under a plan, with two backward passes before every second call of ``engine.step``. ``steps`` is the
+    total number of ``engine.step`` calls.
 
-    The second backward adds to gradients that were copied to the host, before any update has waited for
-    them.
+    The second of these two passes adds to gradients whose copies to the host may still run, because no update
+    has waited for the copies.
     """
     loop_of(engine, "bs bbs" * (steps // 2))
 
@@ -211,14 +212,19 @@ def deaf(owner, name, method):
 def launched_behind_no_copy(self, *args, launch=Executor.launch, **kwargs):
     """Launch a step's updates without the runtime's wait for parameters that are still being copied from host
     memory.
+
+    A test replaces `Executor.launch` with this function. No race may be reported, because other waits already
+    cover these copies.
     """
     self._latest_fetch = Completion.done()
     return launch(self, *args, **kwargs)
 
 
 def brought_at_once(self, params, executor, bring=Partitions.bring):
-    """Return the parameters that were fetched from host memory to the GPU, without the runtime's wait for the
-    end of their copies.
+    """Return the parameters that `Partitions.bring` copies from host memory to the GPU, but without the waits for
+    the end of the copies.
+
+    A test replaces `bring` with this faulty function, and checks that a race is reported.
     """
     return {p: (tensor, []) for p, (tensor, _) in bring(self, params, executor).items()}
 

@@ -92,7 +92,9 @@ def is_assembled(form):
 
 @pytest.fixture(scope="module")
 def kernels():
-    """Compile all forms of the GPU update kernels with Triton. Return a dict from form to Triton's output."""
+    """Compile every version of the GPU update kernels with Triton, for each tested combination of optimizer, weight
+    decay, dtypes, alignment and GPU generation. Return a dict from version to Triton's output, such as PTX.
+    """
     return {form: compiled(form, assembled=is_assembled(form)) for form in FORMS}
 
 

@@ -1,4 +1,7 @@
-"""The check for races between memory accesses on two ranks (`forked_ranks`), also with waits left out."""
+"""Training on two ranks (`forked_ranks`), with a search for races between memory accesses. The training is then
+repeated several times, each time with one of the runtime's waits left out on purpose, which must cause
+races.
+"""
 
 import json
 import os
@@ -52,8 +55,8 @@ MUTANTS = {
 
 
 def races(case, mutant=None):
-    """Train with the settings of one of `CASES` on this rank, with the fake CUDA, and look for races between
-    memory accesses. The plan of each rank has other placements.
+    """Train with the settings of one of `CASES` on this rank, with the fake CUDA, and look for races between memory
+    accesses. The placements of the plan differ from rank to rank.
 
     Return the number of checked memory accesses, and a dict from race to its number of occurrences.
     """

@@ -43,8 +43,8 @@ def drawn(rng, folder):
 
 
 def run(rng, folder):
-    """Train with the Trainer, load each checkpoint that is listed as complete, and return the numbers of
-    complete and of all checkpoints as text.
+    """Train with the Trainer, and load each checkpoint that is listed as complete. Return a text that tells how
+    many of all listed checkpoints are complete, such as "3 whole of 4".
 
     Raises:
         AssertionError: If no checkpoint is complete, or a complete one does not load.

@@ -263,8 +263,11 @@ OTHERS = {"sft": with_sft}
 def outcome(
     train: Callable[..., tuple[Any, list[Any]]], key: dict[str, Any] | None, **options: Any
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Train, destroy the engine, and return a pair: the state and losses, and a value of the config key
-    ``ebbtide`` that fits this engine.
+    """Call ``train`` to train an engine with the config key ``ebbtide`` set to ``key``, or with stock DeepSpeed if
+    ``key`` is None. Destroy the engine, and return ((state, losses), key).
+
+    If the argument ``key`` is None, the returned key holds a plan for an engine with the same subgroups.
+    Otherwise the returned key is the argument.
     """
     engine, losses = train(key, **options)
     assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)
@@ -276,10 +279,11 @@ def outcome(
 
 
 def saved_state(engine: Any) -> dict[str, torch.Tensor]:
-    """Return the model's parameters, and the optimizer state that a checkpoint would save, as a dict from name
-    to tensor.
+    """Return the model's parameters, and the optimizer state that a checkpoint would save, as a dict from name to
+    tensor.
 
-    Below ZeRO-3 stock DeepSpeed's public calls give only the moments of the first parameter group.
+    The optimizer state is read from the optimizer's ``state_dict``, because below ZeRO-3, stock DeepSpeed's
+    public functions give only the moments of the first parameter group.
     """
     state = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 

@@ -33,9 +33,12 @@ DEADLINE_S, STALL_S = 2.0, 0.8  # of a drive; a stall is logged after a quarter 
 
 
 class Drive(Files):
-    """File operations of a simulated drive with a fault, which begins when the test arms it.
+    """File operations of a simulated drive. Some calls of these operations have a fault after the test has set
+    ``armed``.
 
-    After arming, the ``nth`` of the chosen calls has the fault, and then each ``every``-th call.
+    From then on, calls of the operations in ``names`` are counted from 0. Call number ``nth`` has the fault, and
+    then each ``every``-th call after it. For such a call, the function ``act`` is called instead of the
+    operation.
     """
 
     def __init__(self, names=(), act=None, nth=0, *, every=10**9):
@@ -98,12 +101,12 @@ def flipped(function, descriptor, data, offset):
 
 @dataclass
 class Case:
-    """A case of the tests: a training run with a drive fault from some step on, followed by runs without
-    faults.
+    """A case of the tests: a training run on a drive that begins to fail at some time, followed by runs on a drive
+    without faults.
 
     Attributes:
-        at: Step before which the fault is armed. -1 means before the engine is made, and None means in
-            the run that resumes.
+        at: Number of the training step before which the fault begins. -1: the fault begins before the engine is made.
+            None: the first run has no fault. The second run has one, which begins before the run loads a checkpoint.
     """
 
     drive: Drive = field(default_factory=Drive)
