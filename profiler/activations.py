@@ -71,9 +71,11 @@ class SavedTensors:
     def _holds_parameter(self, start: int, end: int) -> bool:
         """Return True if a model parameter starts in the given range of memory addresses.
 
-        Only the address of each parameter itself is compared. The check runs for each tensor saved in a forward
-        pass that is timed, and looking up the address of each parameter's storage too took a third of a small
-        model's forward time.
+        A tensor that autograd saved in this range then counts as a parameter and not as an activation.
+
+        The check compares only each parameter's own address, not that of its storage. It runs for every tensor that a
+        timed forward pass saves. Looking up the address of each parameter's storage too took a third of a small model's
+        forward time.
         """
         return any(start <= p.data_ptr() < end for p in self._parameters)
 

@@ -59,8 +59,9 @@ class Watcher:
 
     Args:
         engine: DeepSpeed engine.
-        first: True for the engine's first recorder. Counting activations and sampling memory may slow down training. In
-            that case, both are done only in the first step that the first recorder measures.
+        first: True for the engine's first recorder. This matters if counting activations slows down training, as it
+            does without CUDA. Activations are then counted, and memory is sampled by the thread, only in the first step
+            that the first recorder measures.
     """
 
     def __init__(self, engine: Any, *, first: bool = True) -> None:

@@ -50,16 +50,21 @@ def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget
 def measure_contention(
     cuda: bool, elements: int, threads: int, file: FileToWrite, budget_s: float
 ) -> dict[str, Quantity]:
-    """Measure how much activities of a training plan slow each other down when they run at the same time.
+    """Measure how much two activities of a training plan slow each other down when they run at the same time.
 
-    The pairs of activities are CPU Adam with copies in each direction, copies with GPU work, and storage writes with
-    CPU Adam. Without CUDA, a copy is one within host memory and the GPU's work runs on a CPU core. Results of such
-    copies and work are marked ``emulated``. Forward and backward (``passes``) then run on all cores, and are also
-    paired with storage writes.
+    These pairs are measured:
+
+    - CPU Adam, and a copy in either direction
+    - GPU work, and a copy in either direction
+    - CPU Adam, and writes to the drive
+
+    Without CUDA, copies go from host memory to host memory, and one CPU core does the GPU's work in these pairs.
+    Results of pairs with a copy are marked ``emulated``. One more pair is measured without CUDA: forward and backward
+    on all CPU cores (``passes``), and writes to the drive.
 
     Returns:
-        By name ``X_while_Y``, the speed of X while Y runs divided by the speed of X alone. Both activities of each pair
-        are measured.
+        By name ``X_while_Y``, the speed of X while Y runs divided by the speed of X alone. Each pair has two results,
+        one for each activity as X.
     """
     buffers = AdamBuffers(elements)
     device: Source = "measured" if cuda else "emulated"

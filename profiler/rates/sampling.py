@@ -38,8 +38,8 @@ def repeat_s(
 ) -> list[float]:
     """Call a function repeatedly, and return the durations in seconds.
 
-    The first call warms up and is not included. There are at least 5 repeats, and more until the time budget is
-    used. If 5 repeats would take several times the budget, there are fewer, and `doubts` reports that.
+    The first call warms up and is not included. Then the function is called until the time budget is used. It is called
+    at least 5 times, unless that would take several times the budget. `doubts` reports if there are fewer than 5 calls.
 
     Args:
         work: Function to measure.
@@ -74,7 +74,10 @@ def rate(amount: float, durations_s: list[float], source: Source, detail: str) -
 
 
 def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
-    """Return sentences on why repeats of a measurement are too few, too different or drifting, or an empty list.
+    """Check the repeats of a measurement, and return a sentence for each problem.
+
+    There are three problems: too few repeats, too large a spread between repeats, and a drift from the first repeats to
+    the last. The list is empty if there is none.
 
     Args:
         name: Name of the measurement, for the sentences.
@@ -94,11 +97,13 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 
 
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
-    """Return sentences on why a measured rate has too few or too different repeats, or an empty list.
+    """Return a sentence if a measured speed has too few repeats, or if its repeats differ too much.
+
+    The sentence is the only element of a list. The list is empty if the speed has neither problem.
 
     Args:
-        name: Name of the measurement, for the sentences.
-        quantity: Measured rate.
+        name: Name of the measurement, for the sentence.
+        quantity: Measured speed.
         least: Number of repeats below which there are too few.
     """
     if quantity.n < least:

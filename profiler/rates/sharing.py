@@ -34,9 +34,10 @@ def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None
 
 
 def differences(machine: Machine) -> list[str]:
-    """Return warnings about pairs of activities with a clear difference between measured and simulated slowdown.
+    """Return a warning for each pair of activities that the simulator predicts wrongly when both run at the same time.
 
-    Such a pair is, for example, a copy to the GPU and CPU updates at the same time.
+    Such a pair is, for example, a copy to the GPU and CPU updates. The simulator is wrong if the two slow each other
+    down clearly more, or clearly less, in the measurement than in the simulation.
     """
     result = []
     for name, measured in machine.contention.items():

@@ -104,7 +104,7 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
 def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
     """Measure the read and write speed of a drive that would hold optimizer state during training.
 
-    As many blocks are read or written at the same time as by ebbtide's runtime. Written blocks come from different
+    The number of concurrent reads or writes is the same as in ebbtide's runtime. Written blocks come from different
     places in host memory, so that the CPU's cache does not hold them. Reads and writes go through consecutive parts of
     a file of up to ``size_bytes``, so that no block is read right after it was written.
 
@@ -230,14 +230,15 @@ class FileToWrite:
         from_memory: bool = False,
         blocks: range | None = None,
     ) -> None:
-        """Write the temporary file with which a drive's speed is measured, then force it to disk (fsync).
+        """Write the temporary file for a measurement of a drive's speed, then force it to disk (fsync).
 
         Args:
             writers: Number of threads that write the file.
             buffered: Write through the page cache.
-            as_checkpoints: First gather each block into its writer's buffer and hash it, as ebbtide's runtime does
-                for checkpoints.
-            from_memory: Take each block from a different place in memory, instead of from one buffer.
+            as_checkpoints: Do what ebbtide's runtime does for checkpoints. Each thread has a buffer of its own, copies
+                every block to it, and hashes the block there.
+            from_memory: Take the blocks from different places in memory. If False, every block is the same one in
+                memory.
             blocks: Numbers of the blocks to write. If None, all blocks of the file.
         """
         flags = os.O_WRONLY | os.O_CREAT

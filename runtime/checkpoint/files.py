@@ -17,10 +17,10 @@ _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 
 class Files:
-    """The system calls on files that the checkpoint engine makes, one method per call.
+    """The checkpoint engine's system calls on files, with one method per call.
 
-    The object is thread-safe and has no state. Subclasses for tests override `call` to make calls fail, and
-    `point` to act at a named moment of a commit.
+    The object is thread-safe and has no state. Tests use subclasses that override two methods: `call`, to make calls
+    fail, and `point`, to act at a named moment of a commit.
     """
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -160,8 +160,8 @@ class Files:
         """Replace the content of a small file completely or not at all. Return when the new content is on disk.
 
         Args:
-            point: Prefix of the two moments that are marked for tests: ``<point>_written`` before the rename of the
-                new file, and ``<point>_renamed`` after it.
+            point: Prefix of two names for tests, which can act at a named moment. ``<point>_written`` is the moment
+                before the new file is renamed, and ``<point>_renamed`` the moment after.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         descriptor = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

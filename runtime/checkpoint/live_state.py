@@ -47,7 +47,8 @@ class StoredTensor:
 class AnnouncedStep(Protocol):
     """The version of optimizer state on drives that a checkpoint in progress will commit.
 
-    It is the state after the updates launched so far. No update overwrites it until `settle` is called.
+    The version is the state after all updates that were launched before the checkpoint began. Later updates do not
+    overwrite this state until `settle` is called.
     """
 
     def describe(self, tensors: Sequence[StoredTensor]) -> bytes:
@@ -65,10 +66,10 @@ class AnnouncedStep(Protocol):
         ...
 
     def settle(self, *, committed: bool) -> None:
-        """Free the drive space of optimizer state that is no longer needed.
+        """Free the drive space of optimizer state that is no longer needed after a checkpoint has ended.
 
-        If the checkpoint was committed, this is the state of the oldest steps, beyond the number of steps to keep.
-        Otherwise it is the state of this checkpoint's own step.
+        If the checkpoint was committed, the state of the oldest steps is freed, beyond the number of steps to keep.
+        Otherwise the state that was written for the checkpoint is freed.
         """
         ...
 
@@ -158,11 +159,13 @@ class LiveState:
         self.register_all({subgroup: tensors})
 
     def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Add the optimizer-state tensors of many subgroups to this registry. Their addresses are sorted only once.
+        """Add the optimizer-state tensors of many subgroups to this registry.
+
+        This is faster than one call of `register` per subgroup, since the tensors' addresses are sorted only once.
 
         Args:
-            tensors: The tensors of each subgroup. The order of this mapping must be the order in which the
-                subgroups are updated next, since `turns` returns it.
+            tensors: The tensors of each subgroup, in the order of the subgroups' next updates. The method `turns`
+                returns the subgroups in this order.
         """
         with self._lock:
             for number in tensors:
@@ -225,9 +228,9 @@ class LiveState:
     def before_update(self, subgroup: int) -> None:
         """Wait until an update may overwrite a subgroup's state. Call this directly before the update.
 
-        This returns immediately if no checkpoint is in progress, or if the checkpoint has the subgroup on disk
-        already. Otherwise the bytes that the checkpoint still needs are copied to reserved host memory. If that
-        memory is full, they are written to disk first.
+        This returns immediately if no checkpoint is in progress, or if the checkpoint has already written the subgroup
+        to disk. Otherwise the bytes that the checkpoint still needs are copied to reserved host memory. If that memory
+        is full, this returns only when these bytes are on disk.
 
         Raises:
             CheckpointError: The disk made no progress within the deadline.

@@ -201,8 +201,8 @@ class Device:
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``.
 
-        Only the training thread calls this method. On a CUDA device, PyTorch then allocates the memory for this
-        thread's current stream.
+        Call this method only on the training thread. On a CUDA device, PyTorch allocates memory for the current stream
+        of the calling thread.
         """
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 

@@ -88,11 +88,12 @@ class Moment:
 
 
 class DeviceClock:
-    """A clock that measures the time of each GPU event from a reference event shortly before it.
+    """A clock for GPU events that stays precise in long runs.
 
-    CUDA returns the time between two events in milliseconds in single precision: in steps of 0.25 ms after an
-    hour, and of 4 ms after ten hours. Each training step therefore leaves a reference event, timed from the
-    previous one, and sums have double precision. Only the training thread uses this clock.
+    CUDA returns the time between two events in milliseconds in single precision: in steps of 0.25 ms after an hour, and
+    of 4 ms after ten hours. Each event is therefore timed from a reference event shortly before it. Every training step
+    records a new reference event. The times between reference events are added in double precision. Only the training
+    thread uses this clock.
     """
 
     def __init__(self, event: Any, host: Callable[[], float] = time.perf_counter) -> None:

@@ -76,7 +76,10 @@ def disjoint(intervals: Iterable[tuple[float, float]]) -> tuple[tuple[float, flo
 
 
 class Clock(Protocol):
-    """The methods of `ebbtide.runtime.devices.base.Device` that tell when the training stream ends its work."""
+    """The methods of `ebbtide.runtime.devices.base.Device` that a recorder of forward and backward needs.
+
+    They return the training stream, and record when the GPU has done the work issued to this stream so far.
+    """
 
     def training_streams(self) -> list[Any]: ...
     def moment(self, stream: Any = None) -> Moment: ...
@@ -105,14 +108,14 @@ class _Noted:
 
 
 class WatchedPasses:
-    """A recorder of the times of forward and backward in each step's first micro-batch, including the waits for copies.
+    """A recorder of the times of forward and backward in each step's first micro-batch, and of their waits for copies.
 
-    The recorder runs in the first training steps, which are measured to make a plan (``plan="auto"``). It leaves out
-    the later micro-batches of a step. In their backward, DeepSpeed's reduction stream waits for copies of gradient
-    sums, but this recorder notes only waits of the training stream.
+    The recorder runs in the first training steps, which are measured to make a plan (``plan="auto"``). It sees only
+    waits of the training stream. In the backward of later micro-batches, DeepSpeed's reduction stream also waits for
+    copies, so these micro-batches are not recorded.
 
-    A wait for a copy begins when the training stream has done the work issued before the wait, and ends when the copy
-    ends. If the copy ends before this work, there is no wait.
+    A wait begins when the training stream has done the work issued before it, and ends when the copy ends. If the copy
+    ends before this work, there is no wait.
 
     The methods are called by the training thread, and during backward by autograd's thread. The two threads never call
     them at the same time.
@@ -127,9 +130,9 @@ class WatchedPasses:
     def begins(self, kind: OpKind, iteration: int) -> None:
         """Record the start of a forward, of a backward, or of the exchange of updated parameters among ranks.
 
-        A forward is recorded if no backward of the iteration has begun. It replaces an earlier forward of the
-        iteration, which was an evaluation or has failed. Only the first backward and the first exchange of an
-        iteration are recorded, because DeepSpeed may call this method several times in one backward.
+        Only the first start of a backward or of an exchange counts in an iteration, because DeepSpeed's hooks may call
+        this method again. Before the backward, the last forward counts: an earlier one was an evaluation or has failed.
+        A forward after the start of the backward is not recorded.
         """
         last = OpKind.BACKWARD if kind == OpKind.FORWARD else kind
         if (last, iteration) in self._noted:
@@ -145,7 +148,10 @@ class WatchedPasses:
             self._now = None
 
     def will_wait(self, ends: Iterable[Completion]) -> None:
-        """Record that the next work on the training stream waits for the ends of the given copies."""
+        """Record that work on the training stream will now wait for the ends of the given copies.
+
+        This method only records the wait. It does not make the stream wait.
+        """
         if self._now is not None:
             missing = [end for end in ends if not end.ended]
             if missing:

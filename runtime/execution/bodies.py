@@ -38,9 +38,9 @@ class OpBodies:
     Attributes:
         gate: The object that an update asks before it overwrites state, because a checkpoint may still be reading the
             state. None if nothing else reads the state.
-        spent: By subgroup: the last elements of its state before its latest update, and that update's hyperparameters.
-            They are kept if DeepSpeed's CPU op would overwrite the end of the gradient (`UpdateRule.spends`), so that
-            the values that it would leave there can be computed.
+        spent: By subgroup: the last elements of the state before its latest update, and this update's hyperparameters.
+            Kept only if DeepSpeed's CPU op would overwrite the end of the gradient (`UpdateRule.spends`). The values
+            that the op would write there can then be computed when they are needed.
     """
 
     def __init__(

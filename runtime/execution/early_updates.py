@@ -86,13 +86,15 @@ class StagedUpdate:
 
 
 class EarlyUpdates:
-    """The updates of a step that start before the gradient norm is known, and their spare buffers in host memory.
+    """The early updates of a step, which start before the gradient norm is known, and their spare buffers in host
+    memory.
 
     Only the training thread calls the methods. Updates on the CPU fill the spare buffers.
 
     Attributes:
-        wires: By subgroup, the buffer in which new parameters wait for the gradient norm.
-        begun: By subgroup, the updates that have begun early in the present step.
+        wires: For each subgroup, the host buffer for the new parameters, in the model's dtype. They are copied to the
+            model only after the gradient norm is known.
+        begun: For each subgroup, the update that has begun early in the present step.
     """
 
     def __init__(self, device: Device, states: Sequence[SubgroupState], *, shared: bool = False) -> None:
@@ -214,7 +216,7 @@ def spares_of(
 
     Args:
         updated_early: For each subgroup, whether the plan updates it early.
-        shared: True if the subgroups' state is part of larger tensors that the training framework keeps.
-            `EarlyUpdates.bring_back` can then copy state from a spare buffer back to these tensors.
+        shared: True if the subgroups' own tensors are views of larger tensors of the training framework, which other
+            code may read. `EarlyUpdates.bring_back` can then copy state from spare buffers to them.
     """
     return EarlyUpdates(device, [state for state in states if updated_early[state.index]], shared=shared)

@@ -103,8 +103,8 @@ class TrainingEngine(Protocol):
         """Return the present tensors of a subgroup: its optimizer state, gradient and parameters.
 
         Args:
-            now: The subgroup's tensors under the running plan. None if no plan runs yet. In that case the
-                framework's own tensors are returned.
+            now: The subgroup's tensors under the running plan, from which the result is made. None if no plan runs yet.
+                The result then has the framework's own tensors.
         """
         ...
 

@@ -193,18 +193,17 @@ class Executor(IssuedOps):
         return dropped
 
     def settle(self, jobs: list[SubgroupJob]) -> list[SubgroupState]:
-        """Keep the early updates that gave the result which the step needs, and drop the others.
+        """Decide for each early update whether its result is kept or dropped, now that the gradient norm is known.
 
-        Early updates ran before the gradient norm was known. One is kept if the update that the step needs
-        has the same hyperparameters, gradient scale, gradient and kernel. If the step clips, the scale
-        differs, and the early update is dropped. Call this method before `launch`.
+        An early update ran before that. It is kept if the update that the step needs has the same hyperparameters,
+        gradient scale, gradient and kernel. If the step clips, the scale differs, and the early update is dropped. Call
+        this method before `launch`.
 
         Args:
             jobs: For each subgroup, the update that the step needs.
 
         Returns:
-            The subgroups whose state is now in what were spare buffers, because their early updates were
-            kept.
+            The subgroups with a kept early update. Their state is now in buffers that were spare buffers before.
         """
         self.drop_early_updates(self.early_updates.wrong(jobs))
         return self.early_updates.take(self.states)
@@ -304,11 +303,11 @@ class Executor(IssuedOps):
         body(op.subgroup)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:
-        """Start to copy parameters from ``source`` in host memory to ``to`` in GPU memory. Return the end of the copy.
+        """Start to copy parameters from ``source`` in host memory to ``to`` in GPU memory, without waiting.
 
-        The copy waits for the operations in ``waits``. This call does not wait. Copies run in the order of calls. The
-        caller may release its reference to ``to`` at any time. No update overwrites ``source`` before the copy has read
-        it.
+        Return a `Completion`, which marks the end of the copy. The copy begins when the operations in ``waits`` and the
+        copies of earlier calls have ended. The caller may release its reference to ``to`` at any time. No update
+        overwrites ``source`` before the copy has read it.
         """
         lane = self.lanes[LaneName.H2D_FETCH]
         op = Op(-1, OpKind.PARAMETER_FETCH, LaneName.H2D_FETCH, to.nbytes)
@@ -320,11 +319,11 @@ class Executor(IssuedOps):
     # -- state that others write or read ---------------------------------------------------
 
     def state_written(self, subgroups: Iterable[int]) -> None:
-        """Make the plan use the optimizer state that the caller has written for the given subgroups.
+        """Make the plan use the optimizer state that the caller has written to the tensors of the given subgroups.
 
-        DeepSpeed's functions, such as `safe_set_full_fp32_param`, write state in this way. No update of the
-        subgroups may be running. Older copies of their state in staging buffers on the GPU become invalid.
-        State that belongs on a drive is written there before the method returns.
+        A caller is, for example, DeepSpeed's `safe_set_full_fp32_param`. No update of the subgroups may be running.
+        Older copies of their state in staging buffers on the GPU become invalid. State that belongs on a drive is
+        written there before this method returns.
         """
         subgroups = list(subgroups)
         self.drop_early_updates(subgroups)
@@ -336,11 +335,10 @@ class Executor(IssuedOps):
         self.bodies.outdate(subgroups)
 
     def state_loaded(self) -> None:
-        """Make the plan use the optimizer state that a checkpoint load has written for all subgroups.
+        """Make all subgroups use the optimizer state that a checkpoint load has restored.
 
-        Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a
-        drive is written there, except state that is on the drive already, because the load took it over
-        from there.
+        Older copies of the state in staging buffers on the GPU become invalid. State that belongs on a drive is written
+        there, unless the load used the state that was on the drive already.
         """
         self.drop_early_updates()
         adopted = set() if self.store is None else self.store.take_adopted()

@@ -19,12 +19,13 @@ KEPT_PARTS = 65536  # of one step, for the measured timeline
 class GradientOps:
     """The operations that copy gradients between GPU and host memory. Only the training thread calls the methods.
 
-    One operation runs for each parameter whose gradient arrives. Copies in one direction run in order, so that
-    a subgroup's gradient is complete when the latest copy for it has ended.
+    There is one operation for each parameter with a new gradient. Copies in one direction run one after the other. A
+    subgroup's gradient is therefore complete when the last copy that was started for it has ended.
 
     Attributes:
-        parts: Operations since the last `take_parts`, each with its end, for the measured timeline.
-        latest: The device-to-host copy of a gradient that was started last, of any subgroup.
+        parts: Operations since the last call of `take_parts`, for the measured timeline. Each is paired with a
+            `Completion`, which marks its end.
+        latest: The most recently started copy from GPU to host memory. It may belong to any subgroup.
     """
 
     def __init__(self, device: Device, lanes: Mapping[LaneName, Lane], template: Sequence[GradientOp]) -> None:
@@ -44,8 +45,9 @@ class GradientOps:
         Args:
             offset: First element of the part in the subgroup.
             buffer: Host memory for the part.
-            source: The gradient. It may be dropped immediately, but overwritten only after `before_reuse`.
-            summed: True if ``source`` is a sum that `fetch_sum` has made of earlier micro-batches and this one.
+            source: The gradient. The caller may drop its reference immediately, but must call `before_reuse` before it
+                overwrites the gradient's memory.
+            summed: True if ``source`` is the sum of several micro-batches' gradients that `fetch_sum` has returned.
         """
         self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, buffer, source)
 
@@ -85,9 +87,10 @@ class GradientOps:
         """Add a micro-batch's gradient to the sum of earlier ones, and return the sum in GPU memory, for the caller's
         stream to read.
 
-        The sum of earlier gradients, ``base``, is in host memory and is copied to the GPU first. If the plan keeps the
-        subgroup's gradient sum in GPU memory, the simulated schedule has no such copy. Even then ``base`` can be in
-        host memory: an earlier plan has left the sum there, or the first micro-batch gave the parameter no gradient.
+        The sum of earlier gradients, ``base``, is in host memory and is copied to the GPU first. This copy can happen
+        even under a plan that sums the subgroup's gradients in GPU memory, although the simulated schedule of such a
+        plan has no such copy. There are two reasons: an earlier plan has left the sum in host memory, or the first
+        micro-batch gave the parameter no gradient, so that GPU memory has no sum yet.
         """
         item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
         stream = self._lanes[item.op.lane].stream
@@ -116,10 +119,10 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return the latest copy of a subgroup's gradients to host memory, in a list.
+        """Return a list with the `Completion` that marks the end of a subgroup's latest gradient copy to host memory.
 
-        The list is empty if no copy was started. All gradients of the subgroup that were sent so far are in host memory
-        once this copy has ended.
+        The list is empty if no copy was started. When this copy has ended, all gradients of the subgroup that were sent
+        so far are in host memory.
         """
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 

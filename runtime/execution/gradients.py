@@ -182,13 +182,13 @@ class GradientBuffers(Generic[Piece]):
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a copy of these gradient buffers for a new plan.
+        """Return gradient buffers for a new plan, made from these ones.
 
-        The gradients themselves have already been moved to the new plan's tensors.
+        The caller has already moved the gradients to the new plan's tensors.
 
         Args:
-            states: The subgroups' tensors under the new plan.
-            ops: The gradient copies of the new plan.
+            states: Tensors of each subgroup under the new plan.
+            ops: Operations that copy gradients under the new plan.
         """
         moved = replace(self, states=states, ops=ops)
         moved._open = self._open

@@ -90,10 +90,10 @@ class IssuedOps:
             self.store.check_restored([subgroup])
 
     def wait_all(self) -> None:
-        """Wait until all operations of the launched optimizer steps have ended. Raise the first error of an
-        operation.
+        """Wait until all operations of the launched optimizer steps have ended. Raise the first error of an operation.
 
-        Operations that have already begun for the next step continue (see `wait_ahead`).
+        Some operations of the next step may already run, before this step is launched. They are not waited for (see
+        `wait_ahead`).
         """
         _wait(self._own)
         self._latest_fetch.wait_host()

@@ -118,11 +118,11 @@ class Recorder:
             self.device.watched.made(places())
 
     def passes(self) -> list[Pass]:
-        """Return the measured forward and backward of each step since `watch` was called that the GPU has finished.
+        """Return the forwards and backwards that were measured since `watch` was called and that the GPU has finished.
 
         Each has its start and end, its waits for copies, and the times at which gradients were computed. Only the first
-        micro-batch of a step is measured. Below ZeRO-3, the list also contains the exchange of updated parameters among
-        ranks at the end of each step.
+        micro-batch of a step is measured. For ZeRO-1 and 2, the list also contains the exchange of updated parameters
+        among ranks at the end of each step.
         """
         return [] if self.device.watched is None else self.device.watched.passes()
 

@@ -25,9 +25,9 @@ class GradientOp:
     """An operation on a subgroup's gradient in a micro-batch, such as the copy of the gradient to host memory.
 
     Attributes:
-        summed: True if earlier micro-batches of the step have already copied the subgroup's gradient to host memory, so
-            that this operation handles the sum with theirs. False for the step's first such copy. If the GPU sums the
-            gradients, that is in the last micro-batch.
+        summed: True if an earlier micro-batch of the step has already copied this subgroup's gradient to host memory.
+            The operation then handles the sum of several micro-batches. False for all operations up to the step's first
+            such copy. If the GPU sums the gradients, this copy comes in the last micro-batch.
         reduced: True if the operation waits until the gradient is reduced among ranks.
         after: Kinds of the operations on this subgroup's gradient that must end first.
     """

@@ -46,16 +46,17 @@ def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
 
 
 def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
-    """Open this rank's store of optimizer state in the plan's folders. None if the plan keeps no state on drives.
+    """Open this rank's store of optimizer state in the plan's folders. Return None if the plan keeps no state on
+    drives.
 
     Args:
-        stored: Number of elements of each subgroup whose state is on drives.
+        stored: Number of elements of each subgroup with state on drives.
         tensors: Number of tensors in a subgroup's state.
 
     Raises:
         StorageError: A folder belongs to another run, or has no room.
-        PlanError: The Trainer loads a checkpoint at the end of training, but later steps may have overwritten
-            its state on the drives by then.
+        PlanError: transformers' Trainer is set to load its best checkpoint at the end of training, but the drives keep
+            the state of only one checkpoint. The best one's state may then be overwritten before the end.
     """
     if not stored:
         return None

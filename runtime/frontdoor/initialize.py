@@ -92,8 +92,10 @@ def config_of(call: Mapping[str, Any]) -> tuple[Any, str | None]:
 def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
     """Read a DeepSpeed config that the caller gave as a dict or as the path of a file.
 
-    Return the config as a dict, or None if DeepSpeed will refuse it, and the folder of the file, or None if
-    there is no file.
+    Return two values:
+
+    - The config as a dict. None if DeepSpeed will refuse it.
+    - The folder of the file. None if there is no file.
     """
     if isinstance(given, dict):
         return given, None

@@ -65,10 +65,10 @@ _kept: list[object] = []
 
 
 def free(held: list[object]) -> None:
-    """Empty a list on a daemon thread, so that the objects that only the list refers to are freed.
+    """Empty a list on a daemon thread, so that objects to which only the list refers are freed.
 
-    Freeing a tensor is work in PyTorch too. Once the Python interpreter is ending, the objects are kept instead, and
-    the main thread frees them.
+    Freeing a tensor runs native code of PyTorch, which a daemon thread must not do while the Python interpreter is
+    ending. In this case the objects are kept, and the main thread frees them.
     """
     try:
         with native_work():

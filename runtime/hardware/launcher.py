@@ -22,11 +22,11 @@ _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 
 
 def local_ranks() -> int:
-    """Return the number of ranks on this host, from environment variables of the launcher. Return 1 without
-    them.
+    """Return the number of ranks on this host, from environment variables of the launcher. Return 1 without them.
 
-    Accelerate also sets torchrun's variable in processes that torchrun did not start. That variable
-    therefore has priority over other launchers' variables only if torchrun's id of the run is set too.
+    torchrun's variable ``LOCAL_WORLD_SIZE`` comes first if torchrun's id of the run is set too. Otherwise
+    ``LOCAL_SIZE`` comes before it, because Accelerate sets torchrun's variable even in processes that torchrun did not
+    start.
     """
     first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()
     said = (os.environ.get(variable) for variable in (*first, *LOCAL_SIZES))

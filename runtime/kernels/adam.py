@@ -63,13 +63,15 @@ class AdamStep:
 
 
 class BiasCorrection:
-    """Powers of Adam's betas for bias correction, computed exactly as DeepSpeedCPUAdam does.
+    """Powers of Adam's betas for bias correction, computed with the same rounding as in DeepSpeedCPUAdam.
 
-    DeepSpeedCPUAdam multiplies running fp32 products while the step grows by one. It uses ``pow`` when
-    the betas change, which happens at every subgroup of another parameter group. Older builds
-    (0.18.6) also use ``pow`` at every subgroup of a step except the first. Calls must come in the
-    order of subgroups. `resume` replays the steps, so that a resumed run is bit-identical to an
-    uninterrupted one. Stock DeepSpeed, which uses ``pow`` on resume, is not.
+    At each new step, DeepSpeedCPUAdam multiplies the fp32 powers of the preceding step by the betas. It calls ``pow``
+    instead if a subgroup's betas differ from those of the subgroup updated before it. Older builds (0.18.6) also call
+    ``pow`` for all subgroups of a step except the first. The rounding thus depends on the order of calls, which must be
+    the order of the subgroups' updates.
+
+    On resume, stock DeepSpeed calls ``pow``, so that its resumed run is not bit-identical to an uninterrupted one.
+    `resume` here repeats the computation of all earlier steps, so that a resumed run is bit-identical.
 
     Args:
         recounts: If True, compute as the older builds do.

@@ -27,15 +27,17 @@ _MASK = (1 << 64) - 1
 class Digest:
     """The digest of the elements ``start`` to ``start + count`` of a tensor.
 
+    The digest of two parts together follows from the digests of the parts (see `added`). Hashes are added modulo 2^64,
+    and sketches are added element by element.
+
     Attributes:
-        hash: A number that is equal for equal bits. One changed bit always changes it. Hashes of parts are
-            added modulo 2^64, and so are ``narrow`` hashes.
+        hash: A hash of the elements' bits. One changed bit always changes it.
         narrow: The hash of the elements rounded to 16 bits, to nearest even. 0 if not requested.
         bits: The bitwise or of all the elements' bit patterns.
         not_finite: The number of infinities and NaNs, which count as 0 in the fields below.
         squares: The sum of the elements' squares.
         largest: The largest absolute value of an element.
-        sketch: Sums of the elements with random signs. Sketches of parts are added.
+        sketch: Several sums of the elements with random signs.
     """
 
     hash: int

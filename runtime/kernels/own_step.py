@@ -151,11 +151,12 @@ class OwnStepRule(UpdateRule):
 
 
 def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
-    """Return the bytes of optimizer state per element of a master parameter, without the bytes of the
+    """Return the bytes of optimizer state that an optimizer keeps per element of a master parameter, without the
     master.
 
-    To find them, one of torch's own optimizers is run once with a parameter of two elements. Others are
-    assumed to keep as much as Adam.
+    The number is known for the optimizers that ebbtide has an update rule for. Any other optimizer of torch is run once
+    with a parameter of two elements to find the number. An optimizer that is not torch's is assumed to keep as much as
+    Adam.
     """
     rule = rule_class(optimizer)
     if rule is not None:

@@ -188,10 +188,11 @@ class UpdateRule(ABC):
         return list({step.variant: step for step in steps}.values())
 
     def tail(self, elements: int, begin: int, end: int) -> int:
-        """Return how many of the last elements of ``begin:end`` DeepSpeed's scalar loop would update.
+        """Return the number of elements at the end of the range ``begin:end`` that stock DeepSpeed would update in its
+        scalar loop.
 
-        Stock DeepSpeed updates ``elements`` elements as one tensor, in a vector loop that is followed by a
-        scalar loop. The two loops round differently.
+        Stock DeepSpeed updates one tensor of ``elements`` elements: most of them in a vector loop, and the last ones in
+        a scalar loop. The two loops round differently.
         """
         return max(0, end - max(begin, self.tail_begin(elements)))
 
@@ -201,13 +202,13 @@ class UpdateRule(ABC):
 
 @functools.cache
 def vector_width(rule: type[UpdateRule], op: Any) -> int:
-    """Find out by a test the vector width, in elements, that DeepSpeed's compiled CPU op uses, and return it.
+    """Find out by a test which vector width, in elements, DeepSpeed's compiled CPU op uses, and return it.
 
     Return `NO_VECTORS` if the op uses no vectors. The test runs once per op and takes milliseconds.
 
     Raises:
-        UnknownRoundingError: The op's results are bit-identical to those of none of the vector widths that ebbtide
-            knows, or to those of several.
+        UnknownRoundingError: The test cannot decide. Either no vector width that ebbtide knows gives results that are
+            bit-identical to the op's, or several widths do.
     """
     equal = [width for width in WIDTHS if _has_width(rule, op, width)]
     if len(equal) != 1:

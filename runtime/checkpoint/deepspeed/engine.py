@@ -363,14 +363,18 @@ class LazyCheckpointEngine(CheckpointEngine):
         return True
 
     def get_commit_info(self) -> None:
-        """Return None to DeepSpeed, which then commits no checkpoint itself at the next training step."""
+        """Return None, so that DeepSpeed commits no checkpoint at the next training step.
+
+        DeepSpeed calls this method before such a commit. This engine commits its checkpoints itself, in the background.
+        """
 
     def cleanup(self) -> None:
         self.close()
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False while ebbtide saves a checkpoint, so that DeepSpeed does not clone tensors before it saves
-        them.
+        """Return whether DeepSpeed has to clone tensors before it passes them to `save`.
+
+        The result is False while ebbtide saves a checkpoint, and True at other times. The method's name is DeepSpeed's.
         """
         return self._save is None
 

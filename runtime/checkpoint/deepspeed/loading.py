@@ -23,8 +23,9 @@ class Loading:
     """A loader of checkpoints that wraps ``engine.load_checkpoint``. Only the training thread uses it.
 
     Attributes:
-        into: During a load, the training's own tensors to read into. Optimizer tensors in host memory are keyed
-            by their path in the optimizer's file, and weights by their path in the model's file.
+        into: Tensors of the running training that a load fills directly. Empty except during a load. The keys are paths
+            inside the checkpoint's files: of optimizer tensors in the optimizer's file (only those in host memory), and
+            of weights in the model's file.
         chosen: The checkpoint that the last load selected.
     """
 

@@ -1,4 +1,8 @@
-"""The choice of the checkpoint to resume from: the one that DeepSpeed would load, if its files are complete."""
+"""The choice of the checkpoint to resume from, which is the one that DeepSpeed would load.
+
+If files of this checkpoint are missing or damaged, the load fails with an error that names the newest complete
+checkpoint.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

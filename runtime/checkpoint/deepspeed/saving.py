@@ -79,7 +79,10 @@ class Save:
         self.commit = Commit(attempt, self._files, means.plan.deadline_s)
 
     def covers(self, path: Path) -> bool:
-        """Return whether a path is inside the checkpoint being saved, even before the folder has its final name."""
+        """Return whether a path is inside the checkpoint being saved.
+
+        The path must have the checkpoint folder's final name, which the folder itself may get only at the commit.
+        """
         return path.is_relative_to(self.attempt.target)
 
     def add(self, state_dict: Any, path: Path) -> None:

@@ -43,7 +43,8 @@ ON_STORAGE = "ebbtide"  # key of an `OnStorage`
 
 
 class OnStorage:
-    """A marker in a checkpoint's file that replaces tensors on a drive. The file does not hold them.
+    """A marker in a checkpoint's file. It says that the data of some tensors is not in this file but in ebbtide's store
+    of optimizer state on a drive.
 
     DeepSpeed's scripts and `torch.load` cannot read such tensors. The marker makes them refuse the file with an
     explanation, also on machines without ebbtide.
@@ -126,9 +127,10 @@ def _known_types() -> frozenset[Any]:
 
 
 class WatchingPickler(pickle.Pickler):
-    """A pickler for checkpoint files that notes whether an object is of a class that loading might refuse.
+    """A pickler for checkpoint files that notes whether any object is of a class that a load might refuse.
 
-    The check is fast, because it is made once for each object that is not a built-in.
+    Attributes:
+        suspicious: True if there was such an object.
     """
 
     suspicious = False

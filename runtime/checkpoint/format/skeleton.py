@@ -99,9 +99,11 @@ def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
 
 
 class _StandIns:
-    """An object that replaces a state dict's tensors by dummies of the same byte size, which torch.save then writes.
+    """An object that replaces the tensors of a state dict by dummies of the same size in bytes. torch.save then writes
+    a file with gaps for the tensors' bytes.
 
-    For each dummy, the object records where the original tensor's bytes are.
+    For each dummy, the object records where in memory the bytes of the real tensor are, so that the gaps can be filled
+    later.
     """
 
     def __init__(self, live: LiveState, *, stream_device: bool) -> None:

@@ -161,13 +161,14 @@ class Commit:
         self._files.point("committed")
 
     def make_durable(self, files: list[FileRecord], real: Files) -> None:
-        """Wait until a checkpoint that already has its final name is on disk on all ranks.
+        """Call the fsyncs that were left out while a checkpoint was written, and wait until it is on disk on all ranks.
 
-        If a process is killed before this method returns, nothing is lost, because the kernel has the bytes. If the
-        machine stops, the bytes may be lost.
+        The checkpoint already has its final name. If a process is killed before this method returns, nothing is lost,
+        because the kernel has the bytes. If the machine stops, bytes may be lost.
 
         Args:
-            real: File functions that call fsync. The functions that wrote the checkpoint left out every fsync.
+            files: Files of this rank, as the manifest lists them.
+            real: File functions that do call fsync.
         """
         a = self._attempt
         for record in files:

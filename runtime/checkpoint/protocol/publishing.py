@@ -1,4 +1,8 @@
-"""The renaming of a finished checkpoint's folder, in one step or in two steps that can be undone after a crash."""
+"""The renaming of a finished checkpoint's folder to its final name.
+
+If a folder with this name exists already, the two folders are exchanged in one step. Not every filesystem can do this.
+Without it two renames are needed, and the first one can be undone after a crash between them.
+"""
 
 import contextlib
 from collections.abc import Callable
@@ -39,7 +43,11 @@ def publish_folder(staging: Path, target: Path, files: Files, aside: Callable[[P
 
 
 def recover_replaced(save_dir: Path, files: Files) -> None:
-    """Restore the name of an old checkpoint if a crash came before the new one got this name."""
+    """Give old checkpoints their names back after a crash.
+
+    The crash came while an old checkpoint was being replaced by a new one of the same name: after the old one was
+    renamed, and before the new one had the name.
+    """
     for folder in save_dir.glob(f".*{REPLACED}"):
         tag = folder.name[1:].removesuffix(REPLACED).rpartition(".")[0]
         if (folder / GLOBAL_NAME).exists() and not (save_dir / tag).exists():

@@ -1,10 +1,13 @@
-"""The protection of an older checkpoint from deletion until a newer one is committed.
+"""The protection of older checkpoints from deletion until a newer one is committed, for any trainer that deletes old
+checkpoints.
 
-It works for any trainer that deletes old checkpoints. While a checkpoint is being written, its folder holds
-``.ebbtide``: a note that names the writing process, and hard links to every checkpoint that was deleted
-meanwhile. The commit removes both. If the process crashes, a later run finds them and calls `settle`. That
-function restores the checkpoints that were deleted in favor of one that was never committed. It also hides
-the folder of the uncommitted one from trainers that resume from the highest number.
+While a checkpoint is being written, its folder has a subfolder ``.ebbtide`` with a note that names the writing process.
+If the trainer deletes an older checkpoint meanwhile, hard links to the deleted files are put there too. The commit
+removes the note and the links.
+
+If the process crashes before the commit, a later run finds the subfolder and calls `settle`. This function restores the
+deleted checkpoints from the links. It also hides the folder of the unfinished checkpoint, since some trainers resume
+from the folder with the highest number.
 """
 
 import contextlib
@@ -142,9 +145,13 @@ class Note:
             temporary.rename(place)  # whole or not there
 
     def adopt(self, folder: Path, origin: Path) -> None:
-        """Move an older checkpoint to ``.ebbtide``, after a newer checkpoint has replaced it at the path ``origin``.
+        """Move an older checkpoint to ``.ebbtide``, after a newer one has taken its path.
 
         `close` deletes the older checkpoint if the newer one was committed. Otherwise `close` moves the older one back.
+
+        Args:
+            folder: Folder that has the older checkpoint now.
+            origin: Path that the older checkpoint had, and the newer one has now.
         """
         place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
         temporary = place.with_name(f".{place.name}")
@@ -203,9 +210,9 @@ class Note:
 
 
 def kept(save_dir: Path, nonce: str = "") -> list[Path]:
-    """Return the folders in which hard links keep the files of deleted checkpoints.
+    """Return the folders with hard links to the files of deleted checkpoints, from which these can be restored.
 
-    Folders that an interrupted restoration has left are not included.
+    A folder is left out if a restoration of its checkpoint was interrupted.
     """
     places = (save_dir / NOTES).glob(f"{KEPT}{nonce}*")
     return sorted(place for place in places if (place / "where.json").exists())

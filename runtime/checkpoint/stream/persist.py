@@ -46,11 +46,13 @@ class BlockWriter:
         """Prepare the threads that write a checkpoint.
 
         Args:
-            bounce: Host buffers that the writer threads fill and then write, one per thread. There are ``writers`` plus
-                `READY_BLOCKS` threads.
+            bounce: Host buffers. Each thread fills one of them and then writes it to the disk. There are ``writers``
+                plus `READY_BLOCKS` threads, so that more buffers are filled while ``writers`` buffers are being
+                written.
             writers: Number of concurrent writes to the disk.
-            turns: Subgroups in the order of their next updates. Their state is written in this order, because an update
-                must not overwrite state that is not written or copied yet. Other subgroups follow in ascending order.
+            turns: Subgroups in the order of their next updates. Their state is written first and in this order, because
+                an update must not overwrite state that is not written or copied yet. Other subgroups follow in
+                ascending order.
         """
         self._planned = planned
         self._files = files
@@ -89,9 +91,11 @@ class BlockWriter:
 
     @property
     def progress_s(self) -> float:
-        """Return the monotonic time, in seconds, from which the deadline for the next written block counts.
+        """Return the time from which the deadline for writing the next block is counted, in seconds of the monotonic
+        clock.
 
-        It is the latest time at which a block was written, or at which an update began to wait for a block.
+        Two events start the deadline again: a block was written, or an update began to wait for a block. The result is
+        the time of the latest such event.
         """
         return self._progress_s
 

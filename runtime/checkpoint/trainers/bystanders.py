@@ -1,9 +1,10 @@
-"""The handling of other code in this process that reads or deletes checkpoints, such as a trainer's code.
+"""The protection of a checkpoint in progress from other code in this process that reads or deletes checkpoints, such as
+a trainer's code.
 
-A checkpoint in progress must look to such code as if it had been written already. Python reports every file
-that is opened, listed or removed, and every program that is started, to audit hooks (PEP 578). The hook of
-this module makes a reader of an unfinished checkpoint wait until the commit. A trainer that deletes an
-older checkpoint meanwhile deletes only names, since hard links keep the files.
+To such code, a checkpoint in progress must look as if it had been written already. Python reports every file that is
+opened, listed or removed, and every program that is started, to audit hooks (PEP 578). The hook of this module makes a
+reader of an unfinished checkpoint wait until the commit. If a trainer deletes an older checkpoint meanwhile, ebbtide
+first makes hard links to its files, so that the data is not lost.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def settle(path: Path | None = None, *, over: bool = False) -> None:
     A folder is complete if it contains the last file that the Trainer writes.
 
     Args:
-        path: Checkpoint folder from which the note is removed even if the folder is incomplete. Pass a folder to which
-            ebbtide's save of DeepSpeed's files has already written another note with the same meaning.
+        path: Folder from which the note is removed even if the folder is incomplete. ebbtide passes the folder of a
+            save that has just begun, because the save has written a note of its own there.
         over: True at the end of training. The note is then removed from every folder, complete or not.
     """
     if not _notes:
