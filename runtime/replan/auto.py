@@ -35,14 +35,15 @@ DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that g
 def host_plan(
     subgroup_size: int, count: int, location: ParameterLocation = "device", *, overlap_forward: bool = False
 ) -> Plan:
-    """Return a plan that updates every subgroup on the CPU, under which the first steps of training are measured.
+    """Return a plan that updates every subgroup on the CPU, for the first training steps, which are measured.
 
-    By default each step waits for its updates, because a forward that waits for some of them would appear
-    longer than it is.
+    By default a step returns only when its updates have ended. Otherwise the next forward would wait for some of the
+    updates, and its measured time would be too long.
 
     Args:
         location: Memory for all parameters: host or device.
-        overlap_forward: True for a plan that is kept after the measurement, so that steps do not wait.
+        overlap_forward: True for a plan that stays in use after the measurement. Its updates may overlap with the next
+            forward.
     """
     return Plan(
         subgroup_size=subgroup_size,

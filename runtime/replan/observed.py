@@ -120,10 +120,10 @@ class _Group:
 
 
 def _groups(engine: TrainingEngine) -> list[_Group]:
-    """Return the parameters of the engine in groups: neighbouring parameters that belong to one part of the
-    model.
+    """Return the engine's parameters in groups. A group has consecutive parameters of one part of the model, such as a
+    block.
 
-    The groups are in the order of the subgroups.
+    Groups, and the parameters in a group, are in the order of their positions in the subgroups.
     """
     sizes, slices, units = engine.sizes(), engine.slices(), engine.units()
     begins = [0, *accumulate(sizes)]
@@ -149,11 +149,12 @@ def _shares(groups: Sequence[_Group], seconds: Mapping[tuple[int, int], float]) 
 
 
 def as_observed(machine: Machine, rates: Mapping[str, float], workload: Workload, plan: Plan) -> Machine:
-    """Correct a machine's speeds of copies and updates by those measured in the first training steps.
+    """Correct a machine's speeds of copies and updates, so that a simulation of the first training steps gives the
+    speeds that were measured in them.
 
-    With the returned machine, a simulation of these steps gives the measured speeds. A machine's speed is that of an
-    operation that runs alone. A measured operation shared host memory with other operations and other ranks, and was
-    slower. The measured speed can therefore not be used directly.
+    The speeds of a `Machine` are those of operations that run alone. The measured operations shared host memory with
+    other operations and other ranks, and were slower. If no corrected speed gives the measured one, the measured speed
+    itself is used.
 
     Args:
         rates: Measured speeds, by field name of `Machine`.

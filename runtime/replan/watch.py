@@ -74,11 +74,10 @@ def measured_rates(timeline: Timeline, workload: Workload, machine: Machine) -> 
 
 
 def with_observed(machine: Machine, rates: Mapping[str, float]) -> Machine:
-    """Return a machine profile with the measured rates that are plausible. Other rates stay as in
-    ``machine``.
+    """Return a copy of a machine profile with the measured speeds, such as bandwidths, in place of its own.
 
-    Steps of a tiny model, or of a process that the system did not schedule, can give any rate. A rate that
-    no machine can have is logged and dropped.
+    A measured speed that no machine can have is logged and dropped, and the profile keeps its own. Such speeds come
+    from steps of a tiny model, or of a process that the system did not schedule.
     """
     for name, value in rates.items():
         try:
@@ -157,11 +156,12 @@ class Watch:
 
 
 def watch(session: Session, machine: Machine, workload: Workload, *, replan: bool, show: Show) -> Watch:
-    """Start to compare a running plan's measured times with its predictions, and return the object that
-    does so.
+    """Start to compare a running plan's measured times with its predictions, and return the object that does so.
 
     Args:
-        replan: If True, switch to a better plan if measured rates differ from the machine's.
+        machine: Profile of the machine, from which the times are predicted.
+        replan: If True, switch to a better plan if the measured speeds of copies and updates differ from those in
+            ``machine``.
         show: Function to call with each measured timeline and the plan.
 
     Raises:

@@ -32,9 +32,9 @@ class Block:
 class Layout:
     """The layout of subgroups' optimizer state in the files of one or more drives.
 
-    A file holds several copies (extents) of each subgroup's state, for several steps. All extents of the first
-    subgroup come first, then those of the next. In an extent a subgroup's tensors form a row, each padded to
-    `ALIGNMENT`. The row is divided among the drives in proportion to their weights.
+    Each subgroup has several extents, so that its state after several steps can be stored at once. All extents of the
+    first subgroup come first, then those of the next. An extent has the subgroup's tensors one after the other, each
+    padded to `ALIGNMENT` bytes. These bytes are divided among the drives in proportion to ``weights``.
 
     Args:
         sizes: Bytes of each tensor, by subgroup.

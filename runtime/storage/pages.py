@@ -62,12 +62,13 @@ class StepsPage(Page):
 
 
 class TensorRecord(Page):
-    """An entry for a checkpoint's tensor that has its data on a drive. The checkpoint's own file has only the tensor's
-    shape.
+    """A description of one tensor that a checkpoint's file contains only as a shape, because the data is on a drive.
 
     Attributes:
-        file, path: The checkpoint's file, and the keys that lead to the tensor in the nested dicts of this file.
-        index: Index of the tensor among the subgroup's tensors.
+        file: The checkpoint's file.
+        path: Keys that lead to the tensor in the nested dicts of this file.
+        subgroup: Subgroup that the tensor belongs to.
+        index: Index of the tensor among the tensors of this subgroup.
     """
 
     file: str

@@ -108,10 +108,11 @@ class StepReader:
         return store
 
     def verify(self, masters_of: Collection[int] = ()) -> None:
-        """Read every byte of a checkpoint's state on drives and compare it with the hashes taken while writing.
+        """Read a checkpoint's state on drives, and compare it with the hashes taken while it was written.
 
         Args:
-            masters_of: Subgroups of which only the first tensor, the master, is read.
+            masters_of: Subgroups of which only the first tensor, the master, is read. Of all others, every tensor is
+                read.
 
         Raises:
             DamagedError: A block is incomplete, or bits have flipped.

@@ -30,21 +30,21 @@ DEADLINE_S = 300.0
 class ExtentStore:
     """A store of one rank's optimizer state on drives: masters and moments of some subgroups.
 
-    A new store reserves space on the drives, or finds an earlier run's store and enlarges it. The store is
-    thread-safe, but only one thread at a time may read and write a given subgroup.
+    A new store reserves space on the drives, or finds an earlier run's store and enlarges it. The store is thread-safe,
+    but only one thread at a time may read and write a given subgroup.
 
     A version is the optimizer state after one update. `tick` begins a version, and the update then writes each subgroup
     once. Each subgroup has several extents (regions of the drives), and each extent holds one version of its state. A
-    write goes to an extent whose content is neither committed nor being committed, so that committed state stays until
-    newer state is committed. The first failed write or sync disables the store: every later write and commit raises its
-    error.
+    write goes to an extent with content that is neither committed nor being committed. The first failed write or sync
+    disables the store: every later write and commit raises its error.
 
-    A committed version is called a step. A checkpoint calls `prepare`, which keeps all earlier steps. After the
-    checkpoint has been committed, `settle` drops the oldest steps, beyond the number of steps to keep.
+    A committed version is called a step. A checkpoint calls `prepare`, which commits a version and keeps all earlier
+    steps. When the checkpoint itself has been committed, `settle` drops the oldest steps beyond ``keep``.
 
     Args:
         sizes: Bytes of each subgroup's master and moments.
-        keep: Number of steps to keep on the drives. Each subgroup also has space for one unfinished step.
+        keep: Number of steps to keep on the drives. Each subgroup also has space for one version that is not committed
+            yet.
         depth: Number of threads per drive and direction.
         block_bytes: Bytes that are moved and hashed at a time, a multiple of 4096.
         verify_reads: If True, every read is compared with the hash taken while writing.
@@ -52,8 +52,8 @@ class ExtentStore:
         stands, protects: See `Retention`.
 
     Raises:
-        StorageError: Space is missing, another run uses the directories, or they hold steps of another layout or
-            world size.
+        StorageError: Space is missing, another run uses the directories, or they hold steps of another layout or world
+            size.
     """
 
     def __init__(
@@ -200,11 +200,12 @@ class ExtentStore:
             self.read_bytes += sum(map(padded, self._blocks.layout.sizes[subgroup]))
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Compare optimizer state that was restored from the drives with its hashes, if the state has not been read
-        since. Return when all of it is compared.
+        """Check the hashes of optimizer state on the drives that were not checked yet since the state was restored from
+        a checkpoint. Return when all of them are checked.
 
-        `read` makes this comparison too, but code that uses the memory-mapped tensors of `view` does not call `read`.
-        If ``verify_reads`` is set, state that was written and has not been read since is also compared.
+        `read` checks the state that it reads. Call this method before code uses the memory-mapped tensors of `view`,
+        because that code does not call `read`. If ``verify_reads`` is set, state that was written and not read back yet
+        is checked too.
 
         Args:
             subgroups: Subgroups to check. None checks all subgroups.
@@ -290,13 +291,14 @@ class ExtentStore:
             return self._versions.tick()
 
     def announce(self, version: int | None = None, subgroups: Collection[int] = ()) -> int:
-        """Protect the present optimizer state on the drives from being overwritten until it is committed or
-        abandoned. Return its version.
+        """Protect one version of the optimizer state on the drives, so that no update overwrites it. Return the
+        version's number.
 
-        Call this before the next update is launched. It never blocks.
+        The protection ends when the version is committed or abandoned. Call this before the next update is launched. It
+        never blocks.
 
         Args:
-            version: Version of the state to protect. None selects the latest version launched so far.
+            version: Number of the version. None selects the latest version that has begun.
             subgroups: Subgroups that belong to the version. Empty selects all.
         """
         with self._condition:
@@ -337,8 +339,9 @@ class ExtentStore:
     def settle(self, name: str, *, committed: bool) -> None:
         """Keep or drop the optimizer state that `prepare` has made durable on the drives for a checkpoint.
 
-        If the state is kept, the oldest steps are dropped, beyond the number of steps to keep. Dropped state cannot
-        return after a power loss. Its regions of the drives are overwritten only after this method returns.
+        If this state is kept, the oldest steps are dropped, beyond the number of steps to keep. The new list of steps
+        is on the drives when this method returns, so that a power loss cannot bring dropped steps back. The regions of
+        dropped steps are overwritten only after the new list is on the drives.
 
         Args:
             name: Name that was given to `prepare`.
@@ -370,9 +373,10 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return the step numbers of an earlier run's checkpoints that still have their optimizer state on the drives.
+        """Return the step numbers of an earlier run's checkpoints with optimizer state on the drives that this run
+        would overwrite.
 
-        The result is empty once this run has resumed from one of them (`restore`).
+        The result is empty once this run has resumed from one of these checkpoints (`restore`).
         """
         return tuple(self._versions.unclaimed)
 

@@ -1,4 +1,6 @@
-"""The handling of optimizer state on drives by checkpoints: a save commits the state there, and a load finds it."""
+"""The part of a checkpoint's save and load for optimizer state on drives. A save commits the state on the drives,
+without a copy. A load uses the committed state.
+"""
 
 from __future__ import annotations
 

@@ -46,9 +46,10 @@ class Announced:
     Every write of a subgroup's state has a version number.
 
     Attributes:
-        version: Number of this version. It consists of each subgroup's newest state with at most this number.
-        due: Least number that the state of every subgroup must have. A lower number means that the subgroup's write has
-            not ended yet.
+        version: Number of this version. For each subgroup, the version has the newest state with this number or a lower
+            one.
+        due: Lowest number that a subgroup's state in this version may have. If a subgroup has only lower numbers, its
+            write has not ended yet.
         subgroups: Subgroups that belong to this version.
     """
 
@@ -90,20 +91,20 @@ class Retention:
 class Versions:
     """The bookkeeping of optimizer state on drives: which versions exist, where they are, and which are committed.
 
-    A version is the result of one optimizer update. A committed version is called a step. An extent is a region of the
-    drives for the state of one subgroup in one version. This class uses neither threads nor files. The caller must not
-    call its methods concurrently.
+    A version is the state after an optimizer update, or after another write of a subgroup's state. A committed version
+    is called a step. An extent is a region of the drives for one subgroup's state in one version. This class uses
+    neither threads nor files. The caller must not call its methods concurrently.
 
     Attributes:
         extents: Number of extents per subgroup.
         subgroups: The extents of each subgroup.
         steps: The committed steps, newest first.
         announced: The versions that are being committed, by number.
-        unclaimed: Step numbers of an earlier run's checkpoints with state on the drives. Empty once this run has
-            restored one of them.
+        unclaimed: Step numbers of the checkpoints that an earlier run left with state on the drives. Empty once this
+            run has restored one of them.
         adopted: Subgroups that were restored since the last call of `ExtentStore.take_adopted`.
-        due: The latest version with new state of all subgroups (see `tick`).
-        passed_over: Names of the steps that are newer than the restored step. The next commit drops them.
+        due: Number of the version that the last `tick` began, with new state of all subgroups. 0 after a restore.
+        passed_over: Names of the steps that were newer than the restored step. The next commit drops these steps.
     """
 
     def __init__(self, subgroups: Iterable[int], extents: int, steps: list[StepRecord], unclaimed: list[int]) -> None:
@@ -145,10 +146,11 @@ class Versions:
         return version
 
     def begin(self, version: int | None) -> int:
-        """Return the version number under which a write of optimizer state to the drives is stored.
+        """Return the version number for a write of a subgroup's optimizer state to the drives.
 
         Args:
-            version: Number to use. None creates a new version, which contains only the subgroup that is written.
+            version: Number of the version that the write belongs to, which is then returned. None returns the number of
+                a new version, for the written subgroup alone.
         """
         self._clock = max(self._clock, version or 0) + (version is None)
         return self._clock if version is None else version

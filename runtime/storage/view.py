@@ -1,4 +1,8 @@
-"""Tensors that are memory-mapped from files on drives, at a fixed address. They show a subgroup's optimizer state."""
+"""Tensors that are memory-mapped from files on drives and contain a subgroup's optimizer state.
+
+When newer state is in another region of the files, this region is mapped to the same memory address, so that the
+tensors stay valid.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The file that each rank writes in a run of `tune verify`: one line of JSON per optimizer step.
 
-The first line describes the run, and the second (step 0) has the state before the first step. A tensor is
-written as ``[start, count, total, digest]``, with `ebbtide.runtime.kernels.digest.Digest.packed`.
+The first line describes the run, and the second (step 0) has the state before the first step. A tensor is written as
+``[start, count, total, digest]``. The rank has ``count`` of the tensor's ``total`` elements, from element ``start`` on.
+``digest`` is the text that `ebbtide.runtime.kernels.digest.Digest.packed` returns for them.
 """
 
 import json

@@ -16,21 +16,21 @@ Gather = Callable[[list[Any]], private.Handle]
 class CollectiveGathers:
     """A launcher of ZeRO-3's parameter gathers in an order that is the same on all ranks.
 
-    If each rank launched gathers as its own updates end, two ranks could launch two gathers in different orders and
-    hang.
+    A gather waits for the updates of its parameters. If each rank launched gathers as its own updates end, two ranks
+    could launch two gathers in different orders and hang.
 
-    DeepSpeed requests parameters of later modules in advance. Such a gather is launched immediately if all ranks know
-    that no update delays it. They know this because each rank waits for a subgroup's update before it takes part in the
-    first gather from that subgroup. Every other gather is launched when its module begins. On a GPU the host thread
-    runs a module ahead, so the gather runs during the previous module, and the host does not wait.
+    DeepSpeed requests the parameters of later modules in advance. Such a gather is launched immediately if all ranks
+    know that it need not wait for an update. They know this after the first gather from a subgroup, because every rank
+    waited for the subgroup's update before it took part. Any other gather is launched when its module begins. On a GPU
+    the host thread runs a module ahead, so that such a gather still runs during the previous module.
 
     The training thread calls the methods, and autograd's thread during backward.
 
     Attributes:
         awaited: Subgroups without any gather since their latest update was launched. All ranks have the same set.
-        own_precision: True if stock DeepSpeed would already have gathered the small parameters, at the end of a step or
-            after a checkpoint was saved or loaded. Such a gather uses the parameters' own dtype. False if stock
-            DeepSpeed would gather them in forward, in the dtype in which forward computes.
+        own_precision: Dtype of the next gather of small parameters. True: their own dtype, because stock DeepSpeed
+            would have gathered them earlier, at the end of a step or after a save or load of a checkpoint. False: the
+            dtype that forward computes in, because stock DeepSpeed would gather them in forward.
     """
 
     def __init__(self, partitions: Partitions) -> None:
@@ -45,8 +45,8 @@ class CollectiveGathers:
     def stay_gathered(self, stay: bool) -> None:
         """Set the precision of the next gathers of small parameters, to be the same as in stock DeepSpeed.
 
-        After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision and keeps them
-        gathered. In forward, it gathers parameters in the precision of ``torch_autocast``.
+        Stock DeepSpeed gathers small parameters in their own precision after a step or a checkpoint, and keeps them
+        gathered. If it has not done so, it gathers them in the next forward, in the precision of ``torch_autocast``.
 
         Args:
             stay: True for the parameters' own precision, if stock DeepSpeed would have gathered the small parameters by
@@ -80,10 +80,10 @@ class CollectiveGathers:
         """Launch the gathers of parameters that DeepSpeed requests, or delay them. Return handles through which
         DeepSpeed waits for the parameters.
 
-        A delayed gather is launched when the forward or backward of the parameter's module begins. A gather is delayed
-        if some ranks may not have waited for the parameter's latest update yet. If each rank launched it after its own
-        wait, the ranks could launch gathers in different orders and hang. On a device without streams all gathers are
-        delayed, because the calling thread would wait for the copies.
+        All ranks must launch gathers in the same order, or they hang. A gather has to wait for the latest update of its
+        parameters, and updates end earlier on some ranks than on others. If some ranks may not have waited for this
+        update yet, all ranks delay the gather until the forward or backward of the parameter's module begins. On a
+        device without streams all gathers are delayed, because the calling thread would wait for the copies.
 
         Args:
             gather: DeepSpeed's own gather for any of these parameters.

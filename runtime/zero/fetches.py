@@ -101,7 +101,8 @@ class Fetch:
         self._device = device
 
     def wait(self, **_: Any) -> None:
-        """Make the training streams wait until the parameter is on the GPU, and let the parameter use the copy.
+        """Make the training streams wait until the parameter has been copied to the GPU, and use this GPU copy as the
+        parameter's data.
 
         Raises:
             BackgroundError: An update or a copy has failed.

@@ -16,15 +16,15 @@ State = tuple[torch.Tensor, ...]  # master and moments
 
 
 class FlatState:
-    """The flat buffers with DeepSpeed's master parameters and moments, in memory from which the GPU can copy.
+    """DeepSpeed's flat buffers with the masters and moments, in host memory from which the GPU can copy at full speed.
 
-    DeepSpeed's checkpoints and other code read these buffers, so they exist under every plan. Only the training thread
-    uses this object.
+    DeepSpeed's checkpoints and other code read these buffers, so they exist under every plan. Under some plans,
+    training keeps a subgroup's state in other tensors. The subgroup's slices of the flat buffers may then be out of
+    date. Only the training thread uses this object.
 
     Attributes:
-        cuts: By subgroup: (index of the fp32 tensor, offset in it, number of elements).
-        shadows: Slices of the flat buffers, for each subgroup with state that training keeps in other tensors. These
-            slices may be out of date.
+        cuts: By subgroup: (index of the flat master tensor, offset in this tensor, number of elements).
+        shadows: By subgroup: slices of the flat buffers, if training keeps the subgroup's state in other tensors.
         published: True if the slices in ``shadows`` are up to date.
     """
 
@@ -58,10 +58,11 @@ class FlatState:
             self.published = False
 
     def publish(self, session: Session) -> None:
-        """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code such as
-        DeepSpeed's checkpoints that reads the flat buffers.
+        """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code such as DeepSpeed's
+        checkpoints that reads the flat buffers.
 
-        State in the spare buffers of early updates moves to the flat buffers for good.
+        If an early update has left a subgroup's state in a spare buffer, training uses the flat buffers for this
+        subgroup again from then on.
         """
         session.executor.wait_all()
         if self.published:
@@ -151,11 +152,11 @@ class FlatPartitions(FlatState):
 
 
 class HostSums(MutableMapping[int, torch.Tensor | None]):
-    """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``, a dict from parameter id to the sum of
-    micro-batches' gradients.
+    """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``, a dict from parameter id to the sum of micro-batches'
+    gradients.
 
-    It holds the sums that DeepSpeed computes. For a sum that ebbtide computes it stores None, and code that
-    reads the entry gets a copy of the sum.
+    A sum that DeepSpeed computes is an entry of the dict. For a sum that ebbtide computes, the entry is only a
+    placeholder (None), and code that reads the entry gets a copy of ebbtide's sum.
     """
 
     def __init__(self, known: Mapping[int, torch.Tensor | None], read: Callable[[int], torch.Tensor]) -> None:

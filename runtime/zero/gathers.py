@@ -15,14 +15,16 @@ Fetch = Callable[[list[Any], Callable[[list[Any]], private.Handle]], private.Han
 class Gathers:
     """The hooks on DeepSpeed's gathers of parameters. A gather first waits for the updates of its parameters.
 
-    On a single rank, copies to the GPU replace gathers. Only the training thread uses this object.
+    A single rank needs no gathers and copies its parameters to the GPU instead. Only the training thread uses this
+    object.
 
     Attributes:
         partitions: A table of the memory (host or GPU) that holds each parameter's partition.
-        shows: True if a ``state_dict()`` contains the values of the small parameters, which stock DeepSpeed keeps
-            gathered. False while DeepSpeed saves or loads a checkpoint, when small parameters must be partitioned like
-            all others.
-        moved: True if partitions have moved to other memory since parameters were gathered.
+        shows: False while DeepSpeed saves or loads a checkpoint, when small parameters must be partitioned like all
+            others. True at other times. On a single rank, a ``state_dict()`` then gathers the small parameters, since
+            stock DeepSpeed keeps them gathered.
+        moved: True if partitions have moved to other memory and gathered parameters do not use it yet (see
+            `show_anew`).
     """
 
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
@@ -48,10 +50,10 @@ class Gathers:
     def gate(self, wait: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
         """Make every ZeRO-3 gather first call ``wait`` with its parameters. Return a function that undoes this.
 
-        Stock DeepSpeed keeps small parameters gathered after a step, so that a ``state_dict()`` or a copy of the model
-        has their values. Under a plan they are not gathered after a step. On a single rank they are therefore gathered
-        before a ``state_dict()`` or a copy is made. Several ranks would all have to take part in such a gather, so none
-        is made there.
+        After a step under a plan, small parameters are not gathered as they are in stock DeepSpeed. A ``state_dict()``
+        or a copy of the model would therefore lack their values. On a single rank, they are gathered before a
+        ``state_dict()`` or a copy is made. On several ranks they are not, since all ranks would have to take part in
+        the gather.
 
         Args:
             wait: Function that waits for the updates of the given parameters.
@@ -106,7 +108,8 @@ class Gathers:
     def show_anew(self) -> None:
         """Make gathered parameters use the new memory of their partitions, after the partitions have moved.
 
-        With several ranks, gathered parameters are copies, which stay unchanged.
+        This is needed on a single rank, where a gathered parameter can share memory with its partition. On several
+        ranks, gathered parameters are copies, and nothing is done.
         """
         self.moved = False
         if self._optimizer.partition_count > 1:
@@ -122,10 +125,10 @@ class Gathers:
     def show_at_rest(self) -> None:
         """Gather the small ZeRO-3 parameters, so that their ``.data`` has the present values.
 
-        All ranks must call this method, at a time when no update runs. Before this call, ``.data`` of these parameters
-        is NaN after a step, because updates may still be running. While a checkpoint is saved or loaded, their
-        ``.data`` is empty before this call. DeepSpeed's status of the parameters remains "partitioned", so that
-        DeepSpeed gathers them again in the next forward, as in every later one.
+        Before this call, their ``.data`` has no values: it is NaN after a step, because updates may still be running,
+        and empty while a checkpoint is saved or loaded. All ranks must call this method, at a time when no update runs.
+        DeepSpeed's status of the parameters remains "partitioned", so that DeepSpeed gathers them again in each
+        forward.
         """
         self.show_persistent()
         for parameter, _ in self._stand_ins:
@@ -151,14 +154,14 @@ class Gathers:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set whether small parameters are gathered in their own precision from now on, instead of the precision in
-        which forward computes.
+        """Set the precision of the next gathers of small parameters, to be the same as in stock DeepSpeed.
 
         After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision and keeps them
-        gathered.
+        gathered. Otherwise it gathers them in forward, in the precision that forward computes in.
 
         Args:
-            stay: True if stock DeepSpeed would have gathered the small parameters by now.
+            stay: True for the parameters' own precision, if stock DeepSpeed would have gathered the small parameters by
+                now. False for the precision that forward computes in.
         """
         self._together.stay_gathered(stay)
 
@@ -181,8 +184,9 @@ class Gathers:
         """Start to make the given ZeRO-3 parameters available in GPU memory: by a copy on a single rank, by a gather on
         several ranks.
 
-        DeepSpeed also requests parameters of later modules. This method does not wait for the updates of these
-        parameters. Return handles to wait for, or None if DeepSpeed has to gather the parameters now.
+        Return handles to wait for. This method itself does not wait for updates of the parameters, because DeepSpeed
+        also requests parameters that only later modules need. Return None if DeepSpeed has to gather the parameters
+        itself, immediately.
 
         Args:
             gather: DeepSpeed's own gather.
@@ -218,15 +222,17 @@ def _stand_ins(parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:
 
 
 def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-    """Arrange that ``gate`` is called with the parameters before every gather. Return a function that undoes this.
+    """Make ``gate`` be called with the parameters before every gather that ``fetch`` does not make. Return a function
+    that undoes this.
 
-    All code that reads a partitioned parameter (forward, GatheredParameters, a state_dict) calls
-    ``param.all_gather`` or ``param.all_gather_coalesced``. Modules call the latter for their own parameters and
-    for those of later modules, and wait for the handle that it returns.
+    All code that reads a partitioned parameter (forward, GatheredParameters, a state_dict) calls ``param.all_gather``
+    or ``param.all_gather_coalesced``. Modules call the latter for their own parameters and for those of later modules,
+    and wait for the handle that it returns.
 
     Args:
-        fetch: Function of the parameters and of DeepSpeed's own gather, called first for a coalesced gather. If
-            it returns a handle, this handle is used, and ``gate`` is not called.
+        fetch: Function that is called first for ``all_gather_coalesced``, with the parameters and DeepSpeed's own
+            gather. If it returns a handle, DeepSpeed gets this handle. If it returns None, ``gate`` and DeepSpeed's
+            gather are called.
     """
     undo: list[tuple[Any, Any, Any]] = []
     for parameter in parameters:

@@ -7,10 +7,10 @@ from ebbtide.runtime.verify.lines import Piece
 
 
 def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
-    """Yield this rank's parts of the model's parameters and of their fp32 masters, once all updates have
-    ended.
+    """Wait until all updates have ended. Then yield this rank's parts of the model's parameters, and this rank's parts
+    of the fp32 masters.
 
-    This is a collective call under a plan.
+    Under a plan, all ranks must call this function together.
 
     Args:
         frozen: If True, include parts of frozen parameters.
@@ -26,7 +26,7 @@ def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
 def settle(engine: Any) -> None:
     """Wait until all updates under a plan have ended. Under ZeRO-3 also gather the small parameters.
 
-    No value changes. After a step under a plan, small parameters may hold NaN until they are gathered.
+    Small parameters may hold NaN as a placeholder after a step under a plan. The gather replaces it by their values.
     """
     if hasattr(engine.optimizer, "_ebbtide"):
         engine.optimizer.wait()

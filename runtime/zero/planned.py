@@ -314,10 +314,10 @@ def float64_norm(part: torch.Tensor) -> torch.Tensor:
 
 
 def take_loaded_moments(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy moments that a checkpoint load has put into new tensors to the tensors that training uses.
+    """Copy the optimizer's moments, after a checkpoint load, from the tensors that the load has made to those that
+    training uses.
 
-    A checkpoint that stock DeepSpeed wrote before the first update has no moments. The moments are then set
-    to zero.
+    A checkpoint that stock DeepSpeed wrote before the first update has no moments. The moments are then set to zero.
     """
     if rule.own_step:
         return

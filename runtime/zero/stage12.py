@@ -48,11 +48,13 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     @torch.no_grad()
     def copy_grads_in_partition(self, param: Any, group_idx: int | None = None) -> None:
-        """Add a parameter's reduced gradient to its sum, in the memory where the parameter's update will run.
+        """Add a parameter's gradient, after its reduction over the ranks, to the gradient sum of the step's earlier
+        micro-batches.
 
-        The method distinguishes the same cases as stock DeepSpeed's method of this name. They depend on three facts:
-        whether the parameter group has a compact gradient buffer, whether the micro-batch is the first, a later or the
-        last one of the step, and whether other ranks own a part of the parameter.
+        The sum ends up in the memory, GPU or host, that the parameter's update reads. The method distinguishes the same
+        cases as stock DeepSpeed's method of this name. They depend on three facts: whether the parameter group has a
+        compact gradient buffer, whether the micro-batch is the first, a later or the last one of the step, and whether
+        other ranks own a part of the parameter.
         """
         group = self._get_param_group_idx(param) if group_idx is None else group_idx
         boundary = self.is_gradient_accumulation_boundary()
@@ -164,8 +166,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             self._overflows.append(self._has_inf_or_nan(grad.data))
 
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Return whether any gradient has an infinity or NaN. The norm of such a gradient in float64 is not
-        finite.
+        """Return whether any gradient has an infinity or NaN.
+
+        The method recognizes such a gradient by its norm in float64, which is not finite.
         """
         shared = bool(self._overflows) and bool(torch.stack(self._overflows).any())
         if shared or not all(self._finite_norms().values()):
@@ -394,10 +397,10 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return dict(enumerate(piece for pieces in self._flat.slices.values() for piece in pieces))
 
     def prepare(self, device: Device) -> None:
-        """Do nothing. Under ZeRO-1 and 2, `FlatPartitions` has already divided DeepSpeed's flat buffers among the
-        subgroups of the first plan.
+        """Do nothing, because `FlatPartitions` has already divided DeepSpeed's flat buffers among the subgroups of the
+        first plan.
 
-        Under ZeRO-3, this method divides the buffers.
+        This optimizer is for ZeRO-1 and 2. The method of the same name in the ZeRO-3 optimizer divides buffers.
         """
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:

@@ -149,11 +149,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
-        """Finish the step, but do not gather the small parameters as stock DeepSpeed does here.
+        """Finish the step. Gather the small parameters, as stock DeepSpeed does here, only if updates do not overlap
+        with forward.
 
-        They belong to many subgroups, so that gathering them here would wait for every update. The first
-        code that reads them gathers them. If the plan does not overlap updates with forward, they are
-        gathered here.
+        Small parameters belong to many subgroups, so that the gather would wait for every update. If the plan overlaps
+        updates with forward, the first code that reads the small parameters gathers them.
         """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
@@ -263,9 +263,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         """Give the small ZeRO-3 parameters their values again after DeepSpeed has saved or loaded a checkpoint.
 
         DeepSpeed needs all parameters partitioned for a save or a load, so the small ones were empty during this time.
+
         If updates may overlap the next forward, DeepSpeed's status of the small parameters remains "partitioned", as
-        after every step. With the status "gathered" after a load, DeepSpeed's recorded order of modules would change in
-        the second forward of a model that reads a parameter outside of its module (``self.embedding.weight``).
+        after every step. With the status "gathered" after a load, the order of modules that DeepSpeed records would
+        change in the second forward of some models. These are models that read a parameter outside of its module
+        (``self.embedding.weight``).
 
         If the plan keeps optimizer state on a drive, a save does not wait for updates that still write to the drive.
         After the save, the small parameters are therefore NaN until they are gathered.
@@ -332,8 +334,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self._gathers.moved |= moved
 
     def settle(self) -> None:
-        """Make parameters whose partitions have moved use the new memory, and release DeepSpeed's empty
-        flat buffers.
+        """Make each parameter with a moved partition use the partition's new memory. Then release DeepSpeed's flat
+        buffers that are no longer used.
         """
         if self._flat is not None:
             self._flat.published = not self._flat.shadows

@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO-3 buffers, taken over for a plan and restored if the plan cannot be attached.
+"""DeepSpeed's ZeRO-3 buffers, which a plan uses for its subgroups. They are restored if the plan cannot be attached.
 
-A plan's subgroups are DeepSpeed's own or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`). DeepSpeed's
-norms and checkpoints know only its own subgroups. If the plan's subgroups are parts, DeepSpeed's fp32
-tensors stay whole (`FlatState`). Its flat parameters stay whole until one part moves to other memory.
+A plan's subgroups are DeepSpeed's subgroups or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`). DeepSpeed's norms
+and checkpoints know only DeepSpeed's subgroups. If the plan's subgroups are parts, DeepSpeed's fp32 tensors are
+therefore not divided (`FlatState`). Its flat parameter tensors are divided only when the plan moves the parameters of
+one part to other memory.
 """
 
 from collections.abc import Iterator
@@ -24,9 +25,9 @@ class Pieces:
         cuts: For each subgroup: (DeepSpeed's subgroup, offset in it, number of elements).
         places: For each parameter id: (subgroup, offset in it, number of elements).
         whole: True if the plan's subgroups are DeepSpeed's own.
-        apart: One tensor of parameters for each of the plan's subgroups. The list is empty until a subgroup that is a
-            part of a DeepSpeed subgroup moves to other memory. From then on, DeepSpeed's flat parameter tensors are
-            empty, and `joined` rebuilds them on request.
+        apart: Empty as long as all parameters are in DeepSpeed's flat tensors. When the parameters of a part of a
+            DeepSpeed subgroup move to other memory, this list gets one tensor of parameters for each of the plan's
+            subgroups. DeepSpeed's flat tensors are then empty, and `joined` rebuilds them on request.
     """
 
     def __init__(self, optimizer: Any, pieces: list[Cut]) -> None:
@@ -98,7 +99,7 @@ class Pieces:
         return self._flat()
 
     def take_back(self) -> None:
-        """Copy parameters that a checkpoint load has put into DeepSpeed's flat tensors to the tensors of
+        """Copy the parameters from DeepSpeed's flat tensors, where a checkpoint load has put them, to the tensors of
         the plan's subgroups.
         """
         for subgroup, wire in enumerate(self.apart):
@@ -182,7 +183,10 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
 
 
 def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
-    """Return the gradients of a subgroup's parameters as one tensor. DeepSpeed's gradient views are parts of it."""
+    """Return the gradients of all parameters of a subgroup as one tensor.
+
+    The tensor shares memory with DeepSpeed's per-parameter gradients.
+    """
     first, within, _ = next(optimizer._pieces.params(subgroup))
     _, _, elements = optimizer._pieces.cuts[subgroup]
     view = private.gradient_partitions(optimizer)[first.ds_id]
@@ -190,11 +194,11 @@ def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:
 
 
 def split_gradients(optimizer: Any, device: Device) -> None:
-    """Give each subgroup its own gradient tensor, if the GPU cannot copy from DeepSpeed's flat gradient
+    """Give each subgroup its own gradient tensor, if the GPU cannot copy at full speed from DeepSpeed's flat gradient
     buffer.
 
-    This happens before any state is copied. The flat buffer's memory (2 bytes per parameter) is released
-    subgroup by subgroup, so that gradients never take memory twice.
+    With CUDA, this is the case if the buffer is not in page-locked memory. The buffer's memory (2 bytes per parameter)
+    is released subgroup by subgroup, so that gradients never take memory twice.
     """
     flat = optimizer.grad_partitions_flat_buffer
     moved = False
@@ -266,7 +270,9 @@ def drop_flat_parameters(optimizer: Any) -> None:
 
 
 def slices(optimizer: Any) -> dict[int, ZeroSlice]:
-    """Return which part of each parameter lies in a subgroup of this rank, as a dict by parameter id."""
+    """Return this rank's part of each parameter, with its position in the rank's subgroups, as a dict by parameter
+    id.
+    """
     found = {}
     for group in optimizer.fp16_groups:
         for param in group:

@@ -9,8 +9,8 @@ def keep_flowing(engine: Any) -> None:
     """Stop DeepSpeed's `ThroughputTimer` from synchronizing the GPU, until the engine is destroyed.
 
     The timer synchronizes twice per step, which prevents all overlap of updates with forward. Without synchronization,
-    its samples per second come from the host's clock. Only those of the first steps are wrong. ZeRO's own waits remain:
-    for the end of backward and for the gradient norm, which updates need anyway.
+    the timer's samples per second come from the host's clock, and are wrong for the first steps only. ZeRO still waits
+    for the end of backward and for the gradient norm, but updates need both anyway.
     """
     timer = getattr(engine, "tput_timer", None)
     if timer is None or not getattr(timer.config, "synchronized", False):

@@ -54,7 +54,11 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
 
 
 def stored_before(folder: Path) -> frozenset[int]:
-    """Return the subgroups with optimizer state of this rank in a folder on a drive, as of the newest commit there."""
+    """Return the subgroups that have optimizer state in a given folder on a drive, according to the newest commit in
+    this folder.
+
+    Only state of this rank counts.
+    """
     rank = int(os.environ.get("RANK") or 0)
     steps = read_page(file_of(folder, rank, STEPS), StepsPage, Files())
     if steps is None or not steps.steps:
@@ -105,8 +109,8 @@ def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
 
 
 def spaced(count: int, stored: int) -> frozenset[int]:
-    """Return which of ``count`` subgroups are on a drive if ``stored`` of them are: as evenly spaced as
-    possible.
+    """Choose ``stored`` of ``count`` subgroups, as evenly spaced as possible, to be on a drive. Return their
+    indices.
     """
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 

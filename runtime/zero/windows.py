@@ -14,20 +14,21 @@ from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 @dataclass(slots=True)
 class ZeroSlice(ParameterSlice):
-    """The part of a parameter in a subgroup of this rank, with the gradients that DeepSpeed keeps for it.
+    """The part of a parameter in a subgroup of this rank, and the place of its gradients.
 
-    DeepSpeed keeps two gradients per parameter. One is the sum of an accumulation window (the micro-batches of one
-    step). The other is the fp32 gradient that updates apply, which only the last backward of a window renews. The
-    subgroup's gradient buffer holds both as long as they are equal. The fields tell where the second one is if they
-    differ.
+    A window is the micro-batches of one step. DeepSpeed keeps two gradients per parameter: the sum of the window's
+    micro-batches, and the fp32 gradient that updates apply. The latter changes only in the last backward of a window.
+    While the two are equal, the subgroup's gradient buffer holds both. If they differ, the attributes tell where each
+    of them is.
 
     Attributes:
         begun: True if a gradient arrived in an earlier micro-batch of this window.
         used: True if a gradient arrived in the last micro-batch of any window so far.
-        kept: The fp32 gradient as DeepSpeed would hold it, after other code accessed it or a window did not use the
-            parameter. Updates then read this tensor instead of the gradient buffer. Otherwise None.
-        summed: True if DeepSpeed has a sum to continue. Below ZeRO-3 there is none before the first gradient.
-        apart: The sum to continue, if the gradient buffer does not hold it.
+        kept: The fp32 gradient, in a tensor that updates read instead of the gradient buffer. Set if other code
+            accessed the gradient or a window did not use the parameter. Otherwise None.
+        summed: True if DeepSpeed has a sum that the next micro-batch may be added to. For ZeRO-1 and 2 there is none
+            before the first gradient.
+        apart: This sum, if the gradient buffer does not hold it. Otherwise None.
         copied: True if the previous window's gradient is in the subgroup's spare buffer.
         empty: True if this part of the gradient buffer is known to be zero. The buffer is then not checked again,
             because a check reads all elements and synchronizes with the GPU.
@@ -66,17 +67,18 @@ class Windows(GradientBuffers[ZeroSlice]):
     def accept(
         self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        """Store a micro-batch's gradient of a parameter, or add it to the sum of earlier micro-batches.
+        """Store the gradient of a parameter from a step's first micro-batch, or add that of a later micro-batch to the
+        sum. Return the sum.
 
-        Return the sum, in GPU memory. If the last micro-batch of a step gives the parameter no gradient, stock
-        DeepSpeed applies the previous step's gradient again. Therefore the previous step's gradient is first saved in a
+        If the last micro-batch of a step gives the parameter no gradient, stock DeepSpeed applies the previous step's
+        gradient again. Before the new gradients overwrite the previous step's gradient, it is therefore saved in a
         spare buffer.
 
         Args:
             first: True for the first micro-batch of an optimizer step.
             boundary: True for the last micro-batch of an optimizer step.
-            alone: True if this is the only micro-batch of the step. DeepSpeed then does not write to its buffer of
-                summed gradients, which keeps an older sum.
+            alone: True if this is the only micro-batch of the step. Stock DeepSpeed then leaves its buffer of summed
+                gradients unchanged, so that the sum of an earlier step remains in the buffer.
         """
         piece.empty = False
         if not (boundary or self.states[piece.subgroup].sum is not None):
@@ -159,14 +161,14 @@ class Windows(GradientBuffers[ZeroSlice]):
         return sum(spare.nbytes for spare in self._spares.values())
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return a copy of this object for a new plan, after the gradients have moved to the new plan's buffers.
+        """Return this object for a new plan. The caller has already moved the gradients to the new plan's buffers.
 
-        The copy includes gradients of earlier steps. Stock DeepSpeed applies such a gradient again if a step's last
+        Gradients of earlier steps are included. Stock DeepSpeed applies such a gradient again if a step's last
         micro-batch does not use the parameter.
 
         Args:
-            states: The subgroups' tensors under the new plan.
-            ops: The gradient copies of the new plan.
+            states: Tensors of each subgroup under the new plan.
+            ops: Operations that copy gradients under the new plan.
         """
         for piece in self.slices.values():
             device = states[piece.subgroup].gradient.device
@@ -177,11 +179,11 @@ class Windows(GradientBuffers[ZeroSlice]):
         return super().moved(states, ops)
 
     def close(self) -> None:
-        """End the use of these gradient buffers by a plan, before the switch to another plan.
+        """Release the memory that a plan uses for these gradient buffers, before the switch to another plan.
 
-        The previous step's gradients are moved from the spare buffers back to the gradient buffers. The spare buffers
-        and the GPU memory for sums of micro-batches' gradients are released. If micro-batches of the present step have
-        run, their gradient sum is kept in `ZeroSlice.apart`.
+        First, the previous step's gradients are copied from the spare buffers back to the gradient buffers. Then the
+        spare buffers are released, and so is the GPU memory for sums of micro-batches' gradients. If micro-batches of
+        the present step have run, their gradient sum is saved in `ZeroSlice.apart`.
         """
         self.ops.wait()
         for piece in self.slices.values():
@@ -203,10 +205,11 @@ class Windows(GradientBuffers[ZeroSlice]):
     # -- stepping ----------------------------------------------------------------------------
 
     def finish(self, piece: ZeroSlice) -> torch.Tensor:
-        """Use the sum of a parameter's micro-batch gradients as the gradient of the next update.
+        """Make the sum of a parameter's micro-batch gradients the gradient of the next update.
 
-        Return the sum once it has arrived in the buffer that the update reads. This is used if accumulation ends at
-        ``step()``, after the last backward.
+        Return the sum once it has arrived in the buffer that the update reads. DeepSpeed normally knows in backward
+        which micro-batch is the last one of a step. This method is for scripts that decide it themselves, at
+        ``step()``.
         """
         if piece.unsent:
             self.ops.send(piece.subgroup, piece.offset, self._host_buffer(piece), self._held(piece), summed=False)
@@ -267,10 +270,11 @@ class Windows(GradientBuffers[ZeroSlice]):
         return (buffer if previous is None else previous).to(buffer.device, dtype, copy=True)
 
     def keep(self, piece: ZeroSlice) -> torch.Tensor:
-        """Return a parameter's fp32 gradient as DeepSpeed shows it. If the caller changes the tensor, the
-        next update applies the changes.
+        """Return a parameter's fp32 gradient as a tensor that the caller may change. The next update that uses this
+        gradient applies the changes.
 
-        Between a step and the next gradient, the tensor is the unscaled and clipped gradient of the step.
+        After a step, and until the parameter gets a new gradient, the tensor is the gradient that the step has used,
+        unscaled and clipped as in DeepSpeed.
         """
         if piece.kept is None:
             if piece.begun and not piece.touched:
@@ -285,12 +289,13 @@ class Windows(GradientBuffers[ZeroSlice]):
         return piece.kept
 
     def stepped(self, scale: float | None) -> None:
-        """Record the factor that unscaled and clipped a step's gradients, and multiply kept gradients by the factor.
+        """Record the factor by which a step unscaled and clipped its gradients, and multiply the kept gradients by it,
+        as DeepSpeed does.
 
-        DeepSpeed does the same. A gradient is kept if the step's micro-batches did not use its parameter, because
-        DeepSpeed applies the old gradient again, or if other code has accessed the gradient. Each kept gradient is
-        replaced by a scaled copy, because an update in the background may still read the old tensor. The recorded
-        factor is used if a gradient is kept after this call.
+        A gradient is kept in one of two cases. Either the step's micro-batches did not use its parameter, so that
+        DeepSpeed applies the old gradient again, or other code has accessed the gradient. Each kept gradient is
+        replaced by a scaled copy, because an update in the background may still read the old tensor. A gradient that is
+        kept only after this call is then multiplied by the recorded factor.
 
         Args:
             scale: The factor. None if the step was skipped.
@@ -303,11 +308,12 @@ class Windows(GradientBuffers[ZeroSlice]):
                 piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its update.
+        """Divide a subgroup's elements into ranges. Return for each range the gradient and the gradient scale for its
+        update.
 
-        There is one range, unless the gradients of some parameters are not in the gradient buffer (`ZeroSlice.kept`).
-        Each of these parameters has a range of its own. This is so if stock DeepSpeed applies an earlier step's
-        gradient to the parameter again, or if other code has accessed the parameter's gradient.
+        Usually there is one range, with the gradient in the gradient buffer. A parameter with its gradient in another
+        tensor (`ZeroSlice.kept`) gets a range of its own. There are two causes: stock DeepSpeed would apply an earlier
+        step's gradient to the parameter again, or other code has accessed the parameter's gradient.
         """
         state = self.states[subgroup]
         kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)
@@ -352,7 +358,11 @@ class OneBuffer(Windows):
         """
 
     def make_spares(self) -> None:
-        """Allocate nothing, because micro-batches are summed in the buffer that the update reads."""
+        """Allocate no spare gradient buffers.
+
+        The base class keeps the previous step's gradients in such buffers. In this class, new gradients overwrite the
+        previous step's gradients.
+        """
 
     def _leftover(self, piece: ZeroSlice) -> torch.Tensor | None:
         kept = self._widen(piece)

@@ -25,10 +25,10 @@ class UnsupportedDeepSpeedError(RuntimeError):
 
 
 def check_version() -> None:
-    """Raise an error if the installed DeepSpeed's version was not tested with ebbtide.
+    """Raise an error if the installed version of DeepSpeed was not tested with ebbtide.
 
     Raises:
-        UnsupportedDeepSpeedError: The version is outside the tested range. The message has both.
+        UnsupportedDeepSpeedError: The version is outside the tested range. The message names the version and the range.
     """
     installed, (first, limit) = _installed(), TESTED
     from packaging.version import Version
@@ -178,10 +178,11 @@ def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
 
 
 def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
-    """Return whether any of the given gradients lies in DeepSpeed's reduction bucket, which later gradients
-    overwrite.
+    """Return whether any of the given reduced gradients lies in DeepSpeed's reduction bucket. Later gradients overwrite
+    such a gradient.
 
-    DeepSpeed reduces a bucket with a single parameter in place, and other buckets into new memory.
+    This happens if the bucket has a single parameter, because DeepSpeed then reduces the bucket in place. Otherwise the
+    reduced gradients are in new memory.
     """
     buffers = (bucket.buffer for bucket in optimizer.ipg_buckets.values())
     taken = {b.untyped_storage().data_ptr() for b in buffers if b is not None}
@@ -309,7 +310,10 @@ def is_swapped(param: Any) -> bool:
 
 
 def is_plain(param: Any) -> bool:
-    """Return whether gathering a parameter yields its partition unchanged: it is neither quantized nor on NVMe."""
+    """Return True if a gather of a parameter uses the parameter's partition as it is.
+
+    Return False if the partition is quantized or on NVMe, or if there is a secondary partition (ZeRO++).
+    """
     held = param.ds_tensor
     quantized = hasattr(held, "ds_quant_scale")
     return param.ds_secondary_tensor is None and not quantized and not is_swapped(param)
