@@ -14,17 +14,18 @@ class Layer(Page):
         params: Number of this rank's parameter elements whose gradients the layer's backward produces.
         forward_s, backward_s: Compute time of the forward, and of the backward, of one micro-batch on this rank.
         activation_bytes: GPU memory that is in use from this layer's forward until its backward.
-        network_gather_bytes: Bytes that this rank receives from other nodes to gather the layer's parameters for
-            a forward or backward of one micro-batch. Other traffic that occupies the network at that time is
-            included. 0 if all of the parameters are in its node.
+        network_gather_bytes: Bytes that this rank receives from other nodes to gather the layer's parameters for a
+            forward or backward of one micro-batch. They include other traffic that occupies the network at that time. 0
+            if the node has all of the layer's parameters.
         network_reduce_bytes: Bytes that this rank exchanges with other nodes in the layer's backward of one
             micro-batch, for data, tensor and pipeline parallelism together.
         persistent_params: Number of elements in ``params`` that stay gathered until the end of the step.
-        regathered_params: Number of elements that the backward of one micro-batch gathers again. Some elements
-            may count twice. None: all ``params`` once. See `ebbtide.simulator.schedules.gathers`.
-        params_of_others: Number of the layer's parameter elements whose optimizer state other ranks hold under
-            ZeRO-1 and 2, and whose gradients they copy to the host while this rank waits for the next reduction.
-        unhidden_s: Seconds that are added to ``backward_s`` if stock DeepSpeed keeps the parameters of several ranks in
+        regathered_params: Number of elements that are gathered for the backward of one micro-batch. An element that is
+            gathered twice counts twice. None: each element of ``params`` is gathered once. See
+            `ebbtide.simulator.schedules.gathers`.
+        params_of_others: Number of the layer's parameter elements with optimizer state on other ranks, under ZeRO-1 and
+            2. While those ranks copy the gradients of these elements to the host, this rank's next reduction waits.
+        unhidden_s: Seconds to add to ``backward_s`` if stock DeepSpeed runs on several ranks and keeps parameters in
             host memory. Gathers and reductions inside the node then do not overlap computation.
     """
 

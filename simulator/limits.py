@@ -44,11 +44,11 @@ class Peaks(Protocol):
 
 
 def missing(limits: Mapping[Memory, int], device_bytes: int, host_bytes: int, storage_bytes: int = 0) -> dict[str, int]:
-    """Return the bytes by memory that given peaks need beyond the limits. Only this function decides what fits.
+    """Return by how many bytes given peaks exceed the limit of each memory. Only this function decides what fits.
 
     Args:
-        limits: Limits by memory, as `Limits.by_memory` returns them. If "device" is absent, GPU memory is host
-            memory, which must hold both peaks.
+        limits: Limits by memory, as `Limits.by_memory` returns them. If "device" is absent, GPU memory is host memory,
+            which must hold the sum of the GPU's peak and the host's peak.
 
     Returns:
         Missing bytes by the name of the memory. Empty if the peaks fit.
@@ -131,7 +131,7 @@ class Limits:
 
     @property
     def total_bytes(self) -> int:
-        """Return the sum of a rank's limits for GPU memory, host memory and storage, in bytes.
+        """Return the bytes that a rank may use in GPU memory, host memory and storage together.
 
         If GPU memory is host memory, that memory counts once.
         """

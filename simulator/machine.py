@@ -29,54 +29,56 @@ BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # by name, filled by `ebbtide
 
 
 class Machine(Shown, Page):
-    """A machine (one node of a cluster) as the simulator knows it. Rates are those of one rank alone on the node.
+    """A machine (one node of a cluster) as the simulator knows it. Speeds are those of one rank that runs alone on the
+    node.
 
-    Some capacities belong to the whole node: `dram_bytes_per_s`, `cpu_cores` and `storage_write_bytes_per_s`. If the
-    node has N ranks, each gets 1/N of them, or the fraction in ``rank_shares``.
+    Three fields are for the whole node, and its ranks share them: `dram_bytes_per_s`, `cpu_cores` and
+    `storage_write_bytes_per_s`.
 
     Attributes:
-        device_kind: ``cuda``, or ``emulated`` if the machine has no GPU. All rates of the device and of copies then
+        device_kind: ``cuda``, or ``emulated`` if the machine has no GPU. All speeds of the device and of copies then
             describe the emulation.
-        unified_memory: True if device memory is host memory, on a machine without a GPU that does not emulate one.
-            Gradients and parameters are then not copied.
-        duplex_factor: Rate of copies in both directions at once, divided by the sum of the rates of copies in one
-            direction. 1 means full duplex.
-        storage_duplex_factor: Rate of reads and writes at once, divided by the sum of the rates of reads alone and
-            writes alone, on storage. None if not measured. 1 is assumed then.
-        drives: Rates of folders that were measured for stored optimizer state, by folder. The fields that begin with
-            ``storage_`` are for the folder of checkpoints.
+        unified_memory: True if the machine has no GPU and emulates none. Device memory is then host memory, and
+            gradients and parameters are not copied.
+        duplex_factor: Total speed of copies in both directions at once, divided by the sum of the speeds of copies in
+            one direction. 1 means full duplex.
+        storage_duplex_factor: Total speed of reads and writes of storage at once, divided by the sum of the speeds of
+            reads alone and writes alone. None if not measured. 1 is assumed then.
+        drives: Speeds of the folders that were measured for stored optimizer state, by folder. The fields that begin
+            with ``storage_`` are for the folder of checkpoints.
         device_shares_host_cores: True if forward and backward run on the CPU, because there is no GPU.
         dram_bytes_per_s: Host memory traffic of a triad loop on the whole node, reads plus writes.
-        rank_shares: For each number of concurrent ranks and each capacity, the rate of every rank while all ranks run,
-            divided by the rate of one rank that runs alone. The share ``h2d`` is 1 if the ranks' copies do not slow
-            each other down. `rank_share` estimates the fraction for other numbers of ranks.
-        other_rates: Rates that the simulator does not use but people ask for. Their names end with the unit.
+        rank_shares: For several numbers of concurrent ranks, the share of each capacity that every rank gets: its speed
+            while all ranks run, divided by the speed of one rank that runs alone. For example, the share ``h2d`` is 1
+            if the ranks' copies do not slow each other down. `rank_share` estimates the shares for other numbers of
+            ranks.
+        other_rates: Measured speeds that the simulator does not use but people ask for. Their names end with the unit.
         facts: Texts for people: generation and width of the link, NUMA nodes, limits.
-        copy_latency_s, launch_latency_s: Time of a copy for any number of bytes, and of launching a kernel on the
-            device.
+        copy_latency_s, launch_latency_s: Time of a copy in addition to the time for its bytes, and time of launching a
+            kernel on the device.
         host_adam_params_per_s: Parameters per second of ebbtide's fused Adam kernel on all CPU cores. Like all update
-            rates, it includes no copy. The rates of other optimizers follow from the bytes that they move
+            speeds, it includes no copy. The speeds of other optimizers follow from the bytes that they move
             (`OptimizerState.adams`).
         stock_host_adam_params_per_s: Parameters per second of DeepSpeed's three passes on all CPU cores: unscale,
             DeepSpeedCPUAdam, and conversion to 16 bits.
-        host_adam_out_of_place: Speed of the fused kernel if it writes results to other buffers, divided by its speed
-            in place. None if not measured. 0.8 is assumed then.
+        host_adam_out_of_place: Speed of the fused kernel if it writes results to other buffers, divided by its speed in
+            place. None if not measured. 0.8 is assumed then.
         stock_host_adam_thread_params_per_s: Parameters per second of DeepSpeed's passes on one thread.
-        device_flops_per_s: Sustained rate of large matrix products. The rate of smaller ones follows from their shape
+        device_flops_per_s: Sustained speed of large matrix products. The speed of smaller ones follows from their shape
             (`ebbtide.simulator.estimates.compute`).
-        attention_flops_per_s: Sustained rate of flash attention, forward and backward, where the masked half of a
+        attention_flops_per_s: Sustained speed of flash attention, forward and backward, where the masked half of a
             causal sequence does not count. None: half of `device_flops_per_s` is assumed.
-        device_reserved_bytes: Device memory that PyTorch's allocator does not manage: the CUDA context, NCCL's
-            buffers, cuBLAS' workspace.
-        layer_issue_s: Time in which the host launches one layer's forward under ZeRO-3. None if not measured. The
-            value of another machine is used then.
+        device_reserved_bytes: Device memory that PyTorch's allocator does not manage: the CUDA context, NCCL's buffers,
+            cuBLAS' workspace.
+        layer_issue_s: Time in which the host launches one layer's forward under ZeRO-3. None if not measured. A value
+            measured on another machine is used then.
         writer_s_per_byte: Time in which one core hashes a byte of a checkpoint and hands it to the operating system.
-            None if not measured. The value of another machine is used then
+            None if not measured. A value measured on another machine is used then
             (`ebbtide.simulator.schedules.checkpointed`).
         save_s_per_tensor: Time per tensor until `save_checkpoint` returns, in addition to the wait for updates.
         loop_s: Time per iteration outside forward, backward and step, such as for data and logging.
-        unexplained_spread: Deviation of calibration runs from their predictions that rates and measurement noise do
-            not explain, as a standard deviation of the logarithm of times. None without calibration.
+        unexplained_spread: Difference between calibration runs and their predictions beyond the uncertainty of the
+            speeds and measurement noise, as a standard deviation of the logarithm of times. None without calibration.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -207,8 +209,8 @@ class Machine(Shown, Page):
     def _known_shares(self, capacity: ShareName) -> dict[int, float]:
         """Return the measured fractions of a capacity (such as DRAM bandwidth) that each of several ranks gets.
 
-        Measurement noise is removed: if a fraction grows with the number of ranks, or the ranks together exceed the
-        node's capacity, the lower value is used.
+        Measurement noise is removed. A fraction is lowered if it is larger than that of fewer ranks, or if all ranks
+        together would exceed the capacity of the node.
 
         Returns:
             A dict from the number of ranks to the fraction, with 1 for a single rank.
@@ -224,7 +226,9 @@ class Machine(Shown, Page):
 
     @staticmethod
     def preset(name: str) -> "Machine":
-        """Return a preset: a machine from data sheets and published figures. Its name may have any spelling.
+        """Return a preset: a machine from data sheets and published figures.
+
+        Capitals, spaces and hyphens in the name do not matter: "RTX 4090" means the preset "rtx4090".
 
         >>> round(Machine.preset("H200").device_memory_bytes / 2**30, 1)
         139.8

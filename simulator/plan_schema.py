@@ -73,8 +73,8 @@ class WayRun(Page):
 class Ways:
     """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the plan file.
 
-    In Python there is a `Way` (placement, parameter location and flags) for each subgroup. A row of the file
-    stands for several neighboring subgroups with the same values.
+    In Python there is a `Way` (placement, parameter location and flags) for each subgroup. In the plan file,
+    neighboring subgroups with the same values share one list entry, which has their number.
     """
 
     @classmethod
@@ -118,18 +118,17 @@ class _HomeRun(Page):
 
 
 class _Counts(Page):
-    """The fields of a plan file of schema 2 that are numbers of subgroups. Schema 3 has settings for each subgroup.
+    """The fields of a plan file of schema 2 that are numbers of subgroups. (Schema 3 has settings for each subgroup.)
+
+    An early update starts before the gradient norm is known.
 
     Attributes:
-        speculate: Number of subgroups that the CPU updates early, that is, before the gradient norm is known. Only
-            subgroups with placement ``host`` and parameters in GPU memory can be updated so. The last of them are
-            chosen, unless ``speculate_among`` is larger than ``speculate``.
-        speculate_among: If larger than ``speculate``, the CPU's early updates are spread evenly over this number of
-            subgroups: the last ones that the CPU can update early.
-        speculate_visits: Number of subgroups with placement ``device`` that are updated before the gradient norm is
-            known. They are the last subgroups with this placement.
-        device_sums: Number of subgroups with gradients that are accumulated on the GPU. They are the first subgroups
-            for which such accumulation is possible.
+        speculate: Number of subgroups that the CPU updates early. Only subgroups with placement ``host`` and parameters
+            in GPU memory can be updated early by the CPU. The last of these subgroups are chosen.
+        speculate_among: If larger than ``speculate``, the early updates on the CPU are instead spread evenly over the
+            last ``speculate_among`` subgroups that can be updated early by the CPU.
+        speculate_visits: Number of subgroups with placement ``device`` that are updated early: the last ones.
+        device_sums: Number of subgroups that accumulate gradients on the GPU: the first ones that can.
     """
 
     placement: tuple[_PlacementRun, ...] = Field(min_length=1)

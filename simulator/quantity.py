@@ -92,12 +92,17 @@ class Quantity(BaseModel):
 
     @property
     def sigma(self) -> float:
-        """Return the standard deviation that a normal distribution with a measured quantity's quartiles has."""
+        """Return the standard deviation of a measured quantity, from its quartiles and assuming a normal
+        distribution.
+        """
         return (self.q3 - self.q1) / (2 * QUARTILE)
 
     @property
     def log_sigma(self) -> float:
-        """Return the standard deviation of a measured quantity's logarithm, from its quartiles as if log-normal."""
+        """Return the standard deviation of the logarithm of a measured quantity.
+
+        It is computed from the quantity's quartiles, assuming a log-normal distribution.
+        """
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property

@@ -93,8 +93,9 @@ def broken(error: Failed, given: Any = None, model: Any = None) -> list[Broken]:
 
     Args:
         error: Error of pydantic, or of a web framework that wraps pydantic's errors.
-        given: Value that was checked. If given, field names do not contain the names of alternative types.
-        model: Pydantic model that checked the value. If given, names similar to an unknown field are suggested.
+        given: Value that was checked. With it, the names of alternative types, which pydantic puts into the names of
+            fields, are left out.
+        model: Pydantic model that checked the value. With it, names similar to an unknown field are suggested.
     """
     items = error.errors()
     rows: dict[str, Broken] = {}

@@ -51,13 +51,14 @@ class OpKind(StrEnum):
 class Lane(StrEnum):
     """A lane: a stream or a worker thread that runs its ops one after the other, such as a copy direction.
 
-    Several lanes may share one link. They are separate so that an op never waits in line for an unrelated one:
+    Several lanes may share one link. They are separate so that an op never waits in line for an unrelated op:
 
-    - New parameters are copied to the device on a lane of their own. State that is copied for a staged update
-      therefore does not wait for parameters whose update on the CPU is still running.
-    - Parameters in host memory are copied for a forward or backward on another lane. The first layer's parameters
-      therefore do not wait for the last layer's update.
-    - Gradients have a lane in each direction. Backward therefore does not wait for an update or a checkpoint.
+    - New parameters are copied to the device on their own lane, where they may wait for updates on the CPU. State for
+      staged updates is copied on another lane, so it does not wait for these updates.
+    - Parameters in host memory are copied to the device for forward and backward on a third lane. So the copy of the
+      first layer's parameters does not wait for the last layer's update.
+    - Gradients have their own lane in each direction. So backward does not wait for copies of updates or of a
+      checkpoint.
 
     The training thread is a lane too, because it launches the GPU's kernels and may wait for parameters.
     """

@@ -90,10 +90,10 @@ class Timeline(Shown):
 
     @property
     def iteration_s(self) -> float:
-        """Return the seconds of one iteration of a timeline in the steady state: the time between the ends of two
-        backwards.
+        """Return the seconds of one iteration of a timeline in the steady state.
 
-        If the timeline has a single iteration, return the seconds from the first start to the last end of its ops.
+        This is the time between the ends of the last backwards of two consecutive iterations. If the timeline has a
+        single iteration, return the seconds from the first start to the last end of its ops.
         """
         ends = self._backward_ends()
         if len(ends) < 2:
@@ -109,17 +109,18 @@ class Timeline(Shown):
         return [ends[i] for i in sorted(ends)]
 
     def phases(self, iteration: int | None = None) -> dict[str, float]:
-        """Return the seconds of the phases of one iteration of a timeline: forward, backward, step, update, rest of
-        the loop.
+        """Return the seconds of the phases of one iteration of a timeline: forward, backward, step, update, rest of the
+        loop.
 
         Args:
             iteration: Number of the iteration. None: the last one with a complete step.
 
         Returns:
             A dict with these keys: ``forward_s`` (including waits for parameters whose update is still running),
-            ``backward_s``, ``step_s``, ``update_s``, and ``loop_s``, the time outside forward, backward and step.
-            That is the training script's work between iterations, and waits for other pipeline stages. Only a
-            predicted timeline has ops for ``loop_s``. In a measured one this time counts as forward.
+            ``backward_s``, ``step_s``, ``update_s`` (from the end of backward to the end of the iteration's last
+            update), and ``loop_s``, the time outside forward, backward and step. That is the training script's work
+            between iterations, and waits for other pipeline stages. Only a predicted timeline has ops for ``loop_s``.
+            In a measured one this time counts as forward.
         """
         if iteration is None:
             iteration = self._last_complete()

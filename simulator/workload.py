@@ -92,9 +92,9 @@ class Workload(Shown, Page):
             cores. ebbtide uses the plan's ``threads`` instead.
         zero_stage: DeepSpeed's ZeRO stage. Below 3 each rank has all parameters, a step waits for its updates, and the
             ranks then exchange updated parameters. ZeRO-1 reduces gradients only after the last micro-batch.
-        reduced_beside: Fraction of a layer's network_reduce_bytes that is exchanged during the next layer's backward.
-            The next layer's backward waits for the rest, because the gathers of its parameters use the network after
-            this exchange.
+        reduced_beside: Fraction of a layer's network_reduce_bytes that is exchanged while the next layer's backward
+            runs. That backward starts after the rest is exchanged, because the gathers of its parameters use the
+            network after this exchange.
         step_gather_s: Time in which the ranks of one node exchange updated parameters at the end of a step.
         network_step_gather_bytes: Bytes that this rank receives from other nodes in that exchange.
         module_issue_s: Time in which the host launches the first kernel of a module, after it has waited for the
@@ -244,16 +244,16 @@ class Workload(Shown, Page):
         return Workload.model_validate({**self.model_dump(), **fields})
 
     def in_pieces(self, subgroup_size: int) -> "Workload":
-        """Return a copy of the workload with each of DeepSpeed's subgroups divided into smaller ones.
+        """Return a copy of the workload with each of DeepSpeed's subgroups divided into parts.
 
         DeepSpeed itself keeps its ``sub_group_size``.
 
         Args:
-            subgroup_size: Smallest number of elements of a smaller subgroup.
+            subgroup_size: Least number of elements of a part. Only the last part of a subgroup may have fewer.
 
         Raises:
-            ValueError: The workload has no list of its parameters, DeepSpeed's size is unknown, or the ZeRO stage
-                is not 3.
+            ValueError: The workload has no list of its parameters, DeepSpeed's size is unknown, or the ZeRO stage is
+                not 3.
         """
         whole = self.deepspeed_subgroup_size or self.subgroup_size
         if self.zero_stage < 3 or not whole:
@@ -312,11 +312,11 @@ class Workload(Shown, Page):
     def serial(self) -> "Workload":
         """Return a ZeRO-3 workload with iterations that take no longer than this workload's, under any plan.
 
-        The result is used to compute lower bounds and to choose the order of updates. Below ZeRO-3, forward does not
-        overlap updates, because a step waits for all of its updates. So the returned workload adds the time of
-        forward, the idle time of the pipeline and the exchange of parameters to the last layer's backward, which runs
-        before any gradient is complete. If gradients leave the GPU only once per step, the passes of all micro-batches
-        before the last one's backward are added too.
+        The result is used to compute lower bounds and to choose the order of updates. Below ZeRO-3, a step waits for
+        all of its updates, so forward does not overlap updates. The returned workload therefore has its forward before
+        any gradient is complete: the time of forward, the idle time of the pipeline and the exchange of parameters are
+        added to the last layer's backward, which runs first. If gradients leave the GPU only once per step, all passes
+        before the last micro-batch's backward are added too.
         """
         if self.zero_stage == 3:
             return self

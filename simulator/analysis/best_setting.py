@@ -182,8 +182,8 @@ def _spread(workload: Workload, device_share: float, resident_share: float) -> P
 def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
     """Return the plan with as many staging buffers as fit into GPU memory.
 
-    If gradients of several micro-batches are accumulated, as many gradient sums as then still fit stay in GPU
-    memory.
+    The rest of GPU memory is then used to accumulate the gradients of several micro-batches on the GPU, for as many
+    subgroups as fit.
     """
     held = Holding.of_workload(workload)
     if plan.staging_slots and workload.zero_stage == 3:

@@ -27,15 +27,14 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and i
 
 @dataclass(frozen=True)
 class Bound:
-    """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach
-    it.
+    """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach it.
 
     Attributes:
         iteration_s: Mean seconds of one iteration in a steady state that no plan can beat.
         params: Number of this rank's parameters with each placement, if the bound were reached.
-        binding: Names of the resources that limit the bound, such as DRAM bandwidth. ``(update)`` after a name means
-            that the resource is fully used from the gradient norm, or from an earlier moment of backward, until the
-            end of the next forward. Without ``(update)``, the resource is fully used during the whole iteration.
+        binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth, because they are
+            reached. ``(update)`` after a name means that updates use the resource for all of the time that they have:
+            from the gradient norm, or from an earlier moment of backward, to the next forward.
     """
 
     iteration_s: float
@@ -46,16 +45,16 @@ class Bound:
 def lower_bound(
     workload: Workload, machine: Machine, limits: Limits | None = None, *, away: float | None = None
 ) -> Bound:
-    """Return the lower bound of an iteration's mean time for all plans that stay within given memory limits.
+    """Return a lower bound for the mean iteration time of every plan that stays within given memory limits.
 
     The bound is for a steady state without checkpoints. A simulation of only three iterations can give a shorter time
-    than the bound, if copies to the GPU fall behind from iteration to iteration. Computing the bound takes some 40
-    milliseconds.
+    than the bound, because copies to the GPU may be delayed a little more in every iteration. Computing the bound takes
+    some 40 milliseconds.
 
     Args:
         limits: Memory limits of one rank. Plans may store optimizer state on drives only if ``limits`` has a limit for
             drives. None: all memory of the machine, and no drives.
-        away: Number of elements with 16-bit parameters in host memory. None: plans may choose this number.
+        away: Number of parameter elements with their 16-bit copy in host memory. None: plans may choose this number.
 
     Raises:
         ValueError: No plan fits into memory.
@@ -90,15 +89,15 @@ def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool
 
 
 def clipping_steps(p: Problem) -> Problem:
-    """Extend the linear program for the lower bound of an iteration's time by a step that clips gradients.
+    """Extend the linear program for the lower bound of an iteration's time by steps that clip gradients.
 
-    Early updates start before the gradient norm is known. A step that clips discards them and updates again after the
-    norm. Such a step is no faster than a step under the same plan without early updates. So the linear program gets
-    variables for a second plan, which has no early updates. In everything else it equals the first plan: it has the
-    same number of elements in each placement, and the same buffers.
+    Early updates start before the gradient norm is known. A step that clips discards them and repeats them after the
+    norm, so it takes at least as long as a step without early updates. The linear program therefore gets a second plan:
+    the first plan without early updates. The second plan has the same number of elements in each placement and the same
+    buffers as the first. Its time is a lower bound for the steps that clip.
 
     Returns:
-        The variables of the step that clips. Its constraints are part of the linear program ``p``.
+        The variables of the second plan. Its constraints are part of the linear program ``p``.
     """
     ways = [way for way in p.ways if not way.early]
     q = _with_rules(Problem(p.given, p.machine, p.limits, ways, p.rows))

@@ -57,13 +57,12 @@ class _Run:
         return max((float(self.result.end_s[i]) for i in self.persists()), default=0.0)
 
     def persist_rate(self) -> float:
-        """Return the bytes per second at which a checkpoint is written from its save until the next gradient norm is
+        """Return the bytes per second at which a simulated checkpoint is written before the next gradient norm is
         known.
 
         After the norm, updates begin to overwrite state. `CheckpointSimulation.writing` uses this speed to plan which
-        state is written before its update. Only writes that end before the norm is known are counted. If there are
-        none, return infinity. The caller then uses the lower of two other speeds: the drive's, and the plan's limit for
-        checkpoint writes.
+        state is written before its update. Only writes that end before the norm count. If there are none, the result is
+        infinity, and the caller uses the drive's speed or the plan's limit for checkpoint writes, whichever is lower.
         """
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
@@ -96,10 +95,10 @@ class _Run:
 
 
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
-    """Return the times at which updates overwrite subgroups, raised so that they never decrease in update order.
+    """Return the times at which updates overwrite their subgroups' state, made non-decreasing within each queue.
 
-    Simulated times may decrease: one update overwrites state while it computes, another one later, when it
-    copies state back to host memory. So each time is raised to that of the previous update in its queue.
+    Simulated times may decrease along a queue: one update overwrites state while it computes, another one only when it
+    copies state back to host memory. Each time is therefore raised to at least the time of the update before it.
     """
     latest, ordered = dict[str, float](), []
     rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
@@ -110,9 +109,10 @@ def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
 
 
 def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
-    """Return a compiled schedule with checkpoint writes that use neither memory bandwidth nor CPU cores.
+    """Return a copy of a compiled schedule with checkpoint writes that use no memory bandwidth and no CPU cores.
 
-    The simulated difference to the original schedule is what the writes cost by sharing both with training.
+    A simulation of the original schedule takes longer. The difference is what the writes cost by taking bandwidth and
+    cores from training.
     """
     ops = compiled.ops.copy()
     persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
@@ -138,9 +138,11 @@ def gathered_seconds(workload: Workload, plan: Plan, machine: Machine) -> float:
     """Return the seconds that a checkpoint save waits while state is copied to DeepSpeed's own tensors.
 
     The copies are needed only under ZeRO-3, if the plan's subgroups are parts of DeepSpeed's subgroups. Two kinds of
-    state are then missing from DeepSpeed's tensors. Resident state is in GPU memory. Early updates, which start before
-    the gradient norm is known, write to DeepSpeed's tensors and to spare buffers in turn, so that half of their state
-    is missing on average.
+    state are then not in DeepSpeed's tensors:
+
+    - State of subgroups that are resident in GPU memory.
+    - Half of the state of subgroups with early updates (before the gradient norm is known), on average. Each of their
+      updates writes alternately to DeepSpeed's tensors and to spare buffers.
     """
     if workload.zero_stage < 3 or not workload.state_stays:
         return 0.0
@@ -164,7 +166,8 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
     """Return the number of bytes that one rank writes for a checkpoint.
 
-    They are optimizer state, except state that a plan stores on drives, and parameters in the model's precision.
+    They are the parameters in the model's precision, and the optimizer state. Only state that a plan stores on drives
+    is not written again.
     """
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
@@ -172,13 +175,14 @@ def streamed_bytes(workload: Workload, plan: Plan) -> int:
 class CheckpointSimulation:
     """A prediction of what checkpoints cost under a plan, for any checkpoint settings.
 
-    Training is simulated with one checkpoint and without a checkpoint. A simulation has `LEAD_IN` iterations, a save,
-    and `FOLLOWED` further iterations. If a subgroup's update is due before the checkpoint has written the subgroup's
-    state, the state is first copied in host memory. If the memory for such copies is full, the update waits instead.
+    Training is simulated twice, with one checkpoint and without, for `LEAD_IN` iterations before the save and
+    `FOLLOWED` iterations after it. If an update would overwrite a subgroup's state before the checkpoint has written
+    the state, the state is first copied in host memory. If the memory for such copies is full, the update waits
+    instead.
 
-    The times at which updates are due come from a simulation of a save that writes nothing. As writes slow down
-    training, these times are then multiplied by a factor. This factor is the time from the save to the next gradient
-    norm in a simulation with all writes, divided by the same time without writes.
+    Which state must be copied depends on the times of the updates after the save. They are taken from a simulation of a
+    save that writes nothing, and multiplied by a factor, because writes slow training down. The factor is the time from
+    the save to the next gradient norm with all writes, divided by the same time without writes.
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:
@@ -267,7 +271,11 @@ class CheckpointSimulation:
         return _Run(compiled.schedule.ops, simulate_fast(compiled, self.machine))
 
     def writing(self, saving: CheckpointPlan) -> Writing:
-        """Return the order of writing a checkpoint's bytes, refined by `ROUNDS` simulations.
+        """Return the order of writing a checkpoint's bytes, and the bytes that are first copied in host memory.
+
+        The order depends on the speed of the writes, and on how much the writes slow training down. Both are known only
+        from a simulation of an order. So the order is computed `ROUNDS` times: first with the full speed and no
+        slowdown, and then with the values from a simulation of the previous order.
 
         Args:
             saving: Checkpoint settings, as in a plan.

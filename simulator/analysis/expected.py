@@ -40,14 +40,13 @@ def step_times(
     simulate: Callable[[Plan], SimResult],
     right: SimResult | None = None,
 ) -> StepTimes | None:
-    """Return the seconds of an iteration under a plan if early updates are kept, if there are none, and if they
-    are redone.
+    """Return the iteration time of a plan in three cases: early updates are kept, there are none, or they are redone.
 
-    An early update starts before the gradient norm is known. It is kept if the step does not clip, and redone
-    if the step clips. The result is None if the plan has no early updates.
+    An early update starts before the gradient norm is known. It is kept if the step does not clip, and redone if the
+    step clips. The result is None if the plan has no early updates.
 
     Args:
-        right: Simulation of the plan in steps that do not clip, if it is known.
+        right: Simulation of the first case. None: it is simulated here.
     """
     if not any(plan.updated_early):
         return None
@@ -62,10 +61,10 @@ def step_times(
 
 
 def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
-    """Return an iteration's times if early updates are kept, if there are none, and if they are redone.
+    """Return the iteration time in three cases: early updates are kept, there are none, or they are dropped and redone.
 
-    An early update starts before the gradient norm is known. If the step clips, the early update is dropped. It
-    has then lengthened backward in vain, and all updates follow after the norm.
+    An early update starts before the gradient norm is known, and is dropped if the step clips. All updates then run
+    after the norm, and the time that the early update has added to backward is lost.
 
     Args:
         right: Seconds of the iteration and of its backward if early updates are kept.
@@ -83,12 +82,11 @@ def early_updates_worth(
     left_bytes: float,
     placement: Placement = "host",
 ) -> int:
-    """Return the number of subgroups that can be updated early such that it saves time and their state fits into
-    memory.
+    """Return how many subgroups to update early: as many as save time and fit into memory.
 
-    An early update starts before the gradient norm is known, and needs host memory for a second copy of the
-    state. The updates must also end within the last backward, because one that ends after the gradient norm
-    costs more time than it saves.
+    An early update starts before the gradient norm is known, and needs host memory for a second copy of the subgroup's
+    state. It saves time only if it ends before the norm is known. So all early updates together must fit into the time
+    of the last micro-batch's backward.
 
     Args:
         held: Bytes per parameter that the workload needs in each memory.
@@ -108,18 +106,18 @@ def late_s(
     """Return an upper limit of the delay, in seconds, that dropped early updates cause to the other updates of a step.
 
     An early update starts before the gradient norm is known, and is dropped if the step clips. The other updates start
-    after the norm. They are delayed in two ways:
+    after the norm. They are delayed for two reasons:
 
-    - The early update that is running when the norm becomes known is completed first. Early updates that have not
-      started are left out.
-    - For early updates on the GPU, the state of their subgroups is copied to the GPU first. So the state of up to
-      ``prefetch`` other subgroups may be copied later than without early updates.
+    - An early update that is running when the norm becomes known is completed first. Early updates that have not
+      started are skipped.
+    - Early updates on the GPU need copies of their state first. So the state of up to ``prefetch`` other subgroups,
+      which is copied to the GPU before the norm too, may arrive later.
 
     Args:
         sizes: For each placement, the numbers of elements of the subgroups with early updates.
         threads: Number of threads of an update on the CPU. 0: all cores.
-        prefetch: Plan's limit for the number of subgroups with state that is copied to the GPU before the norm.
-            Subgroups with early updates are not counted.
+        prefetch: Plan's limit for the number of subgroups, without those that are updated early, with state that is
+            copied to the GPU before the norm.
     """
     late = {
         placement: early_update_s(workload, machine, max(some, default=0), threads, placement=placement)

@@ -71,10 +71,13 @@ class CheckpointCost:
         """Return the number of steps between two completed checkpoints, and the training time that each checkpoint
         costs.
 
-        A checkpoint is due every ``steps`` iterations. The policy ``busy`` decides what happens if the previous
-        checkpoint is still being written at that moment. With "wait", the save waits until the previous checkpoint is
-        written. With "skip", no new checkpoint is saved. With "replace", the previous checkpoint is given up for the
-        new one. No checkpoint is then ever completed, and the returned number is 0.
+        A checkpoint is due every ``steps`` iterations. If the previous checkpoint is still being written at that
+        moment, ``busy`` decides what happens:
+
+        - "wait": the save waits until the previous checkpoint is written.
+        - "skip": this save is left out.
+        - "replace": the previous checkpoint is given up. As this happens at every save, no checkpoint is ever
+          completed, and the returned number of steps is 0.
         """
         spare_s = steps * iteration_s + self.cost_s - self.persist_s
         if spare_s >= -1e-9 * self.persist_s:
@@ -94,13 +97,17 @@ class CheckpointCost:
 def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failures, interval_steps: int) -> float:
     """Return the expected fraction of time, from 0 to 1, that is useful training.
 
-    The formula is exact for failures at a constant rate. M is the mean time between failures, and R the time of a
-    restart. A checkpoint stops training for the time ``stall``, slows training down by the time ``interference``, and
-    is on storage the time ``persist`` after the start of its save. ``work`` is the time of the iterations between two
-    checkpoints. An interval lasts ``L = work + stall + interference``. From one completed checkpoint to the next it
-    takes L, or ``L + persist`` after a failure, because the work done while the last checkpoint was written is lost
-    too. A restart takes ``(exp(R/M) - 1) M`` on average, because it may fail as well. The expected time per interval
-    and the goodput are then
+    The formula is exact for failures at a constant rate. Its symbols are times:
+
+    - ``M``: mean time between failures.
+    - ``R``: time of a restart. A restart may fail as well, so it takes ``(exp(R/M) - 1) M`` on average.
+    - ``work``: time of the iterations between two checkpoints.
+    - ``stall`` and ``interference``: for how long a checkpoint stops training, and by how much it slows training down.
+    - ``persist``: time from the start of a save until the checkpoint is on storage.
+
+    The time from one save to the next is ``L = work + stall + interference``. A failure also loses the work that was
+    done while the last checkpoint was being written. So after a failure, the next checkpoint is complete after ``L +
+    persist`` and not after ``L``. The expected time per interval and the goodput are
 
         ``E = M exp(R/M) exp(persist/M) (exp(L/M) - 1)``  and  goodput = work / E.
 

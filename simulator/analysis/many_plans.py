@@ -93,7 +93,8 @@ class PlanSweep:
     def longer(self, iterations: int) -> "PlanSweep":
         """Return a predictor for the same workload and machine that simulates another number of iterations.
 
-        Both share the recorded iterations, which take most of the time that a new predictor costs.
+        The new predictor uses the iterations that this one has recorded. Recording them takes most of the time of
+        creating a predictor.
         """
         other = PlanSweep(self.workload, self.machine, iterations)
         other._programs = self._programs
@@ -193,10 +194,10 @@ class PlanSweep:
         return self._amounts[key]
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Return the total number of elements of the subgroups that accumulate gradients in GPU memory under a plan.
+        """Return the number of elements in the subgroups that accumulate gradients in GPU memory under a plan.
 
-        Without the plan, training would accumulate these gradients in host memory. The result is 0 if training
-        accumulates no gradients in host memory in any case, for example with one micro-batch per step.
+        The result is 0 if training accumulates no gradients in host memory without the plan either, for example with
+        one micro-batch per step.
 
         Args:
             placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.

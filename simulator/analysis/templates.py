@@ -181,12 +181,12 @@ def _whole(value: Any) -> str:
 
 
 class Templates:
-    """A cache of schedule templates: compiled schedules in which times can be replaced. Each thread needs its own.
+    """A cache of schedule templates: compiled schedules with times that can be replaced.
 
-    The oldest templates are dropped if all together are larger than ``most_bytes``. Before a template is reused
-    with another value, such as other forward times, a test is made once. The first schedule with another value is
-    built as usual, and compared with the template's. The test is needed because a strategy may also use the value
-    where a template does not replace it.
+    Each thread needs its own cache. If all templates together are larger than ``most_bytes``, the oldest ones are
+    dropped. When a template is first reused with another value, such as other forward times, the schedule for this
+    value is also built as usual. If the two schedules differ, the strategy uses the value where the template does not
+    replace it, and the template is not reused.
     """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:

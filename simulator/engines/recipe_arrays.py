@@ -43,19 +43,18 @@ P_AHEAD = P_EARLY + len(SLOTS)
 
 @dataclass(frozen=True)
 class RecipeArrays:
-    """The ops of a subgroup's gradient and update as arrays, for all ways of updating, for one workload.
+    """The ops of a subgroup's gradient and update as arrays, for one workload and every way of updating.
 
     A way of updating is a combination of placement, parameter location and flags.
 
     Attributes:
-        rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ops, where
-            the columns WORK and DRAM are per parameter. The last five columns (T_WAITS to T_PUBLISHES) hold attributes
-            of the op's `Step`: the events that the op waits for, the kind of buffer that it fills, the kind of buffer
-            that it frees, whether it may run early, and whether a forward may read the new parameters after it.
-        ways: One row for each way of updating, at the index `Way.code`, which is below 2 * PARAMETERS_ON_HOST. The five
-            numbers of a row are positions in ``rows``. The update's ops before the gradient norm begin at W_FIRST. Its
-            ops after the norm begin at W_BEFORE and end at W_LAST. The ops for the gradient begin at W_GRADIENT_FIRST
-            and end at W_GRADIENT_LAST.
+        rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ops, with
+            WORK and DRAM per parameter. The last five columns (T_WAITS to T_PUBLISHES) hold attributes of the op's
+            `Step`: the events that the op waits for, the kind of buffer that it fills, the kind of buffer that it
+            frees, whether it may run early, and whether a forward may read the new parameters after it.
+        ways: One row for each way of updating, at the index `Way.code`. Its five numbers are positions in ``rows``: the
+            update's ops before the gradient norm from W_FIRST to W_BEFORE, its ops after the norm from W_BEFORE to
+            W_LAST, and the gradient's ops from W_GRADIENT_FIRST to W_GRADIENT_LAST.
         threaded: Positions in ``rows`` of the ops that run on the plan's CPU threads.
     """
 
@@ -114,17 +113,17 @@ class Program(NamedTuple):
     """A simulated training iteration that was recorded as arrays, so that the schedule of any plan can be built from
     them.
 
-    An entry of the recording is an op that does not depend on the plan, or a marker. A marker shows where ops of the
-    plan must be inserted.
+    An entry of the recording is an op that does not depend on the plan, or a marker, where ops of the plan are
+    inserted. Some markers stand for a part of a gradient: one layer's contribution to one subgroup's gradient.
 
     Attributes:
         places: One row for each entry, and a last row for the end: shape (entries + 1, X_COLUMNS). A row has the
-            entry's kind, the part of a gradient that a marker stands for, and the position in ``refs`` at which this
-            entry's numbers begin.
-        refs: For each entry in order, the numbers of the entries that it waits for (`Place.refs`), in one array.
-        rows: One row for each entry, which describes its op: shape (entries, OP_COLUMNS). The row of a marker contains
-            only zeros.
-        parts: Number of gradient parts. A part is one layer's contribution to one subgroup's gradient.
+            entry's kind, the part of a gradient if the entry is a marker for one, and the index in ``refs`` at which
+            the entry's dependencies begin.
+        refs: Dependencies of all entries, one entry after the other: the numbers of what an entry waits for
+            (`Place.refs`).
+        rows: Ops of the entries: shape (entries, OP_COLUMNS). The row of a marker contains only zeros.
+        parts: Number of parts of gradients.
     """
 
     places: Ints
@@ -153,12 +152,12 @@ class Program(NamedTuple):
 
 @compiled
 def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
-    """Return the number and the sizes of a plan's subgroups, for each combination of placement and parameter location.
+    """Count a plan's subgroups and their elements, for each combination of placement and parameter location.
 
     Returns:
-        The number of subgroups, their elements, and the elements of the largest one: shape (2, 3,
-        combinations). The first index is 0 for subgroups that wait for the gradient norm, and 1 for early
-        updates. The combinations are in the order of `plain_ways`.
+        An array of shape (2, 3, combinations). First index: 0 for subgroups that wait for the gradient norm, 1 for
+        early updates. Second index: 0 for the number of subgroups, 1 for their total number of elements, 2 for the
+        elements of the largest subgroup. The combinations are in the order of `plain_ways`.
     """
     both = np.zeros((2, 3, kinds))
     for s in range(sizes.size):

@@ -37,10 +37,10 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
 def capacities(machine: Machine, ranks: int) -> dict[str, float]:
     """Return the capacities that one rank gets if ``ranks`` equal ranks run on a node, as a dict by name.
 
-    A capacity is an amount per second, such as DRAM bandwidth. `Machine.rank_share` gives one rank's fraction of the
-    bandwidth of DRAM, storage and copies. CPU cores are divided among the ranks only if forward and backward run on the
-    CPU. Otherwise each rank gets all cores, because DRAM bandwidth limits the updates: a few cores can already use a
-    rank's share of DRAM bandwidth. If cores and DRAM bandwidth were both divided, the other ranks would count twice.
+    A capacity is an amount per second, such as DRAM bandwidth. The bandwidth of DRAM, storage and copies is multiplied
+    by `Machine.rank_share`. CPU cores are divided among the ranks only if forward and backward run on the CPU.
+    Otherwise each rank gets all cores: DRAM bandwidth limits the updates, and a few cores can already use a rank's
+    share of it. To divide the cores too would count the other ranks twice.
     """
     h2d, d2h = machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median
     sharers = max(1, ranks)
@@ -95,11 +95,11 @@ def alone_s(op: Op, machine: Machine) -> float:
 
 
 def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
-    """Return a dict of how much of each shared capacity of a node, such as DRAM bandwidth, an op uses per second.
+    """Return how much of each shared capacity of a node an op uses per second at full speed, as a dict.
 
-    The op is assumed to run at full speed. An op never uses more DRAM bandwidth than was measured for the whole node,
-    even if the bytes that are counted for the op suggest more. The reason is that the op's rate was measured with one
-    rank alone on this node, where no more bandwidth was available.
+    A shared capacity is, for example, DRAM bandwidth. The use of DRAM bandwidth is the op's bytes divided by its
+    duration, but at most the node's measured bandwidth. The op's speed was measured with one rank alone on such a node,
+    so the op cannot use more.
 
     Args:
         duration_s: Seconds that the op takes at full speed.

@@ -71,26 +71,26 @@ class _Given(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The state of a schedule while its ops are appended to arrays. An op is given by its number.
+    """The state of a schedule while its ops are appended to arrays. An op is given by its number, and -1 means no op.
 
     Attributes:
         ops, after_first, after: Arrays of the schedule, see `ebbtide.simulator.engines.kernel.run`.
         n: Counters, such as the number of ops so far (`_N_OPS`).
-        done: Three lists of ops in one array. The first list has, for each entry of the recorded iteration (an op, or a
-            marker for ops that depend on the plan), the newest op that was made from this entry. The second list has,
-            for each subgroup, the op after which its updated parameters are ready. The third list has, for each
-            subgroup, the last op of its update. -1: no op yet.
+        done: Three lists of ops in one array. First, for each entry of the recorded iteration (an op, or a marker for
+            ops that depend on the plan), the newest op that was made from this entry. Second, for each subgroup, the op
+            after which its updated parameters are ready. Third, for each subgroup, the last op of its update.
         on_host: For each subgroup, the newest op that copied a part of its gradient to the host.
         early: For each subgroup, the newest op of its update that runs before the gradient norm is known.
         begun: For each subgroup, the number of ops of its update that run before the gradient norm is known.
         sums: For each part of a gradient (from one layer), the newest op that copied the part to the host.
         complete: For each subgroup, 1 if its gradient of the present step is complete, otherwise 0.
-        coming: Subgroups with updates that take a buffer before the gradient norm is known, in order.
-        sent: Ops that copy gradients to the host, in order.
+        coming: Subgroups with updates that take a buffer before the gradient norm is known, in the order in which they
+            take it.
+        sent: Ops that copy gradients to the host, in the order in which they were appended.
         free: For each kind of buffer, a queue of free buffers. A buffer is represented by the op that frees it.
         head, tail: For each kind of buffer, the positions in ``free`` at which the queue begins and ends.
-        left: For each kind of buffer, how many more subgroups may fill such a buffer before the gradient norm is known.
-            `_add_first` counts this number down while it chooses these subgroups.
+        left: For each kind of buffer, how many more buffers may be filled before the gradient norm is known.
+            `_add_first` counts this number down.
     """
 
     ops: Floats

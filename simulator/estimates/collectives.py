@@ -42,7 +42,8 @@ class Links:
     def bytes_per_s(self, ranks: int) -> float:
         """Return the bytes per second that each GPU of a node has in a ring of ``ranks`` GPUs.
 
-        If NVLink connects the GPUs in pairs, a ring of two GPUs can use only the link of the pair.
+        If NVLink connects each pair of GPUs directly, without a switch, a GPU can use only its links to the other GPUs
+        of the ring.
         """
         if self.pair_bytes_per_s is None:
             return self.port_bytes_per_s

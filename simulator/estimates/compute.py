@@ -225,11 +225,11 @@ def overlapped_s(*parts_s: float) -> float:
 
 
 def run_ahead_s(device_s: float, issued_s: float) -> float:
-    """Return the seconds to run kernels on the GPU that the host launches ahead of the GPU.
+    """Return the seconds for a sequence of GPU kernels, if the host launches kernels while the GPU runs earlier ones.
 
-    The result is the third root of the sum of cubes: a little more than the longer of both times, and 1.26
-    times two equal times. The host waits for the GPU only if it is ahead by a bounded number of launches, and
-    the GPU waits for the host only if the GPU has no work left.
+    The result is the third root of the sum of the cubes of both times: a little more than the longer time, or 1.26
+    times either if they are equal. The host waits only if it is ahead of the GPU by a bounded number of launches, and
+    the GPU waits only if it has no work left.
 
     Args:
         device_s: Seconds in which the GPU runs the kernels.

@@ -230,7 +230,7 @@ class _Resolver:
         """Return the ZeRO stage of a DeepSpeed config.
 
         Args:
-            given: Value to return if the config has no stage. None: 3.
+            given: Stage to return if the config has none. If ``given`` is None, stage 3 is returned.
         """
         zero = self.section("zero_optimization")
         stage = zero.get("stage")

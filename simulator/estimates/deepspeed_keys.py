@@ -136,8 +136,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def as_deepspeed_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a copy of a DeepSpeed config with its values converted as DeepSpeed's own schemas convert them.
 
-    A value ``"auto"`` is removed, except for sizes that transformers fills in. The string "1" becomes a number,
-    "true" a boolean, and the old ``zero_optimization: true`` becomes ZeRO-1.
+    The string "1" becomes a number, "true" a boolean, and the old ``zero_optimization: true`` becomes ZeRO-1. Keys with
+    the value ``"auto"`` are removed. Only sizes that transformers fills in keep ``"auto"``.
     """
     made = dict(config)
     if isinstance(made.get(ZERO), bool):
@@ -241,7 +241,10 @@ def _nearly(key: str) -> str:
 
 
 def _of_installed(where: str) -> set[str]:
-    """Return the keys of a DeepSpeed config's section that the installed DeepSpeed knows. Empty without DeepSpeed."""
+    """Return all keys that the installed DeepSpeed accepts in a section of its config.
+
+    The result is empty if DeepSpeed is not installed.
+    """
     try:
         from deepspeed.runtime.zero import config, offload_config
     except ImportError:

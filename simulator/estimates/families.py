@@ -1,9 +1,8 @@
 """The families of models that are known without the transformers library, by the ``model_type`` of their configs.
 
-A family gives the parts of a layer, such as matrices and norms, because a config does not list them. The parts have
-the order in which the modules of the newest stable transformers register them. In a mixture-of-experts layer of this
-version, the same matrix of all experts, such as the up projection, is one stacked parameter. Other families are read
-by transformers (`ebbtide.simulator.estimates.modules`).
+A family gives the parts of a layer, such as matrices and norms, because a config does not list them. The parts have the
+order of the newest stable transformers, where a mixture-of-experts layer stacks the same matrix of all experts, such as
+the up projection, into one parameter. Other families are read by transformers (`ebbtide.simulator.estimates.modules`).
 """
 
 from collections.abc import Callable, Mapping

@@ -101,9 +101,9 @@ class FlatRank(Rank):
         return ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
 
     def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return a tuple of the number of elements of each of a block's parameters that a rank holds under ZeRO-1 or 2.
+        """Return, as a tuple, how many elements of each parameter of a block a rank holds under ZeRO-1 or 2.
 
-        These stages do not divide parameters among data-parallel ranks.
+        These stages do not divide parameters among data-parallel ranks. Only tensor parallelism divides them.
         """
         tensor = self.job.tensor_parallel
         return tuple(math.ceil(n / tensor) if split else n for n, split in zip(block.params, block.split, strict=True))
@@ -154,13 +154,16 @@ class FlatRank(Rank):
         return max(self.wire, self.job.gradient_bytes) if self.job.zero_stage == 1 else self.wire
 
     def waiting_bytes(self, made: Workload) -> int:
-        """Return the bytes that gradients waiting for their reduction add to the GPU memory peak of a backward.
+        """Return by how many bytes gradients that wait for their reduction raise the GPU memory peak of a backward.
 
-        ZeRO-1 keeps all gradients until the single reduction of a step. If it accumulates them in a wider data
-        type, it converts after each backward, and then holds all gradients in both types. ZeRO-2 keeps the
-        gradients of a rank's slice if it accumulates them in a wider data type than it reduces. Otherwise it keeps
-        a buffer for the largest parameter's gradient. Activations are freed while gradients appear, so only
-        gradients beyond the activations' bytes count.
+        They are the sum of:
+
+        - A buffer for the largest parameter's gradient.
+        - Under ZeRO-2, the gradients of the rank's slice, if they are accumulated in a wider data type than the
+          parameters'.
+        - Under ZeRO-1, all gradients, which stay until the single reduction of a step. If they are accumulated in a
+          wider data type, they exist in both types after each backward. In a step with one micro-batch, only the bytes
+          beyond those of the activations count, because backward frees activations while gradients appear.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self._made_bytes * largest

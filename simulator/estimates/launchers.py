@@ -17,10 +17,12 @@ ONE_THREAD: tuple[Launcher, ...] = ("torchrun", "accelerate")
 
 
 def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: int) -> int | None:
-    """Return the number of threads of DeepSpeed's updates on the CPU, for one rank. None: as many as cores.
+    """Return the number of threads that one rank's DeepSpeed uses for updates on the CPU.
+
+    The result is None if that is the number of cores.
 
     Args:
-        omp_threads: ``OMP_NUM_THREADS`` as set by the user. None: the launcher decides.
+        omp_threads: ``OMP_NUM_THREADS`` as set by the user. None: not set, so that the launcher decides.
     """
     if omp_threads is None and launcher in ONE_THREAD and ranks_per_node > 1:
         return 1

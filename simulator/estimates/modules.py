@@ -203,7 +203,11 @@ class _Reader:
         )
 
     def _layers(self) -> Iterator[Any]:
-        """Yield the layers of a transformers model: the modules of its longest list, with an encoder's layers first."""
+        """Yield the layers of a transformers model: the modules of its largest ``nn.ModuleList``, counted in parameter
+        elements.
+
+        For an encoder-decoder model, yield the encoder's layers and then the decoder's.
+        """
         import torch
 
         parts = [self.model]

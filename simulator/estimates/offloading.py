@@ -73,10 +73,10 @@ class Offloading:
 
     @property
     def beyond_plans(self) -> str:
-        """Return the key of the DeepSpeed config for an offload that ebbtide cannot simulate together with a plan.
+        """Return the DeepSpeed config's key of an offload that ebbtide cannot simulate under a plan.
 
-        Such an offload moves parameters to NVMe, or activations to host memory. The result is empty if the config
-        has neither.
+        Such an offload moves parameters to NVMe, or activations to host memory. The result is empty if the config has
+        neither offload.
         """
         if self.parameters == "nvme":
             return f"{HELD}.device (nvme)"
@@ -143,11 +143,10 @@ class Offloading:
 
     @property
     def _checks(self) -> dict[str, Any]:
-        """Return the option of `build_strategy` that tells whether DeepSpeed checks gradients for an overflow on the
-        host or on the GPU.
+        """Return the option of `build_strategy` that tells where DeepSpeed's version checks gradients for an overflow.
 
-        The place depends on DeepSpeed's version. The result is empty for the newest versions: they check on the host if
-        training is in fp16, and do not check otherwise.
+        The place is the host or the GPU. The newest versions do as `build_strategy` does by default: they check on the
+        host, and only in fp16. For them the result is empty.
         """
         if not at_least(_HOST_CHECK, self.deepspeed):
             return {"overflow_check": "device"}
@@ -340,10 +339,9 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
 
 
 def own_step_key(config: Mapping[str, Any]) -> str:
-    """Return the key of a DeepSpeed config that prevents ebbtide from replacing the optimizer's step, or an empty
-    string.
+    """Return the key of a DeepSpeed config that keeps ebbtide from replacing the optimizer's step.
 
-    With such a key, the optimizer runs its own ``step()`` on state in host memory, also under a plan. So there is no
-    plan to search.
+    With such a key, the optimizer's own ``step()`` updates state in host memory even if there is a plan. So no plan is
+    searched. The result is an empty string if the config has no such key.
     """
     return next((key for key in _OWN_STEP if at(config, key)), "")

@@ -196,13 +196,12 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 def _passes_bytes_per_s(rate: float) -> float:
     """Return the host memory bandwidth of DeepSpeed's CPU update, in bytes/s, from a published speed.
 
-    The published speed is that of an update followed by a copy of the new parameters to the GPU through unpinned
-    memory. The bandwidth is that of the update alone. It is computed in two ways, and the larger result is returned. In
-    the first way, one CPU core limits the speed of the copy. In the second way, DRAM bandwidth limits the copy as well
-    as the update.
+    The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory. The
+    bandwidth is computed in two ways: as if one CPU core limits the copy, and as if DRAM bandwidth limits the copy like
+    the update. The larger result is returned.
 
     Args:
-        rate: Published parameters per second of one rank.
+        rate: Published number of parameters per second that one rank updates and copies.
     """
     copied = FRESH_PASSES * _WIRE_BYTES
     bound_by_core = STOCK_UPDATE_BYTES / (1 / rate - _WIRE_BYTES / _PAGEABLE)

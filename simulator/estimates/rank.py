@@ -164,8 +164,7 @@ class Rank:
         return _gathers(whole, again, self.job.gather_rules)
 
     def regathered(self, blocks: Sequence[Block]) -> list[dict[str, int]]:
-        """Return, for each block of a model, the numbers of parameter elements that stay gathered and that are
-        gathered again.
+        """Return how many parameter elements of each block stay gathered, and how many backward gathers again.
 
         Returns:
             For each block, the fields `persistent_params` and `regathered_params` of its `Layer`. No fields below
@@ -183,9 +182,8 @@ class Rank:
         """Return the largest number of parameter elements that ZeRO-3 gathers at once, for a job with one data-parallel
         rank.
 
-        If a plan keeps the parameters in host memory, this number decides how many of them are in GPU memory at once.
-        The result is None below ZeRO-3, or with several data-parallel ranks. With several ranks, `base_bytes` includes
-        gathered parameters.
+        If a plan keeps all parameters in host memory, GPU memory holds this number of them at a time. The result is
+        None below ZeRO-3, and with several data-parallel ranks, for which `base_bytes` counts gathered parameters.
         """
         if self.job.zero_stage < 3 or self.job.data_parallel > 1:
             return None
@@ -225,7 +223,9 @@ class Rank:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of one micro-batch: numbers of tokens, and the model's hidden size and number of heads."""
+        """Return the shape of a micro-batch: its tokens in total and per sequence, the model's hidden size and
+        heads.
+        """
         return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
 
     def device_s(self, block: Block) -> float:
@@ -266,19 +266,18 @@ class Rank:
         return run_ahead_s(self.device_backward_s(block), issued), beside_s
 
     def unhidden_s(self, block: Block) -> float:
-        """Return the seconds that are added to a block's backward if stock DeepSpeed keeps the parameters of several
-        ranks in host memory.
+        """Return the seconds that are added to a block's backward if stock DeepSpeed keeps parameters in host memory.
 
-        With parameters in GPU memory, gathers and reductions overlap computation. With parameters in host memory they
-        do not, because of a chain of waits:
+        With parameters in GPU memory, gathers and reductions overlap computation. With parameters in host memory and
+        several ranks they do not, because of a chain of waits:
 
         - Before a module's parameters are gathered, each rank copies its part of them to the GPU with a blocking copy.
           The host launches no further kernels until this copy has ended.
-        - The copy runs on the stream that waits for the previous gather (``_all_gather_dtype``).
-        - In backward, the previous gather runs after a gradient reduction on the same NCCL stream.
+        - The copy waits for the previous gather (``_all_gather_dtype``).
+        - In backward, the previous gather follows a gradient reduction on the same NCCL stream.
         - The reduction waits for the backward that computes its gradients.
 
-        With a single rank, such copies do not block (``NoGatherCoalescedHandle``).
+        With a single rank, such copies do not block (``NoGatherCoalescedHandle``), and the result is 0.
         """
         if self.job.zero_stage < 3 or self.job.data_parallel == 1:
             return 0.0
@@ -294,10 +293,11 @@ class Rank:
     def reduced_beside(self) -> float:
         """Return the fraction of the time of gradient reductions over the ranks that overlaps with backward.
 
-        NCCL runs gathers and reductions in the order of their launch, because both belong to one process group. A
-        reduction starts as soon as the gradient bucket is full. The parameters that backward needs next are
-        gathered after it, except those that were prefetched (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
-        ``PartitionedParameterCoordinator.fetch_sub_module``).
+        NCCL runs gathers and reductions in the order of their launch, because both belong to one process group. So a
+        gather that is launched after a reduction waits for the reduction, and backward waits for the gather. Only
+        parameters that were prefetched let backward go on (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
+        ``PartitionedParameterCoordinator.fetch_sub_module``). The fraction is the size of the prefetch bucket divided
+        by the size of the reduction's bucket, at most 1.
         """
         if not self.job.overlaps_comm:
             return 0.0
@@ -367,10 +367,11 @@ class Rank:
         return int(part * self.wire + beside), int(part * self.job.gradient_bytes)
 
     def exchange_beside_bytes(self, block: Block) -> float:
-        """Return a rank's share of the bytes that tensor-parallel exchanges of one block bring into its node over the
-        network.
+        """Return the bytes that a block's tensor-parallel exchanges bring into a node over the network, per rank and
+        pass.
 
-        These bytes occupy the network that ZeRO's gathers need. The mean of forward and backward is used for both.
+        These exchanges compete with ZeRO's gathers for the network. Forward and backward bring different numbers of
+        bytes. The mean of the two is returned for either pass.
         """
         if not block.attention:
             return 0.0
@@ -404,10 +405,10 @@ class Rank:
     def _head_bytes(self, block: Block) -> int:
         """Return the bytes of GPU memory that the output head needs in addition to the memory of the gradient buckets.
 
-        The head's forward holds the logits in the parameters' precision, and two fp32 copies. Its backward holds the
-        logits with one fp32 copy, and the gradient of the head's weights. The larger need counts. A fused loss keeps
-        only a part of the logits at a time. The memory of the gradient buckets counts throughout the iteration, so it
-        is subtracted here.
+        The result is for the pass that needs more memory. The forward holds the logits in the parameters' precision,
+        and two fp32 copies. The backward holds the logits, one fp32 copy, the gradient of the head's weights, and the
+        gradient buckets. With a fused loss, only a part of the logits exists at a time. The memory of the buckets is
+        subtracted, because it is in use throughout the iteration.
         """
         logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
         if self.job.fused_loss:
@@ -429,8 +430,9 @@ class Rank:
     def base_bytes(self, blocks: Sequence[Block]) -> int:
         """Return the bytes of one rank's GPU memory that are in use throughout an iteration, without optimizer state.
 
-        They hold parameters, gathered parameters, both gradient buckets, and the activations of the last recomputed
-        layer.
+        They are for the rank's parameters and gathered parameters, and for DeepSpeed's flat gradient bucket and the
+        gradients that wait for their reduction (`backward_bytes`). With recomputation, they are also for the
+        activations of the last recomputed layer.
         """
         held = self.bucket_bytes(self.held_elements(blocks)) + self.backward_bytes()
         return held + sum(self.base_parts(blocks).values())
@@ -460,7 +462,8 @@ class Rank:
     def gathered_elements(self, blocks: Sequence[Block]) -> int:
         """Return the largest number of parameter elements that ZeRO-3 has gathered in one rank's GPU memory at a time.
 
-        ``stage3_max_live_parameters`` limits this number. Embedding and head are never released, and come on top.
+        It is at most ``stage3_max_live_parameters`` plus the elements of the embedding and the head, which are never
+        released. With a single data-parallel rank it is 0.
         """
         if self.job.data_parallel == 1:
             return 0

@@ -268,5 +268,5 @@ def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:
 
 
 def copy_rate(machine: Machine) -> float:
-    """Return the bytes per second that one thread copies inside host memory, for copies of a checkpoint's state."""
+    """Return the speed, in bytes per second, at which one thread copies a checkpoint's state inside host memory."""
     return min(machine.rate("host_copy_bytes_per_s"), COPY_BYTES_PER_S)

@@ -104,7 +104,10 @@ class EbbtideLoop(PlannedLoop):
         self.waited_for = -1  # the latest of them before which nothing more is issued
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the ops appended so far as a schedule, with the bytes that are in use throughout an iteration."""
+        """Return a schedule of the ops appended so far.
+
+        The schedule also states the bytes of memory, such as for parameters, that are in use throughout an iteration.
+        """
         return Schedule(
             ops=tuple(self.out.ops),
             iterations=iterations,
@@ -130,11 +133,10 @@ class EbbtideLoop(PlannedLoop):
             self.issue.gradient(subgroup)
 
     def _make_room(self, op: int) -> None:
-        """Note that a copy of gradients to the host was appended to the schedule, and let the training thread wait if
-        needed.
+        """Count a copy of gradients to the host that was appended to the schedule, and limit the copies in progress.
 
-        The training thread of the schedule waits for the oldest copies if more than `GRADIENTS_UNDER_WAY_BYTES` are
-        being copied. This limit may be exceeded, by less than the gradients that one layer contributes to a subgroup.
+        The training thread of the schedule waits for the oldest copies until the others take little enough: at most
+        `GRADIENTS_UNDER_WAY_BYTES` plus half of the oldest of them. It does not wait for the newest copy.
         """
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)

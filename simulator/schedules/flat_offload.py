@@ -100,12 +100,14 @@ class FlatOffloadLoop(StockLoop):
 
     def _others_copy(self, layer: int, micro_step: int, after: int) -> int:
         """Append to the schedule the simulated rank's wait while other ranks copy a layer's gradients to the host.
-        Return the op that ends the wait.
 
         Each rank owns one slice of DeepSpeed's flat buffer, with consecutive parameters. So a layer's gradients usually
-        belong to a single rank, the owner. The owner copies them to the host on the stream of its reductions, while all
-        other ranks wait for the owner at the reduction of the next bucket. With ``overlap_comm``, the stream of
-        reductions is not the stream of backward.
+        belong to a single rank, the owner. The owner copies them to the host on the stream of its reductions. All other
+        ranks wait for the owner at the reduction of the next bucket. With ``overlap_comm``, only their stream of
+        reductions waits, and backward goes on.
+
+        Returns:
+            The op that ends the wait.
         """
         elements = self.workload.layers[layer].params_of_others
         width = FP32_BYTES if micro_step == self.boundary else 0

@@ -34,13 +34,13 @@ class GatherRules:
 
 @dataclass(frozen=True)
 class Gathered:
-    """The parameter gathers of ZeRO-3 in one micro-batch's forward and backward, if nothing was gathered before.
+    """ZeRO-3's gathers of parameters in the forward and backward of one micro-batch that starts with nothing gathered.
 
     Attributes:
-        times: Number of gathers of each parameter.
+        times: For each parameter, how often it is gathered.
         persistent: Parameters that stay gathered until the end of the step.
         live: Largest number of elements that are gathered at the same time. None with several data-parallel ranks,
-            because only the sizes of this rank's partitions are known, and not those of whole parameters.
+            because the sizes of whole parameters are then unknown: only those of this rank's partitions are known.
     """
 
     times: Mapping[Hashable, int]

@@ -85,8 +85,8 @@ class InfinityOptions:
 class InfinityLoop(StockLoop):
     """The simulated training loop of ZeRO-3 offload with copies of parameters and activations to and from the host.
 
-    Copies for a forward or backward start during the previous one. DeepSpeed's prefetcher may start them later.
-    Reads from storage and writes to it do not slow each other down.
+    The simulation assumes that copies for a forward or backward start during the previous forward or backward.
+    DeepSpeed's prefetcher may start them later.
     """
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:

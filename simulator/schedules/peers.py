@@ -69,26 +69,26 @@ class StockOptions:
     """The options that distinguish the offload strategies of DeepSpeed's ZeRO-3 from one another.
 
     Attributes:
-        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied to a 16-bit
-            host buffer, back to the GPU, and to the host again in fp32. ``asynchronous``: converted to fp32 on the GPU
-            and copied to pinned buffers, on the stream of the reductions, while backward of the next layers runs
-            (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async`` of Deep Optimizer States). ``stock``: as
-            ``asynchronous``, but with the time that a profile measured in backward, if there is one.
-            ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the host converts to
-            fp32 through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit GPU tensor to
-            an fp32 host tensor). ``unpinned``: all three copies use unpinned memory, and backward waits for each.
-            ``unpinned_widened_on_host``: ``unpinned`` and ``widened_on_host`` together, as in DeepSpeed before 0.19.5,
-            which does not pin by default.
+        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied three times:
+            to a 16-bit host buffer, back to the GPU, and to the host again in fp32. ``asynchronous``: the GPU converts
+            to fp32, buffers are pinned, and the copies run on the stream of the reductions while backward of the next
+            layers runs (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async`` of Deep Optimizer States).
+            ``stock``: if a profile measured the time that the copies add to backward, this time is used, otherwise like
+            ``asynchronous``. ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the
+            host converts to fp32 through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a
+            16-bit GPU tensor to an fp32 host tensor). ``unpinned``: all three copies use unpinned memory, and backward
+            waits for each. ``unpinned_widened_on_host``: ``unpinned`` and ``widened_on_host`` together, as in DeepSpeed
+            before 0.19.5, which does not pin by default.
         updates: Order of updates. ``sequential``: one subgroup after the other, with its copies, in the step.
             ``interleaved``: CPU updates, copies and updates on the GPU run at the same time, in the step.
-            ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the copy
-            of new parameters to the GPU is left for the step.
-        host_ratio: Fraction of the subgroups whose state is in host memory (Twin-Flow's ``ratio``). DeepSpeed keeps
-            the first subgroups in GPU memory.
-        counts_host: True for DeepSpeed's builds of 2024, which round the number of subgroups in host memory down.
-            DeepSpeed 0.19.8 rounds the number of subgroups in GPU memory down.
-        stride: Distance between two subgroups in host memory that the GPU updates. 0: it updates none of them.
-        staging_slots: Number of staging buffers: GPU memory for the state of one subgroup each.
+            ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the copy of
+            new parameters to the GPU is left for the step.
+        host_ratio: Fraction of the subgroups whose state is in host memory (Twin-Flow's ``ratio``). DeepSpeed keeps the
+            first subgroups in GPU memory.
+        counts_host: True if the number of subgroups in host memory is rounded down, as by DeepSpeed's builds of 2024.
+            False if the number of subgroups in GPU memory is rounded down, as by DeepSpeed 0.19.8.
+        stride: ``n`` if the GPU updates every ``n``-th of the subgroups in host memory. 0 if it updates none of them.
+        staging_slots: Number of staging buffers. Each is GPU memory for the state of one subgroup.
         result_copy: True if another process does the CPU updates, so that new masters are copied once more.
         pageable_parameters: True if parameters are converted into newly allocated unpinned memory and copied from
             there, as DeepSpeed does for any value of ``pin_memory``.
@@ -151,7 +151,8 @@ class StockLoop(TrainingLoop):
     def _residents(self, count: int) -> int:
         """Return the number of the given subgroups that keep their optimizer state in GPU memory.
 
-        DeepSpeed 0.19.8 rounds this number down. Older builds round the number of subgroups in host memory down.
+        It follows from the fraction of subgroups in host memory (``host_ratio``), and may have to be rounded. DeepSpeed
+        0.19.8 rounds the number of subgroups in GPU memory down. Older builds round the number in host memory down.
         """
         if self.options.counts_host:
             return count - int(self.options.host_ratio * count + 1e-9)
@@ -183,7 +184,7 @@ class StockLoop(TrainingLoop):
 
     @property
     def gone_bytes(self) -> int:
-        """Return the bytes of parameters that are in host memory, so that GPU memory needs to hold fewer.
+        """Return the bytes of parameters that take no GPU memory because they are kept in host memory.
 
         The result is 0 in `StockLoop`, because this class simulates training with all parameters in GPU memory. A
         subclass that keeps parameters in host memory overrides the property.
@@ -250,10 +251,10 @@ class StockLoop(TrainingLoop):
         return self.options.updates == "interleaved" and subgroup in self.staged
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay there for updates
-        on the GPU.
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients of later updates on the GPU.
 
-        Memory for the whole gradient of a subgroup is allocated when the first layer's part of it is ready.
+        Memory for a subgroup's whole gradient is allocated in the backward of the subgroup's last layer, which comes
+        first.
         """
         if micro_step > 0:
             return 0
@@ -283,9 +284,9 @@ class StockLoop(TrainingLoop):
     def _widened_on_host(self, elements: int, layer: int, after: int) -> int:
         """Append to the schedule a copy of gradients to host memory, and then their conversion to fp32 on the CPU.
 
-        The host thread launches no other work until the conversion ends. If the number of the rank's CPU threads is
-        known, the conversion of bf16 takes the computing time of these threads. Otherwise it takes the time of
-        writing the fp32 values at the rate of a copy to unpinned memory.
+        The host thread launches no other work until the conversion ends. If the gradients are in bf16 and the number of
+        the rank's CPU threads is known, the conversion takes the computing time of these threads. In all other cases it
+        takes the time of writing the fp32 values at the speed of a copy to unpinned memory.
         """
         size_bytes = elements * self.workload.grad_bytes_per_param
         moved = self.out.add(
@@ -501,7 +502,7 @@ class DeviceLoop(TrainingLoop):
         return self.workload.layers[layer].params * self.workload.grad_bytes_per_param
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append no ops to the schedule, because without offload gradients stay on the GPU."""
+        """Append no ops to the schedule, because gradients stay on the GPU in training without offload."""
 
     def step(self) -> None:
         """Append to the schedule the updates of all subgroups on the GPU, which first convert gradients to fp32."""
@@ -541,7 +542,11 @@ class DeviceLoop(TrainingLoop):
         )
 
     def schedule(self, iterations: int) -> Schedule:
-        """Return the ops appended so far as a schedule, with the memory in use throughout an iteration."""
+        """Return a schedule of the ops appended so far.
+
+        The schedule also states the bytes of GPU memory, such as for optimizer state, that are in use throughout an
+        iteration.
+        """
         w = self.workload
         return Schedule(
             ops=tuple(self.out.ops),

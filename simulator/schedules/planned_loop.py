@@ -99,13 +99,14 @@ class PlannedLoop(TrainingLoop):
         """
 
     def before_pass(self, layer: int, waits: list[int], *, backward: bool = False) -> list[int]:
-        """Append to the schedule copies of a layer's parameters from host memory to the GPU.
+        """Append to the schedule the copy of a layer's parameters from host memory to the GPU before a pass.
 
-        Return the ops that the layer's pass (forward or backward) waits for.
+        A pass is a forward or backward. The copy runs during the previous layer's pass, and after the updates of the
+        copied parameters. Parameters that are still on the GPU from an earlier pass are not copied again. The pass also
+        waits until the layer's parameters in GPU memory are updated.
 
-        The copies run during the previous layer's pass, after the updates of these parameters. Parameters that are
-        still on the GPU from an earlier pass are not copied again. The layer's pass itself waits for the updates of
-        its other parameters.
+        Returns:
+            The ops that the pass waits for.
         """
         elements, of = self.fetched[layer], self.workload.layers[layer]
         size = fetched_for(of, elements, self.micro_step, backward=backward)

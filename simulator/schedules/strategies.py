@@ -216,9 +216,7 @@ def zero_offload(
     parameters: SentBack = "pinned_16_bit",
     torch_adam: bool = False,
 ) -> Schedule:
-    """Return the schedule of DeepSpeed's ZeRO-1 or 2 offload, which copies gradients to the host once.
-
-    All updates run on the CPU after the gradient norm.
+    """Return the schedule of DeepSpeed's ZeRO-1 or 2 offload. All updates run on the CPU after the gradient norm.
 
     Args:
         pinned: False for copies through unpinned memory. Training waits for each of them.

@@ -35,10 +35,10 @@ class Place:
         part: Part of a gradient that a GRADIENT marker stands for.
         added_to: True if gradients of earlier micro-batches are already in host memory.
         boundary: True in the last micro-batch.
-        refs: Numbers of the entries that this entry waits for. A number smaller than this entry's own number means an
-            entry of the same iteration. Its own number, or a larger number below the number of entries n, means an
-            entry of the previous iteration. A number from n on means an op of an update. With m subgroups, n + s is
-            the op after which subgroup s has new parameters, and n + m + s is the last op of the update of subgroup s.
+        refs: Numbers of what this entry waits for. This entry is number i of n entries, and a plan has m subgroups. A
+            number r < i means entry r of the same iteration, and i <= r < n means entry r of the previous iteration. A
+            number n <= r < n + m means the op after which subgroup r - n has new parameters. A larger number means the
+            last op of the update of subgroup r - n - m.
     """
 
     what: What

@@ -20,11 +20,11 @@ _NOTHING = 1e-6  # bytes; less is rounding
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Bytes of one subgroup's state that a checkpoint writes without interruption. Times are seconds since the save.
+    """An uninterrupted write of a checkpoint, within the state of one subgroup. Times are seconds since the save began.
 
     Attributes:
-        part: ``live``: written before the subgroup's update is due. ``copied``: written from a copy that was
-            made before the update. ``urgent``: written from the live state while the update waits.
+        part: What is written. ``live``: the state itself, before the subgroup's update is due. ``copied``: a copy that
+            was made before the update. ``urgent``: the state itself, while the update waits.
     """
 
     subgroup: int
@@ -83,20 +83,20 @@ def order_writing(
     rest_bytes: float = 0.0,
     turns: Sequence[int] | None = None,
 ) -> Writing:
-    """Return the order and the times of writing a checkpoint's bytes to storage.
+    """Plan the order and the times of writing a checkpoint's bytes to storage, while training goes on.
 
-    The result also tells which bytes are first copied in host memory, because an update overwrites them before they are
-    written.
+    If an update would overwrite state before it is written, the state is first copied to reserved host memory. The
+    result tells which bytes are copied.
 
     Args:
         sizes_bytes: Bytes of each subgroup's state.
-        due: Times at which updates overwrite the state of subgroups. Each entry names its subgroup (`Due`). The entries
-            are in any order, with at most one for each subgroup.
-        pace: Bytes per second of the writes and copies.
-        budget_bytes: Host memory reserved for copies of state.
+        due: Times at which updates overwrite the state of subgroups, in any order, with at most one entry for each
+            subgroup.
+        pace: Speeds of writes and of copies in host memory, in bytes per second.
+        budget_bytes: Size of the host memory reserved for copies of state.
         rest_bytes: Bytes to write after the state of all subgroups.
-        turns: All subgroups in the order of their updates, which is also the order of writing. None: in the order of
-            the layers.
+        turns: All subgroups in the order of their updates, which is also the order of writing. None: the order of the
+            layers.
     """
     live = {REST: float(rest_bytes), **{i: float(n) for i, n in enumerate(sizes_bytes)}}
     ranks = {subgroup: rank for rank, subgroup in enumerate(turns or range(len(sizes_bytes)))}
@@ -140,9 +140,10 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Save the rest of a subgroup's state for the checkpoint, just before the subgroup's update overwrites it.
+        """Simulate an update of a subgroup while the checkpoint has not yet written all of the subgroup's state.
 
-        As many bytes as fit are copied to reserved host memory. The other bytes are written to storage.
+        The update would overwrite the bytes that are not yet written. As many of them as fit are first copied to
+        reserved host memory. The others are first written to storage.
 
         Args:
             at_s: Time at which the update could begin.

@@ -46,9 +46,9 @@ def totals(held: ByKind) -> Footprint:
 def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
     """Return the bytes that one rank uses throughout an iteration under a plan, by memory and kind.
 
-    They are for parameters, gradient buckets, optimizer state, gradients and buffers. Activations, which come and
-    go, and memory reserved for checkpoints are not included. Of the parameters that are kept in host memory, GPU
-    memory holds as many as are gathered at the same time.
+    They are for parameters, gradient buckets, optimizer state, gradients and buffers. Activations, which come and go,
+    and memory reserved for checkpoints are not included. For parameters that are kept in host memory, GPU memory counts
+    only the largest number of elements that it holds at one time.
     """
     held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
     locations = plan.parameter_locations
@@ -63,11 +63,11 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
 def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:
     """Return the bytes of GPU memory by kind: the bytes in ``held`` plus the workload's base memory.
 
-    The base memory is in use throughout an iteration, for parameters and gradient buckets, among others.
+    The base memory, such as for parameters and gradient buckets, is in use throughout an iteration.
 
     Args:
-        held: Bytes of GPU memory by kind that a plan or strategy uses beside the base memory.
-        gone_bytes: Bytes of parameters that are kept in host memory, and are therefore not counted.
+        held: Bytes of GPU memory by kind that a plan or strategy uses in addition to the base memory.
+        gone_bytes: Bytes of parameters that are kept in host memory. They are subtracted from the base memory.
     """
     base = base_by_kind(workload, gone_bytes)
     return {kind: held.get(kind, 0) + base.get(kind, 0) for kind in KINDS}
@@ -139,7 +139,7 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
 
 
 def fetches_of_a_step(workload: Workload) -> list[float]:
-    """Return, for each layer, the number of copies per step of a parameter to the GPU, if it is kept in host memory."""
+    """Return, for each layer, how often per step a parameter that is kept in host memory is copied to the GPU."""
     micro_batches = range(workload.gradient_accumulation_steps)
     return [
         sum(fetched_for(layer, layer.params, m, backward=backward) for m in micro_batches for backward in (False, True))
@@ -150,17 +150,16 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 
 @dataclass(frozen=True)
 class Holding:
-    """The bytes per parameter that each way of updating a subgroup needs in each memory, and the buffers that each way
-    uses.
+    """The bytes per parameter that each way of updating a subgroup needs in each memory, and the buffers that it uses.
 
-    A way is a combination of placement and parameter location. All ways are in the list `plain_ways`.
+    A way of updating is a combination of placement and parameter location. `plain_ways` lists all of them.
 
     Attributes:
-        rows: Bytes per parameter for each pair of a memory and a kind of data, as a tuple with one value for each of
-            `plain_ways`. Parameters in GPU memory are not included, because the workload's base memory contains them.
-        users: For each kind of buffer, two tuples of positions in `plain_ways`. The first has the ways that use the
-            buffer for updates after the gradient norm is known. The second has the ways that use it for early updates,
-            before the norm is known.
+        rows: Dict from a pair (memory, kind of data) to a tuple of bytes per parameter, one number for each of
+            `plain_ways`. Parameters in GPU memory are not counted, because they are part of the workload's base memory.
+        users: Dict from a kind of buffer to two tuples of positions in `plain_ways`. The first tuple has the ways that
+            use the buffer for updates after the gradient norm is known. The second has the ways that use it for early
+            updates, before the norm is known.
         gradient_bytes: Bytes per parameter of an accumulated gradient.
         sums: True if the gradients of micro-batches are accumulated in host memory. See `keeps_window`.
     """
@@ -233,9 +232,10 @@ class Holding:
 
     @cached_property
     def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
-        """Return the bytes per parameter of state and gradient, as a dict by memory.
+        """Return the bytes per parameter in each memory, for all kinds of data in ``rows`` together.
 
-        A value has one number for each of `plain_ways`, the combinations of a placement and a parameter location.
+        The result is a dict by memory. Each value is a tuple with one number for each of `plain_ways`, the combinations
+        of placement and parameter location.
         """
         return {
             memory: tuple(map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory), strict=True)))
@@ -450,11 +450,12 @@ def kept_steps(keep: int) -> int:
 
 
 def keeps_window(micro_batches: int, gradient_bytes: int, wire_bytes: int, stage: int) -> bool:
-    """Return True if gradients of the previous step's micro-batches stay in host memory while those of this step
-    arrive.
+    """Return True if host memory holds two sets of gradients at once: those of the previous step and those of this
+    step.
 
-    That is so if the gradients of micro-batches are accumulated in host memory. The reason is that DeepSpeed
-    applies the old gradient again if the last micro-batch of a step does not use a parameter.
+    That is so if the gradients of micro-batches are accumulated in host memory. The previous step's gradients are kept
+    because DeepSpeed applies a parameter's old gradient again if the last micro-batch of a step does not use the
+    parameter.
     """
     return micro_batches > 1 and not adds_on_device(stage, gradient_bytes, wire_bytes)
 

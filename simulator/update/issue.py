@@ -96,10 +96,11 @@ class Issue(Generic[Op]):
             self._start(subgroup, behind)
 
     def backward(self, behind: Op | None, *, early: bool = True) -> None:
-        """Start copying state to the GPU for updates there, when the last micro-batch's first gradient is complete.
+        """Start to copy optimizer state to the GPU for the updates there, before the gradient norm is known.
 
-        Subgroups that are updated early come first. Further calls in the same step do nothing. State that is still
-        in its staging buffer (GPU memory for one subgroup) after a skipped step is not copied again.
+        Call this method as soon as the first gradient of the last micro-batch is complete. Further calls in the same
+        step do nothing. Subgroups that are updated before the norm come first. State that a skipped step has left in
+        its staging buffer (GPU memory for one subgroup) is not copied again.
 
         Args:
             early: False if all updates of this step wait for the gradient norm.
@@ -176,14 +177,14 @@ class Issue(Generic[Op]):
         self._coming.clear()
 
     def _updated(self, late: set[int]) -> list[int]:
-        """Return all subgroups in the order of their updates after the gradient norm is known.
+        """Return all subgroups in the order in which their updates are issued once the gradient norm is known.
 
-        If a subgroup in ``late`` still needs a staging buffer (GPU memory for one subgroup), the subgroups that
-        already have one come first.
+        If a subgroup in ``late`` needs a staging buffer (GPU memory for one subgroup), the subgroups that already have
+        a staging buffer come first.
 
         Args:
-            late: Subgroups with an early update that was not issued before the norm, or was dropped. Their whole
-                update is issued after the norm.
+            late: Subgroups with an early update that was not issued before the norm, or was dropped. Their whole update
+                is issued after the norm.
         """
         if not any(self.redo[s].steps[0].takes == Slot.STAGING for s in late):
             return [*self.order]
@@ -240,10 +241,9 @@ class Issue(Generic[Op]):
     def _take(self, step: Step, subgroup: int, waits: list[Op]) -> Op:
         """Issue an op of a subgroup's update. If the op needs a buffer, it waits for the op that freed the buffer.
 
-        An op that copies state to the GPU also waits for the last copy of this subgroup's state back to the host, if
-        that copy was issued later than the op that freed the buffer. This happens if the subgroup's early update was
-        dropped, because the step clipped. The state is then copied to the GPU a second time in the step, perhaps into
-        another buffer, which has long been free.
+        An op that copies state to the GPU also waits until the subgroup's state is back on the host, if that is later.
+        This matters if the step clips, so that the subgroup's early update is dropped. The state is then copied to the
+        GPU a second time in the step, perhaps into a buffer that has long been free.
         """
         if step.takes is not None:
             buffer = self._free[step.takes].popleft()

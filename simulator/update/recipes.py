@@ -177,11 +177,10 @@ class Recipe:
 
     Attributes:
         steps: Ops of the update, in order.
-        state, gradient: Memory that holds the optimizer state, and memory from which the update reads the
-            gradient.
-        gradient_steps: Ops for the gradient of each micro-batch, after its reduction over the ranks. The gradient
-            is complete after the last op of the last micro-batch, or after the reduction if there are no such
-            ops.
+        state, gradient: Memory that holds the optimizer state, and memory from which the update reads the gradient.
+        gradient_steps: Ops that each micro-batch's gradient needs after its reduction over the ranks, such as a copy to
+            the host. Empty if it needs none. A step's gradient is complete when the last micro-batch's reduction and
+            these ops have ended.
     """
 
     queue: Queue
@@ -451,10 +450,10 @@ def slot_limit(slot: Slot, staging_slots: int, users: int, host_slots: int = HOS
 
 
 def early_limits(prefetch: int, slots: Mapping[Slot, int]) -> dict[Slot, int]:
-    """Return a dict from each kind of buffer to the number that may be filled before the gradient norm is known.
+    """Return how many buffers of each kind may be filled with state before the gradient norm is known, as a dict.
 
-    Buffers of early updates are not included in this number. The plan limits staging buffers by ``prefetch``, because
-    they share GPU memory with activations. All buffers in host memory may be filled.
+    Buffers of early updates are not counted. The plan's ``prefetch`` limits staging buffers, because activations still
+    take GPU memory at that time. Buffers in host memory have no such limit: all may be filled.
 
     Args:
         slots: Number of buffers of each kind, from `slot_limits`.

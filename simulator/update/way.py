@@ -107,11 +107,10 @@ class Way(NamedTuple):
         return recipe_of(self.placement, self.parameters).summed_on_device is not None
 
     def fitted(self) -> Way:
-        """Return a copy of this `Way` (placement, parameter location, flags), with each flag off that its placement
-        does
-        not allow.
+        """Return a copy of this `Way` without the flags that its placement forbids.
 
-        The flags are an early update (before the gradient norm is known) and gradient accumulation on the GPU.
+        A `Way` consists of a placement, a parameter location and flags. The flags are an early update (before the
+        gradient norm is known) and gradient accumulation on the GPU.
         """
         return self._replace(
             early=self.early and self.can_be_early, sum_on_device=self.sum_on_device and self.can_sum_on_device

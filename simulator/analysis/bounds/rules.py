@@ -61,10 +61,11 @@ class Blocks:
     """Groups of neighboring layers ("blocks") in the linear program for the lower bound of an iteration's time.
 
     Attributes:
-        share: Fraction of this rank's elements in each block.
-        tail_s: Seconds of a forward that remain when it reaches the last layer of each block.
-        head_s: Seconds of a backward that remain when the gradients of that layer are complete.
-        fetches: Least number of copies of a parameter to the GPU per step, if it is kept in host memory.
+        share: For each block, its fraction of this rank's elements.
+        tail_s: For each block, the seconds from the start of its last layer's forward to the end of the whole forward.
+        head_s: For each block, the seconds from the end of its last layer's backward to the end of the whole backward.
+        fetches: For each block, how often per step a parameter that is kept in host memory is copied to the GPU: the
+            minimum over the block's layers.
     """
 
     share: Floats
@@ -94,24 +95,24 @@ class Blocks:
 class Problem:
     """The linear program for the lower bound of an iteration's time: its variables, and the data of its constraints.
 
-    A way of updating is a combination of placement, parameter location and flags (`Way`).
+    A way of updating is a combination of placement, parameter location and flags (`Way`). A fraction is a fraction of
+    all elements.
 
     Attributes:
         given: The workload.
-        work: A ZeRO-3 workload that `Workload.serial` derives from ``given``. Under any plan, an iteration of ``work``
-            takes no longer than an iteration of ``given``. So a lower bound for ``work`` is also one for ``given``.
+        work: The workload that the program describes, `Workload.serial` of ``given``. Under any plan, its iteration
+            takes no longer than that of ``given``, so a lower bound for ``work`` is one for ``given`` too.
         ways: Ways of updating that plans may use.
-        x: For each block of layers and each way, the fraction of all elements that belong to the block and are updated
-            in this way: shape (blocks, ways).
-        window: Seconds from the gradient norm to the end of the next forward.
-        waited: Seconds for which forward and backward passes outside the window wait.
-        slots: For each kind of buffer, the elements that all buffers of this kind can hold together, as a fraction of
-            all elements.
-        held: For each way that can copy state to a buffer before the gradient norm is known, the kind of this buffer.
-        early: For each such way and each block, the fraction of all elements with state in the buffer when the
-            gradient norm is known.
-        kept: For each such way and each block, the fraction of all elements with state that is still in the buffer
-            when the next forward has ended.
+        x: Variables of shape (blocks of layers, ways): the fraction that belongs to the block and is updated in this
+            way.
+        window: Variable: seconds from the gradient norm to the end of the next forward.
+        waited: Variable: seconds for which forward and backward passes wait outside this window.
+        slots: For each kind of buffer, a variable: the fraction that all buffers of this kind hold together.
+        held: Kind of buffer for each way that can copy state to a buffer before the gradient norm is known.
+        early: For each way in ``held``, one variable per block: the fraction with state in the buffer when the gradient
+            norm is known.
+        kept: For each way in ``held``, one variable per block: the fraction with state still in the buffer when the
+            next forward has ended.
     """
 
     given: Workload
@@ -136,15 +137,14 @@ class Problem:
         self.early, self.kept = ({way: self.rows.new(shape[0]) for way in self.held} for _ in range(2))
 
     def mean(self, weight: float) -> list[Term]:
-        """Return the terms of the linear program's objective for the mean seconds of a step.
+        """Return the terms that one kind of step adds to the linear program's objective, the mean seconds of a step.
 
-        The terms are two variables with their weights: the window, which lasts from the gradient norm to the end of
-        the next forward, and the waits of forward and backward passes outside the window. The compute time of the
-        passes outside the window is constant, so it is left out.
+        Steps that clip gradients are one kind, and steps that do not are the other. The terms are the window, which
+        lasts from the gradient norm to the end of the next forward, and the time for which passes outside the window
+        wait. The passes' compute time outside the window is constant, so it is left out.
 
         Args:
-            weight: Fraction of all steps that clip, or of all steps that do not clip, according to which kind of step
-                this program describes.
+            weight: Fraction of all steps that are of this kind.
         """
         return [(self.window, weight), (self.waited, weight)]
 
@@ -160,17 +160,16 @@ class Problem:
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
-        """Return terms of the linear program that add up to a resource's busy seconds for the updates of some blocks
-        of layers.
+        """Return terms of the linear program: a resource's seconds of work for the updates of some blocks of layers.
 
-        Work counts only if it must be done between the moment ``least`` and the next forward of these blocks. Copies
-        of state into a buffer count only for state that is not yet in its buffer when the gradient norm is known.
+        Work counts only if it must be done between the moment ``least`` and the next forward of these blocks. A copy of
+        state into a buffer does not count if the state is in its buffer before the gradient norm is known.
 
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
             least: Moment of the step. Work that can start before this moment does not count.
             blocks: Blocks of layers that are updated. If these are all blocks, copies of state out of a buffer count
-                too. They count only for state that has left its buffer when the next forward ends.
+                too, except for state that is still in its buffer when the next forward ends.
         """
         terms: list[Term] = []
         total = self.work.params
@@ -242,20 +241,17 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: updates fit between the moment
     at which they can start and the next forward.
 
-    Each constraint is for one resource (a queue of ops or a shared capacity), the first k blocks of layers, and one
-    moment of the step. The constraint counts the updates of these blocks that cannot start before the moment. They must
-    end before the next forward reaches the last layer of the blocks. So the time in between must be at least the time
-    for which these updates occupy the resource.
+    There is one constraint for each combination of a resource (a queue of ops or a shared capacity), a number k, and
+    one of three moments of the step. The moments are the end of the last layer's backward, the completion of the
+    gradients of the first k blocks of layers, and the gradient norm.
 
-    There are three such moments: the gradient norm is known, the gradients of the blocks are complete, or the last
-    layer's backward ends. The time from the moment to the norm consists of the rest of the backward and the waits of
-    forward and backward. If forward and backward use the resource completely, the resource is not available for updates
-    while they run.
+    The constraint is about those updates of the first k blocks that cannot start before the moment. They must end
+    before the next forward reaches the last layer of block k. So the time in between is at least the time for which
+    these updates, and copies of the blocks' parameters from host memory, occupy the resource. `Problem.seconds` tells
+    which copies of state count.
 
-    State that is copied to a buffer before the norm needs no copy after the norm. State that is still in its buffer
-    when the forward ends is copied out later. So these copies do not count. For all other state, the copies into and
-    out of buffers occupy the resource too. Copies out of buffers count only if the constraint is for all blocks,
-    because they make room for state of any block.
+    If the moment is before the norm, the time in between includes waits of forward and backward. If forward and
+    backward use the resource completely, the time for which they run is left out.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -289,16 +285,14 @@ def backward_waits_for_gradients(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: backward waits for copies of
     gradients.
 
-    The runtime limits the gradients that are being copied to the host (`EbbtideLoop._make_room`). It starts the
-    backward of a layer only if these gradients take at most `GRADIENTS_UNDER_WAY_BYTES` plus half of the oldest
-    gradient's bytes, or if only one gradient is being copied. A single gradient is at most as large as all gradients of
-    one layer. So when a micro-batch's backward ends, the gradients that are still to be copied take at most the larger
-    of two sizes: `GRADIENTS_UNDER_WAY_BYTES` plus half of a gradient, or one gradient.
+    The runtime limits the bytes of gradients that are being copied to the host (`EbbtideLoop._make_room`). So when a
+    micro-batch's backward ends, the gradients still to be copied take at most the larger of two sizes: the largest
+    layer's gradient, or `GRADIENTS_UNDER_WAY_BYTES` plus half of that gradient. All other gradients have been copied
+    before.
 
-    The first k blocks of layers come last in backward. Except for the gradients that are still to be copied, the
-    gradients of these blocks were copied between two moments. The first moment is the end of the backward of the last
-    layer in block k. The second moment is the end of the whole backward. The time between the two moments includes the
-    waits of backward.
+    Each constraint is for the first k blocks of layers, which come last in backward. Their gradients are copied after
+    the backward of the last layer in block k. So the time from then to the end of the whole backward, with the waits of
+    backward, is at least the time of these copies without those still to be done.
 
     The constraints are added for the last micro-batch alone, and for all micro-batches together. The last micro-batch
     also copies the gradient sums that the GPU accumulates.
@@ -319,18 +313,17 @@ def backward_waits_for_gradients(p: Problem) -> None:
 def what_is_held_fits_into_memory(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: all data fits into each memory.
 
-    The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Some of these
-    bytes are not linear in the program's variables, or differ between plans. They are replaced by lower bounds:
+    The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Bytes that
+    are not linear in the program's variables, or that differ between plans, are replaced by lower bounds:
 
-    - Buffers count only with the state that they contain at two moments, and not with their full size. The moments are
-      when the gradient norm is known and when the next forward ends (see `buffers_hold_what_is_in_them`).
-    - Host memory that is reserved for state in GPU memory does not count, because only plans that split DeepSpeed's
-      subgroups reserve such memory (`Workload.state_stays`).
-    - The runtime limits the bytes of gradients that are being copied to the host. If all gradients together are larger
-      than this limit, each gradient counts with the same fraction of its bytes, so that all gradients together count as
-      the limit.
-    - Of the parameters in host memory, the GPU holds copies for two layers at a time. They count as two layers of mean
-      size, although the largest two layers may be among them.
+    - Buffers: only the state that they contain at two moments, when the gradient norm is known and when the next
+      forward ends (see `buffers_hold_what_is_in_them`).
+    - Host memory reserved for state in GPU memory: zero, because only plans that split DeepSpeed's subgroups reserve it
+      (`Workload.state_stays`).
+    - Gradients that are being copied to the host: in total at most the runtime's limit for them. If all gradients
+      exceed this limit, each gradient counts in proportion.
+    - GPU copies of parameters in host memory: two layers of mean size, although the GPU may hold the two largest
+      layers.
     """
     w = p.given
     held = Holding.of_workload(w.model_copy(update={"state_stays": False}))

@@ -31,22 +31,22 @@ class Since(IntEnum):
 
 @dataclass(frozen=True)
 class Work:
-    """One op, such as a copy, in the update of a single parameter element in a given way of updating.
+    """An op, such as a copy, for the update of one parameter element in a given way of updating.
 
     A way of updating is a combination of placement, parameter location and flags (`Way`). A resource is a lane (queue
     of ops), or a shared capacity such as DRAM bandwidth.
 
     Attributes:
         way: Index of the way of updating among the ways that the lower bound considers.
-        seconds: Least seconds for which the op occupies each resource. For a shared capacity, they are computed as if
-            the op used the whole capacity.
-        since: Earliest moment at which the op can start.
-        published: True if the op must end before the next forward of the element's layer.
+        seconds: Least seconds for which the op occupies each resource. A shared capacity counts as if the op had all of
+            it.
+        since: Earliest moment of an iteration at which the op can start.
+        published: True if the next forward of the element's layer waits for the op.
         times: Number of such ops in an iteration.
-        taken: Kind of the buffer that the op fills. If such a buffer is free, the op can run before the gradient norm
-            is known. None for all other ops.
-        given: Kind of the buffer that the op empties. If no other subgroup needs the buffer, the op may end after the
-            next forward. None for all other ops.
+        taken: Kind of buffer that the op fills, or None. While such a buffer is free, the op can run before the
+            gradient norm is known.
+        given: Kind of buffer that the op empties, or None. The op may end after the next forward if no other subgroup
+            needs the buffer.
         gradient: True for a copy of a gradient between GPU and host memory.
     """
 
@@ -77,12 +77,16 @@ class Costs:
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
     def step(self, step: Step) -> dict[Resource, float]:
-        """Return the least seconds that one op of an update occupies each resource, per parameter element, as a dict.
+        """Return a lower bound of each resource's busy seconds for one op of an update, as a dict.
 
-        A resource is the op's lane (queue of ops), or a shared capacity such as DRAM bandwidth. A shared capacity is
-        occupied as if the op used the whole capacity. The lane is occupied for the time that the op takes if no other
-        op runs, or for the time of its slowest shared capacity if that is longer. An op on the CPU may use any number
-        of threads. So the value for each resource is the smallest over all numbers of threads.
+        The seconds are per parameter element. A resource is the op's lane (queue of ops), or a shared capacity such as
+        DRAM bandwidth:
+
+        - A shared capacity is occupied for the op's amount of work divided by the whole capacity.
+        - The lane is occupied for the time that the op takes alone, or for the longest time of a shared capacity if
+          that is longer.
+
+        For an op on the CPU, each value is the smallest over all numbers of threads.
         """
         some = [
             self._of(
@@ -114,10 +118,10 @@ class Costs:
 
 
 def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator[Work]:
-    """Yield the ops that update one parameter element with a given placement, parameter location and flags (`Way`).
+    """Yield the ops of an update, with their seconds per parameter element, for a given way of updating.
 
-    Copies of the element's gradient are included. Copies of its 16-bit parameter from host memory to the GPU, for
-    forward and backward, are not.
+    A way of updating is a combination of placement, parameter location and flags (`Way`). Copies of gradients are
+    included. Copies of 16-bit parameters from host memory to the GPU, for forward and backward, are not.
 
     Args:
         number: Index of ``way`` among the ways that the lower bound considers.

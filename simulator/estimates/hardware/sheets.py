@@ -13,14 +13,15 @@ _SAPPHIRE_RAPIDS = "a Sapphire Rapids core"
 
 @dataclass(frozen=True)
 class Compute:
-    """The fractions of a GPU's data sheet speed (dense bf16) that training reaches, found on published runs.
+    """The fractions of a GPU's data sheet speed (dense bf16) that training reaches, derived from published runs.
 
     Attributes:
         products: Fraction that large matrix products reach.
-        found: Fraction that flash attention reached in these runs, forward and backward, on causal sequences.
-        runs: Names of these published runs, or of the similar GPU whose fractions are used.
-        versions: For major versions of FlashAttention, the fraction that they reach by the papers about them. If empty,
-            ``found`` counts for version 2.
+        found: Fraction that flash attention reached in the published runs, forward and backward, on causal sequences.
+        runs: Names of the published runs. If the GPU has none, the name of the similar GPU from which the fractions are
+            taken.
+        versions: Dict from a major version of FlashAttention to the fraction that the papers about FlashAttention
+            report. If empty, ``found`` is taken as the fraction of version 2.
     """
 
     products: float
@@ -39,10 +40,11 @@ class Compute:
 
     @property
     def attention_source(self) -> str:
-        """Return a reference for the fraction of the GPU's data sheet FLOP/s that the property `attention` returns.
+        """Return the source of the value of the property `attention`: the fraction of data sheet FLOP/s that attention
+        reaches.
 
-        The reference is to the papers about FlashAttention if they give the fraction. Otherwise it names the published
-        training runs that reached the fraction, or the similar GPU that the fraction was taken from.
+        The source is the papers about FlashAttention, published training runs that reached the fraction, or a similar
+        GPU with a known fraction.
         """
         return "FlashAttention 2, arXiv 2307.08691 and 2407.08608" if 2 in self.versions else self.runs
 
@@ -152,7 +154,7 @@ class Sheet:
 
     @property
     def compute(self) -> Compute:
-        """Return the fractions of a GPU's data sheet speed that training reaches, for the GPU of this machine."""
+        """Return the fractions of data sheet speed that matrix products and attention reach on this machine's GPU."""
         found = compute_of(self.device_name)
         if found is None:
             raise KeyError(self.device_name)
@@ -160,10 +162,9 @@ class Sheet:
 
     @property
     def triad_bytes_per_s(self) -> float:
-        """Return the host memory bandwidth that a triad loop (``a = b + 2 c``) is expected to reach, in bytes per
-        second.
+        """Return an estimate of the host memory bandwidth of a triad loop (``a = b + 2 c``), in bytes per second.
 
-        It is estimated as a fraction of the data sheet's bandwidth, which depends on the kind of DRAM.
+        The estimate is a fraction of the data sheet's bandwidth. The fraction depends on the kind of DRAM.
         """
         return _TRIAD[self.dram_kind] * self.dram_bytes_per_s
 
