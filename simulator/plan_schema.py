@@ -74,7 +74,7 @@ class Ways:
     """The pydantic type of a plan's field ``ways``, which has one form in Python and a shorter one in the plan file.
 
     In Python there is a `Way` (placement, parameter location and flags) for each subgroup. In the plan file,
-    neighboring subgroups with the same values share one list entry, which has their number.
+    neighboring subgroups with the same values share one list entry with their number.
     """
 
     @classmethod

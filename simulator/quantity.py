@@ -92,9 +92,7 @@ class Quantity(BaseModel):
 
     @property
     def sigma(self) -> float:
-        """Return the standard deviation of a measured quantity, from its quartiles and assuming a normal
-        distribution.
-        """
+        """Return a measured quantity's standard deviation from its quartiles, assuming a normal distribution."""
         return (self.q3 - self.q1) / (2 * QUARTILE)
 
     @property

@@ -57,7 +57,7 @@ class Lane(StrEnum):
       staged updates is copied on another lane, so it does not wait for these updates.
     - Parameters in host memory are copied to the device for forward and backward on a third lane. So the copy of the
       first layer's parameters does not wait for the last layer's update.
-    - Gradients have their own lane in each direction. So backward does not wait for copies of updates or of a
+    - Gradients have their own lane in each direction. So backward does not wait for copies for updates or for a
       checkpoint.
 
     The training thread is a lane too, because it launches the GPU's kernels and may wait for parameters.

@@ -273,9 +273,9 @@ class CheckpointSimulation:
     def writing(self, saving: CheckpointPlan) -> Writing:
         """Return the order of writing a checkpoint's bytes, and the bytes that are first copied in host memory.
 
-        The order depends on the speed of the writes, and on how much the writes slow training down. Both are known only
-        from a simulation of an order. So the order is computed `ROUNDS` times: first with the full speed and no
-        slowdown, and then with the values from a simulation of the previous order.
+        The order depends on the speed of the writes, and on how much the writes slow training down. Both depend on the
+        order in turn. So the order is computed `ROUNDS` times: first with the full speed and no slowdown, and then with
+        the values from a simulation of the previous order.
 
         Args:
             saving: Checkpoint settings, as in a plan.

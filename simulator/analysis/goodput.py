@@ -106,8 +106,8 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
     - ``persist``: time from the start of a save until the checkpoint is on storage.
 
     The time from one save to the next is ``L = work + stall + interference``. A failure also loses the work that was
-    done while the last checkpoint was being written. So after a failure, the next checkpoint is complete after ``L +
-    persist`` and not after ``L``. The expected time per interval and the goodput are
+    done while the last checkpoint was being written. So the next checkpoint is completed after the time ``L``, or
+    ``L + persist`` after a restart. The expected time per interval and the goodput are
 
         ``E = M exp(R/M) exp(persist/M) (exp(L/M) - 1)``  and  goodput = work / E.
 

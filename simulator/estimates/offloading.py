@@ -143,7 +143,7 @@ class Offloading:
 
     @property
     def _checks(self) -> dict[str, Any]:
-        """Return the option of `build_strategy` that tells where DeepSpeed's version checks gradients for an overflow.
+        """Return the option of `build_strategy` that tells where a DeepSpeed version checks gradients for an overflow.
 
         The place is the host or the GPU. The newest versions do as `build_strategy` does by default: they check on the
         host, and only in fp16. For them the result is empty.

@@ -223,9 +223,7 @@ class Rank:
 
     @cached_property
     def shape(self) -> Shape:
-        """Return the shape of a micro-batch: its tokens in total and per sequence, the model's hidden size and
-        heads.
-        """
+        """Return a micro-batch's tokens, tokens per sequence, and the model's hidden size and number of heads."""
         return Shape(self.arch.hidden, self.arch.heads, self.tokens, self.job.sequence)
 
     def device_s(self, block: Block) -> float:

@@ -251,7 +251,7 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
     which copies of state count.
 
     If the moment is before the norm, the time in between includes waits of forward and backward. If forward and
-    backward use the resource completely, the time for which they run is left out.
+    backward use the resource completely, the time in between counts without the time for which they run.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -292,7 +292,7 @@ def backward_waits_for_gradients(p: Problem) -> None:
 
     Each constraint is for the first k blocks of layers, which come last in backward. Their gradients are copied after
     the backward of the last layer in block k. So the time from then to the end of the whole backward, with the waits of
-    backward, is at least the time of these copies without those still to be done.
+    backward, is at least the time of these copies, minus the time of the copies that may then still be left.
 
     The constraints are added for the last micro-batch alone, and for all micro-batches together. The last micro-batch
     also copies the gradient sums that the GPU accumulates.
@@ -321,7 +321,7 @@ def what_is_held_fits_into_memory(p: Problem) -> None:
     - Host memory reserved for state in GPU memory: zero, because only plans that split DeepSpeed's subgroups reserve it
       (`Workload.state_stays`).
     - Gradients that are being copied to the host: in total at most the runtime's limit for them. If all gradients
-      exceed this limit, each gradient counts in proportion.
+      together exceed this limit, each counts with an equal fraction of its bytes.
     - GPU copies of parameters in host memory: two layers of mean size, although the GPU may hold the two largest
       layers.
     """

@@ -40,8 +40,7 @@ class Compute:
 
     @property
     def attention_source(self) -> str:
-        """Return the source of the value of the property `attention`: the fraction of data sheet FLOP/s that attention
-        reaches.
+        """Return the source of the property `attention`, the fraction of data sheet FLOP/s that attention reaches.
 
         The source is the papers about FlashAttention, published training runs that reached the fraction, or a similar
         GPU with a known fraction.
