@@ -56,11 +56,11 @@ def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
 
 
 def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[str, Any]:
-    """Return a dict that compares the stall and slowdown of ebbtide's checkpoints with those of other
-    writers.
+    """Return a dict that compares the stall and slowdown of ebbtide's checkpoints with those of other writers.
 
     Args:
-        writers: Measurements by name of the checkpoint writer. Slowdowns are added to them.
+        writers: Measurements by name of the checkpoint writer. Each writer's slowdown is written into its
+            measurements.
         raw_bytes_per_s: Speed of plain writes to the same disk.
     """
     ran = {name: results for name, results in writers.items() if "failed" not in results}

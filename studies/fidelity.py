@@ -13,10 +13,10 @@ prediction uses the drawn speeds.
 The emulated device shares its link among concurrent copies as the simulator does. So this study does not test the
 sharing. It tests that the runtime runs the schedule that is simulated. No number of this study is a GPU measurement.
 
-With ``--many-layers``, a subgroup holds several layers, the link is slower, and half of the plans accumulate gradients.
-Predictions use the drawn speeds. All plans are executed in several rounds, and the error of each plan is the median
-over the rounds. ``predicted_whole_s`` is the prediction for gradients that are copied to the host only when the last
-layer of their subgroup is done.
+With ``--many-layers``, a subgroup holds several layers, the link is slower, and half of the plans accumulate
+gradients. Predictions use the drawn speeds. All plans are executed in several rounds, and the error of each plan is
+the median over the rounds. For comparison, ``predicted_whole_s`` predicts a runtime that copies a subgroup's gradient
+to the host as a whole, after backward has done all layers of the subgroup.
 """
 
 import logging
@@ -240,16 +240,14 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
 
 
 def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Machine:
-    """Return the machine ``given`` with rates that were measured on the emulated device under three simple
-    plans.
+    """Return the machine ``given`` with the speeds of copies and updates that were measured on the emulated device. The
+    speeds are measured under three simple plans, and the study then predicts other plans.
 
-    One plan updates all optimizer state on the host. The other two stage all state to the device, with one
-    staging buffer and with four. The study predicts the times of other plans, not of these three.
-
-    With one staging buffer, a subgroup is copied to the device after the previous subgroup has been copied
-    back, so each copy and each update runs alone. With four, copies in both directions run at the same
-    time. The throughput of both directions together is then chosen so that the simulated iteration takes as
-    long as the measured one.
+    - All optimizer state is updated on the host, which gives the speed of host updates.
+    - All state is staged to the device through one staging buffer. A subgroup is copied to the device only after the
+      previous subgroup has been copied back. So each copy and each update runs alone, which gives its speed.
+    - All state is staged through up to four staging buffers, so copies in both directions run at the same time. Their
+      joint throughput is set to the value at which the simulated iteration takes as long as the measured one.
     """
     count = len(work.subgroups)
     hosted, staged = _waiting(work, "host", 0), _waiting(work, "device", 1)

@@ -2,11 +2,11 @@
 
     python -m studies.front_door_speed --json front_door_speed.json
 
-Two processes train the same model under the same plan. One calls `ebbtide.initialize`. The other
-is started by `tune run` and calls `deepspeed.initialize` with the key ``"ebbtide"`` in its config.
-They take turns with every step, and with every checkpoint followed by a step: while one process
-works, the other waits. A process can be a few percent faster or slower for its whole life, because
-of its place in memory. So several pairs of processes are compared.
+Two processes train the same model under the same plan. One calls `ebbtide.initialize`. The other is started by `tune
+run` and calls `deepspeed.initialize` with the key ``"ebbtide"`` in its config. Only one of them works at a time: it
+trains one step, or saves a checkpoint and trains one step, and then the other process does the same. A process can be
+a few percent faster or slower for its whole life, because of its place in memory. So several pairs of processes are
+compared.
 """
 
 import argparse

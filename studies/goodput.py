@@ -1,11 +1,11 @@
-"""Goodput (useful training per time) from one node to 100,000 GPUs, and over the checkpoint interval.
+"""Predicted goodput (useful training per time) of jobs from one node to 100,000 GPUs, for several checkpoint intervals.
 
-``python -m studies.goodput --json PATH``. The numbers are computed, not measured, and not
-validated. At a published failure rate, goodput depends almost only on the time that a restart is
-assumed to take. So its agreement with a published share of effective time would show nothing. The
-study shows how the best checkpoint interval and the goodput change with the number of GPUs. The
-formula is compared with a Monte Carlo simulation here, and with killed training in
-`studies.checkpoint_interval`.
+    python -m studies.goodput --json PATH
+
+The study shows how the best checkpoint interval and the goodput change with the number of GPUs. All numbers are
+computed, and none is measured. They are not compared with a published goodput: the prediction depends almost only on
+the assumed time of a restart, so this time could be chosen to make both agree. The formula for goodput is compared
+with a Monte Carlo simulation here, and with killed training in `studies.checkpoint_interval`.
 """
 
 import math

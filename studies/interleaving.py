@@ -1,23 +1,21 @@
-"""Simulated iteration times when every n-th subgroup is updated on the GPU, compared with published
-measurements.
+"""Simulated iteration times when every n-th subgroup is updated on the GPU, compared with published measurements.
 
     python -m studies.interleaving --json interleaving.json
 
-Four settings are varied: the stride (every n-th subgroup is updated on the GPU), the ratio of offloaded
-state, the subgroup size and the model size. The study repeats measurements of "Deep Optimizer States"
-(Maurya et al., arXiv 2410.21316) on its two testbeds, as ebbtide's presets describe them. Nothing is
-fitted: each point is simulated and printed beside the published median.
+The measurements are those of "Deep Optimizer States" (Maurya et al., arXiv 2410.21316) on its two testbeds, which are
+presets of ebbtide. Four settings are varied: n (the stride), the ratio of offloaded state, the subgroup size and the
+model size. Nothing is fitted, and this study measures nothing itself: each simulated time is printed next to the
+published median. For measurements on a GPU, see `python -m studies.gpu`.
 
-ebbtide's plan gets the device memory that stride 2 takes. There are two columns for it. With *equal
-kernels*, the host updates at the rate of stock DeepSpeed, with separate passes for unscaling and rounding,
-which shows the gain of the schedule alone. The other column has ebbtide's fused kernel.
+The columns "stock" are for the DeepSpeed build of 2024, which widens gradients on the host. The columns "stock today"
+are for DeepSpeed 0.19.8, which copies gradients asynchronously by default.
 
-"stock" is the DeepSpeed build of 2024, which widens gradients on the host. "stock today" stands for
-DeepSpeed 0.19.8, which copies gradients asynchronously by default.
+The plan of ebbtide may use as much device memory as an update with stride 2. The plan has two columns: with ebbtide's
+fused update kernel, and with *equal kernels*. With *equal kernels*, the host updates at the speed of stock DeepSpeed,
+with separate passes for unscaling and rounding. So this column shows the gain of the schedule alone.
 
-The share of DRAM bandwidth that each rank of a node gets depends on how ranks were bound to cores. If there
-are two published figures, as for four A100s, their middle is simulated, and the results for both are
-printed. Nothing is measured in this study. For measurements on a GPU, see `python -m studies.gpu`.
+The share of DRAM bandwidth that each rank of a node gets depends on how ranks were bound to cores. If there are two
+published figures, as for four A100s, the middle of both is simulated, and the results for both are printed.
 """
 
 import math
@@ -243,12 +241,14 @@ def equal_kernels(machine: Machine) -> Machine:
 
 
 def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
-    """Return the simulated seconds of an iteration of a published run's training, under the tuner's plan.
+    """Simulate the training of a published run's model under a plan of the tuner, and return the seconds of an
+    iteration.
 
     Args:
-        run: Run to compare with, which updates every n-th subgroup on the GPU. The plan may take as much
-            GPU memory as this run.
-        fused: True for ebbtide's fused CPU kernel. False for the rate of stock DeepSpeed's CPU updates.
+        run: Published run that updates every n-th subgroup on the GPU. The plan may take as much GPU memory as this
+            run.
+        fused: True to simulate ebbtide's fused CPU kernel. False to simulate the speed of stock DeepSpeed's CPU
+            updates.
     """
     limit = simulate_fast(schedule_of(run, machine), machine).device_peak_bytes
     limit += machine.device_reserved_bytes

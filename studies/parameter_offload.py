@@ -1,16 +1,15 @@
-"""Training with 16-bit parameters in host memory: stock DeepSpeed, ebbtide, and ebbtide with some on the
-GPU.
+"""Training with 16-bit parameters in host memory, in three variants: stock DeepSpeed, ebbtide with all parameters in
+host memory, and ebbtide with some of them in GPU memory.
 
     python -m studies.parameter_offload --json parameter_offload.json
 
-Real DeepSpeed with ``offload_param`` trains on an emulated device, with real copies and arithmetic and
-given rates (`studies.trials.emulated_training`). The emulation favors stock DeepSpeed. Beside the layers,
-only two things take time for it: the copies of parameters for each pass, which run ahead as DeepSpeed
-requests them, and the update on the host, at the rate of ebbtide's own kernel. Stock DeepSpeed's gradient
-copies take no time.
+Real DeepSpeed with ``offload_param`` trains on an emulated device. Copies and arithmetic are real, and their speeds
+are given (`studies.trials.emulated_training`). The emulation favors stock DeepSpeed. Apart from its layers, only two
+things take time: copies of parameters, which run ahead as DeepSpeed requests them, and the update on the host, at the
+speed of ebbtide's own kernel. Stock DeepSpeed's gradient copies take no time.
 
-The tuner's plan decides where optimizer state is updated. In the third case, the device keeps as many
-parameters as fit into a given amount of memory, evenly spaced over the subgroups as in the tuner's search
+The tuner decides for ebbtide where optimizer state is updated. In the third variant, the GPU keeps as many parameters
+as fit into a given amount of memory. They are spaced evenly over the subgroups, as in the tuner's search
 (`ebbtide.tuner.placements.locations`). No number of this study is a GPU measurement.
 """
 

@@ -2,14 +2,15 @@
 
     python -m studies.run_memory --json run_memory.json
 
-A plan that uses page-locked memory cannot use DeepSpeed's buffers, because in this study they are not page-locked. So
-each buffer is copied to new memory, and both exist for a while. Without a GPU, an emulated device copies in the same
-way. It has its own memory, as a GPU has, all of which is in the resident set before anything is measured.
+In this study, DeepSpeed's buffers are not page-locked. A plan that uses page-locked memory must therefore copy each
+of these buffers to new memory, and both exist for a while. Without a GPU, an emulated device makes the same copies.
+All memory of the emulated device is in the process's resident set before anything is measured, so it does not count
+later.
 
-A peak is the sum of two numbers: the host memory that ebbtide holds for the plan after the measured action, and the
-memory that the process's resident set had in use only during the action. `*_device_bytes_per_param` is the device
-memory that ebbtide holds after the action. With ZeRO-1 and 2, DeepSpeed's flat buffers stay in host memory. So state
-that a plan keeps on the device takes memory on both sides.
+The peak of an action, such as attaching a plan, is the sum of two numbers: the host memory that ebbtide holds for the
+plan after the action, and the resident memory that was in use during the action but not after it.
+`*_device_bytes_per_param` is the device memory that ebbtide holds after the action. With ZeRO-1 and 2, DeepSpeed's
+flat buffers stay in host memory. So state that a plan keeps on the device takes memory on the host and on the device.
 """
 
 import argparse
@@ -162,7 +163,7 @@ def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]
 def _automatic(size: str, subgroup: int) -> Peak:
     """Return the peak of host memory of training with the plan ``auto``.
 
-    Memory is measured when ebbtide attaches to the engine, and when it switches to a plan that it has made.
+    Two peaks are measured: while ebbtide attaches to the engine, and while it switches to the plan that it has made.
     The higher peak is returned.
     """
     peaks: dict[str, Peak] = {}
@@ -218,8 +219,9 @@ def _machine() -> Machine:
 def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
     """Record the peak of host memory while the ``with`` block runs, as ``peaks[name]``.
 
-    The peak is the memory that ebbtide holds for the plan when the block ends, plus the memory that the process used
-    only within the block.
+    Memory of the process that ebbtide does not need is left out. So the peak is the sum of two numbers: the memory
+    that ebbtide holds for the plan when the block ends, and the memory that the process used during the block but not
+    after it.
     """
     gc.collect()
     reset_host_peak()

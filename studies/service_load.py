@@ -2,21 +2,22 @@
 
     python -m studies.service_load --clients 50 --seconds 60 --json service_load.json
 
-First, each client sends requests over its own connection without pauses. A request asks for one
-simulated iteration of a model with 8 B parameters. No two requests are equal, because GPUs,
-micro-batch, sequence, strategy, link and memory are drawn at random (``p50_ms``, ``p95_ms``,
-``p99_ms``). Then all clients send the same request, which the service answers from its cache
-(``equal/...``). For comparison, the function behind such requests is called without a service
-(``in_process/...``). The server and the clients share the machine's cores.
+- ``p50_ms``, ``p95_ms``, ``p99_ms``: Percentiles of the answer time, while each client sends requests over its own
+  connection without pauses. A request asks for one simulated iteration of a model with 8 B parameters. No two
+  requests are equal, because GPUs, micro-batch, sequence, strategy, link and memory are drawn at random.
+- ``equal/...``: Answer times if all clients send the same request, which the service answers from its cache.
+- ``in_process/...``: Times of the function that computes the answers, called without a service.
+- ``page/...``: Time from the move of a slider on the service's web page to the updated picture, measured by the page
+  in a headless Chromium. NaN without Chromium.
 
-``page/...`` is the time from the move of a slider on the service's web page to the updated picture.
-The page measures it in a headless Chromium. It is NaN without Chromium.
+The server and the clients share the machine's cores.
 
-Last, the server is killed with SIGKILL several times while some jobs run and others wait, and is
-started again with the same database. ``lost_jobs`` counts jobs that the server had accepted and
-that it no longer knows, or that ended without a whole result. ``waiting_jobs`` counts jobs that had
-not ended when no job had ended for 300 s. ``unseen_attempts`` counts jobs with a start that is
-missing from their history.
+Last, the server is killed with SIGKILL several times while some jobs run and others wait, and is started again with
+the same database.
+
+- ``lost_jobs``: Number of accepted jobs that the server no longer knows, or that ended without a whole result.
+- ``waiting_jobs``: Number of jobs that have not ended. The study stops waiting if no job has ended for 300 s.
+- ``unseen_attempts``: Number of jobs with a history that lacks one of the job's starts.
 """
 
 import asyncio

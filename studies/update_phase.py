@@ -55,9 +55,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def measure(size: str, steps: int, sequence: int, subgroup: int) -> dict[str, Any]:
-    """Measure the training phases of stock DeepSpeed and ebbtide, one step of each in turn.
+    """Measure the phases of training steps with stock DeepSpeed and with ebbtide, which train in turn, one step at a
+    time.
 
-    The returned dict has the median seconds of each phase, their ratios, and whether all bits are equal.
+    The returned dict has the median seconds of each phase, ebbtide's speed-ups, and ``bit_identical``: True if losses
+    and final state of both are bit-identical.
     """
     stock = _engine(size, sequence, subgroup)
     ours = _engine(size, sequence, subgroup)

@@ -70,10 +70,10 @@ def table_of(title: str, *columns: str) -> Table:
 def publish(
     study: str, path: Path | None, figures: dict[str, Any], draw: Callable[[dict[str, Any], Path], None] | None = None
 ) -> None:
-    """Print the results of a study as terminal tables, after writing them to a file if ``path`` is given.
+    """Write the results of a study to a JSON file, if ``path`` is given, and print them as terminal tables.
 
-    The file is JSON. If ``draw`` is given too, it draws a picture of the results, beside the file and with
-    the same name.
+    The function ``draw``, if it is given too, draws a picture of the results. The picture has the name of the JSON
+    file with the suffix ``.png``.
     """
     if path is not None:
         write_record(path, study, figures)

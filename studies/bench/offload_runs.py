@@ -112,11 +112,10 @@ class Run:
 
     @property
     def labelled_hidden(self) -> int:
-        """Return the largest usual hidden size with which the published run's model has no more parameters than its
-        label says.
+        """Estimate the hidden size of a published run's model from its number of layers and its label, such as 13B.
 
-        The label is the model size that the run's source gives, such as 13B. The number of layers is also the one that
-        the source gives. A usual hidden size is a multiple of 512.
+        Return the largest multiple of 512 for which a model with this number of layers has no more parameters than
+        the label says. The run's source gives the label and the number of layers.
         """
         largest = math.sqrt(self.params_b * 1e9 / (12 * self.layers))
         return int(largest) // _HIDDEN_STEP * _HIDDEN_STEP
@@ -129,16 +128,16 @@ class Run:
 def model_of(run: Run) -> dict[str, Any]:
     """Return the shape of the model that a published run trained, as `workload_from_model` takes it.
 
-    The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no biases and separate
-    key-value heads. Megatron-LM fuses the matrix products of queries, keys and values into one, and those of the MLP's
-    gate and up projections into another one. The logs give the memory of runs on 1 to 16 ranks. This memory shows the
-    number of parameters: 5.90 billion for the model size that is called 7B, and 11.19 billion for 13B. These numbers
-    fit an MLP of 8/3 the hidden size and four key-value heads, the default of Megatron-DeepSpeed's example script.
+    The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no biases and
+    separate key-value heads. Megatron-LM fuses the matrix products of queries, keys and values into one, and those of
+    the MLP's gate and up projections into another one. The MLP size (8/3 of the hidden size) and the four key-value
+    heads are the defaults of Megatron-DeepSpeed's example script. They fit the number of parameters that follows from
+    the logged memory of runs on 1 to 16 ranks: 5.90 billion for the model called 7B, and 11.19 billion for 13B.
 
-    The logged number of layers and hidden size may contradict the name of the model size, such as 13B. Then the hidden
-    size is the largest multiple of 512 for which a model with the logged number of layers has no more parameters than
-    the name says. For 20B, this hidden size is 6144. GPT-NeoX has the same hidden size, with 64 heads, and the logged
-    memory agrees with it.
+    The logged number of layers and hidden size may contradict the model's name, such as 13B. Then the hidden size is
+    the largest multiple of 512 for which a model with the logged number of layers has no more parameters than the
+    name says. For 20B, this is 6144, the hidden size of GPT-NeoX with 64 heads. The logged memory agrees with this
+    size.
     """
     hidden = run.labelled_hidden if run.contradicted else run.hidden
     heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)

@@ -20,8 +20,8 @@ _PACKAGES = ("ebbtide", "torch", "deepspeed", "triton", "numpy", "scipy")
 def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:
     """Write the results of a study to a JSON file, and return the file's path.
 
-    The file is written whole or not at all. Its ``device_kind`` is ``cuda`` or ``cpu``. A study on the
-    emulated device puts ``emulated`` there.
+    The file is written whole or not at all. Its field ``device_kind`` is ``cuda``, ``cpu``, or ``emulated`` if the
+    study ran on the emulated device.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)

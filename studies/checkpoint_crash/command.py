@@ -114,10 +114,11 @@ def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, i
 
 
 def _occurrence(point: str, rng: random.Random) -> int:
-    """Draw at random how often training reaches a named point of the checkpoint code before the kill there.
+    """Draw at random a number n. The study kills training when it reaches a given point of the checkpoint code for the
+    n-th time.
 
-    The number is small for points that delete old checkpoints, because deletion begins with the third save.
-    It may be large for the point that copies a block, which each save passes many times.
+    For points that delete old checkpoints, n is small, because deletion begins with the third save. For the point
+    that copies a block, n may be large, because each save passes this point many times.
     """
     if point.startswith("trash") or point == "tag_set_aside":
         return rng.randint(1, 4)

@@ -47,10 +47,10 @@ def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float,
 
 
 def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
-    """Return a list of ``count`` times in seconds between failures, exponentially distributed and in random
-    order.
+    """Return a list of ``count`` times in seconds between failures, exponentially distributed and in random order.
 
-    The distribution is cut into ``count`` equally likely parts, and one time is taken from each part.
+    To follow the distribution closely, the times are its quantiles at the middles of ``count`` equally likely parts.
+    Only their order is random.
     """
     gaps = [-mtbf_s * math.log(1 - (i + 0.5) / count) for i in range(count)]
     random.Random(seed).shuffle(gaps)
@@ -114,13 +114,13 @@ def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
 
 
 def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
-    """Add to the results of each failure the time of an iteration before this failure, without a checkpoint in
+    """Add to the results of each failure the time of an iteration shortly before this failure, without a checkpoint in
     progress.
 
-    Training with each checkpoint interval was killed after the same times. So the training with each interval has an
-    n-th failure, and all these failures get the same iteration time. It is the median over the iterations that each
-    training made between its previous and its n-th failure, without a checkpoint in progress. If fewer than
-    `QUIET_STEPS` such iterations were measured, the iteration time is ``usual_s``.
+    The study trains once with each checkpoint interval, and kills all these trainings after the same times. So the
+    n-th failures of all trainings get the same iteration time. It is the median over the iterations of all trainings
+    between failures n - 1 and n without a checkpoint in progress. If fewer than `QUIET_STEPS` such iterations were
+    measured, the iteration time is ``usual_s``.
 
     Args:
         rows: Results, one dict for each checkpoint interval.
@@ -137,14 +137,14 @@ def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any
 def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
     """Return the goodput (useful training per time) with one checkpoint interval, measured and predicted.
 
-    The prediction is for failures at the same times as in the measurement. Goodput is the number of useful steps,
-    divided by the number of steps that training without failures and checkpoints would make in the same time. The
-    divisor is computed separately for each time between two failures, with the iteration time that was measured then,
-    because other load changes the machine's speed.
+    Goodput is the number of useful steps, divided by the number of steps that training without failures and
+    checkpoints would make in the same time. This second number is the sum over all periods between failures. Each
+    period has its own measured iteration time, because other load changes the machine's speed. The prediction assumes
+    failures at the same times as in the measurement.
 
     Args:
-        row: Results with this interval: the useful steps, and for each failure the time and the iteration time before
-            it.
+        row: Results with this interval: the useful steps, and for each failure the length of the period before it and
+            the iteration time in this period.
         restart_s: Seconds that a restart takes.
         cost: Cost of one checkpoint.
     """

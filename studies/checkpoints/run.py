@@ -256,10 +256,11 @@ def _resume(engine: Any, run: Run) -> tuple[int, str]:
 
 
 def _batch(rank: int, step: int, device: Any) -> Any:
-    """Return the inputs and targets of a training step, shifted by a number from torch's random generator.
+    """Return the inputs and targets of a training step. A random number from torch's generator is added to the inputs'
+    token values.
 
-    The shift shows if a resume fails to restore the random state, because then the data and the weights
-    differ.
+    If a resume does not restore the random state, the inputs are therefore other ones than in training without a
+    crash, and the weights show the difference.
     """
     import torch
 

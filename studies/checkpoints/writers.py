@@ -94,7 +94,7 @@ class FastPersist(TorchWriter):
 class DecoupledFastPersist(FastPersist):
     """DeepSpeed's FastPersist checkpoint writer in a separate process.
 
-    Training waits for the commit of a checkpoint in a later step.
+    A save returns before the checkpoint is committed. Training waits for the commit in the next optimizer step.
     """
 
     decoupled = True
@@ -302,16 +302,16 @@ def _write_rate(session: _Session, folder: Path) -> float:
 def rates_in_turn(session: _Session, writer: Ebbtide, workload: Workload) -> dict[str, Any]:
     """Measure the bytes per second that ebbtide's checkpoint writer and plain O_DIRECT writes reach on one disk.
 
-    The time runs from the first block until the bytes are on the disk. A disk's speed changes, so all writers run in
-    each of several rounds. Speeds of the same round are compared, and the median over the rounds is returned. Each
-    writer comes first in some rounds, because a disk can be slower after one writer than after another.
+    A time runs from the first block until the bytes are on the disk. All writers run in each of several rounds,
+    because a disk's speed changes. Their order varies, because a disk can be slower after one writer than after
+    another. Only speeds of the same round are compared.
 
     Returns:
-        Two ratios, and the bytes per second of each round. ``checkpoint_rate``: speed of ebbtide's writer divided by
-        the speed of plain writes of as many bytes, from a memory buffer of a checkpoint's size.
+        The bytes per second of each round, and two ratios, each the median over the rounds. ``checkpoint_rate``:
+        speed of ebbtide's writer divided by the speed of plain writes from a memory buffer of a checkpoint's size.
         ``checkpoint_rate_over_cached``: speed of ebbtide's writer divided by the speed of plain writes that write the
-        same few blocks of memory repeatedly. This second ratio may be lower on an emulated disk, which reads these few
-        blocks from the processor's cache.
+        same few blocks of memory repeatedly. On an emulated disk, the second ratio may be lower than the first,
+        because these few blocks are read from the processor's cache.
     """
     measured: dict[str, Callable[[], float]] = {
         "raw_bytes_per_s": lambda: raw_write_bytes_per_s(session.folder, workload),

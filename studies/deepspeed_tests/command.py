@@ -3,10 +3,10 @@
     pip install --target PYTEST 'pytest<8.4'
     python -m studies.deepspeed_tests --deepspeed-source DIR --pytest PYTEST --folder OUT --json P
 
-DIR is a checkout of DeepSpeed's source at the installed version. No file of it is copied or
-changed, only the function `deepspeed.initialize` is wrapped. If a test's config has ZeRO, the
-wrapper offloads the optimizer to the CPU and attaches a plan. For comparison, the tests also run
-without a plan. If an engine could take a plan and is refused, its test fails.
+DIR is a checkout of DeepSpeed's source at the installed version. No file of it is copied or changed, only the
+function `deepspeed.initialize` is wrapped. If a test's config has ZeRO, the wrapper offloads the optimizer to the CPU
+and attaches a plan. If ebbtide refuses to attach a plan to an engine that it should support, the test fails. For
+comparison, the tests also run without a plan.
 
 The study takes hours. If it is started again with the same --folder, it continues.
 """

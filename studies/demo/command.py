@@ -3,9 +3,9 @@
     python -m studies.demo            # or: make demo
     python -m studies.demo --quick    # a tiny model, to see that everything works
 
-Writes these files to runs/demo/: machine.json, workload.json, plan.json, trace.json (open it in
-ui.perfetto.dev), summary.json and three pictures. The exit code is 1 if training under the plan
-differs from stock DeepSpeed in a bit, or a resumed run from one that was never killed.
+Writes these files to runs/demo/: machine.json, workload.json, plan.json, trace.json (open it in ui.perfetto.dev),
+summary.json and three pictures. The exit code is 1 if training under the plan is not bit-identical to training with
+stock DeepSpeed, or if a resumed run is not bit-identical to a run that was never killed.
 """
 
 import argparse

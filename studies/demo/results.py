@@ -63,10 +63,10 @@ def same_losses(whole: Run, part: Run) -> bool:
 
 
 def predicted_phases(plan: Plan, side: str) -> dict[str, dict[str, float]]:
-    """Return the phase times that a plan's file predicts: of the plan itself, or of stock DeepSpeed.
+    """Return the phase times that a plan's file predicts for ``side``, in seconds.
 
-    ``side`` is ``plan`` or ``stock``. The result has one entry, such as ``{"plan, predicted": times}`` with
-    times in seconds. It is empty if the file has no such prediction.
+    ``side`` is ``plan`` (training under this plan) or ``stock`` (stock DeepSpeed). The result is a dict with one
+    entry, such as ``{"plan, predicted": times}``. The dict is empty if the file has no prediction for ``side``.
     """
     if side == "plan":
         chosen = plan.prediction

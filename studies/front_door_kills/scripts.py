@@ -33,7 +33,13 @@ class Kill:
 
 @dataclass(frozen=True)
 class Script:
-    """A training script to test: its kind, the checkpoints that it keeps, and its checkpoint settings."""
+    """A training script to test.
+
+    Attributes:
+        name: Kind of the script: ``trainer``, ``accelerate`` or ``loop``.
+        limit: Number of checkpoints that the script keeps.
+        checkpoint: Checkpoint settings.
+    """
 
     name: str
     limit: int
@@ -42,8 +48,7 @@ class Script:
     def saved(self, folder: Path) -> list[int]:
         """Return the steps at which the script has saved a complete checkpoint to its folder.
 
-        A checkpoint counts as complete if it has the file that the script writes last. The same file marks a complete
-        checkpoint if stock DeepSpeed runs the script.
+        A checkpoint counts as complete if it has the file that the script writes last.
         """
         pattern, last = FOLDER[self.name], LAST_FILE[self.name]
         steps = (step for step in range(1, STEPS + 1))
@@ -70,7 +75,10 @@ def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
 
 
 class Progress:
-    """A counter of a training script's saves and deleted files, which kills the process at a chosen one."""
+    """A counter of a training script's saves and of the files that it deletes from old checkpoints.
+
+    The counter kills the process at the save, or at the deleted file, that a `Kill` names.
+    """
 
     def __init__(self, kill: Kill) -> None:
         self._kill = kill

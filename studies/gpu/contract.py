@@ -164,7 +164,7 @@ def _stored(options: dict[str, Any], emulated: bool) -> Outcome:
 def _automatic(options: dict[str, Any], emulated: bool) -> Outcome:
     """Train a tiny model with the plan ``auto``, and return its final state, losses and gradient norms.
 
-    With ``auto``, ebbtide switches to a plan that it makes itself, before the last steps.
+    With ``auto``, ebbtide makes a plan during the first steps. The last steps train under this plan.
     """
     import ebbtide.runtime
     from ebbtide.profiler import measure_machine

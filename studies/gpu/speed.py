@@ -114,8 +114,9 @@ def efficiency(suite: Suite) -> Figures:
 
 
 def ablation(suite: Suite) -> Figures:
-    """Measure the tuner's plan complete and with one of its features switched off at a time, all on one
-    engine.
+    """Measure the tuner's plan, and variants of it that each lack one feature, on the same engine.
+
+    The variants have no overlap with forward, no prefetch, or all updates on the host.
     """
     plan = suite.plan()
     changes: dict[str, dict[str, Any]] = {

@@ -232,18 +232,17 @@ class Trial:
         return block.iteration_s
 
     def _train(self, plan: Plan, steps: int, clips: Clips, number: int, to: "_Steps", *, always: bool = False) -> None:
-        """Train some steps of a sequence under a plan, and add the measured times and early updates to
+        """Train some steps of a sequence under a plan. Add their times, and the outcomes of their early updates, to
         ``to``.
 
-        A sequence is a series of training steps that clip at a given rate or in bursts. Early updates start
-        before the gradient norm is known.
+        A sequence is a series of training steps that clip at a given rate or in bursts. Early updates start before
+        the gradient norm is known.
 
         Args:
-            clips: Function that tells which steps of the sequence clip.
-            number: Number of the first of these steps in the sequence.
-            to: Measurements so far, with the rule that decides when early updates pause (`PauseRule`).
-                The rule does
-                not count the warm-up.
+            clips: Function that returns True if the step with the given number clips.
+            number: Number of the first trained step in the sequence.
+            to: Measurements so far. They also have the rule that pauses early updates (`PauseRule`). This rule does
+                not count the steps of the warm-up.
             always: True if early updates are never paused.
         """
         bench = self._bench
@@ -328,21 +327,18 @@ class _Steps:
 
     @property
     def mean_s(self) -> float:
-        """Return the mean iteration time, in seconds, over all steps that this object has recorded.
-
-        All these steps were trained in one mode: with early updates that may pause, with early updates in every step,
-        or without early updates. An early update starts before the gradient norm is known.
-        """
+        """Return the mean iteration time, in seconds, over all steps that this object has recorded."""
         return statistics.fmean(period for part in self.periods for period in part)
 
     @property
     def iteration_s(self) -> float:
         """Return the mean time of an iteration in seconds, made robust against disturbances of the machine.
 
-        An iteration is measured from the end of one step's backward to the end of the next step's backward. So it
-        depends on the early updates of both steps. Iterations are grouped: by the first step's early updates, which
-        were kept, redone or absent, and by whether the second step has early updates. Each iteration counts with the
-        median time of its group.
+        An iteration is measured from the end of one step's backward to the end of the next step's backward. So its
+        time depends on the early updates of both steps. Iterations form one group if their first steps had the same
+        outcome (early updates kept, early updates redone, or none) and if their second steps agree in having early
+        updates. The result is the mean of the groups' median times, weighted by the number of iterations in each
+        group.
         """
         kinds: dict[tuple[bool | None, bool], list[float]] = defaultdict(list)
         for periods, outcomes in zip(self.periods, self.outcomes, strict=True):

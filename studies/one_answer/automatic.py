@@ -34,15 +34,15 @@ PASSES = (OpKind.FORWARD, OpKind.BACKWARD)
 def automatic(
     job: Workload, machine: Machine, *, stores: bool = False, location: ParameterLocation = "device"
 ) -> tuple[float, float]:
-    """Predict the time of an iteration under the plan that ``"plan": "auto"`` makes for a job.
+    """Predict the iteration time of a job under the plan that ``"plan": "auto"`` makes for it, in two ways.
 
     Args:
         stores: True if DeepSpeed's config offloads optimizer state to a drive.
         location: Memory in which DeepSpeed's config keeps the 16-bit parameters.
 
     Returns:
-        Two predictions of the same time, in seconds. The first one is the runtime's, which knows only what it can
-        observe in some training steps. The second one comes from a simulation of the full workload.
+        Two times in seconds, for the same plan. The first is the prediction of ebbtide's runtime, from observations
+        of some training steps. The second comes from a simulation of the full workload.
     """
     work = _cut(job, whole=stores)
     first = host_plan(work.subgroup_size or max(work.subgroups), len(work.subgroups), location)

@@ -40,12 +40,13 @@ class Optimum:
 def optimum(search: Search) -> Optimum:
     """Return the fastest plan for few subgroups of optimizer state by branch and bound.
 
-    A combination gives the number of subgroups for each placement. Combinations with a lower bound above the best time
-    so far are skipped. For the others, every assignment to the subgroups is tried. The result is exact over
-    placements, staging buffers, prefetch, on-device gradient accumulation and the measured numbers of threads. It
-    assumes that updates overlap the next forward, and the update orders of `ebbtide.tuner.placements.update_orders`.
-    More combinations are skipped if the tuner's search ``search`` has already run, because its best time is the first
-    limit.
+    A combination gives the number of subgroups with each placement. Combinations with a lower bound above the best
+    time so far are skipped. For the others, every order of the placements over the subgroups is simulated. At first,
+    the best time is that of the fastest plan that the tuner's search ``search`` has found.
+
+    The result is exact over placements, staging buffers, prefetch, on-device gradient accumulation and the measured
+    numbers of threads. All simulated plans overlap updates with the next forward, and use the update orders of
+    `ebbtide.tuner.placements.update_orders`.
 
     Raises:
         ValueError: There are more than MOST_SUBGROUPS subgroups, or no plan fits into memory.

@@ -77,10 +77,10 @@ def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Wor
 def further_pairs() -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
     """Yield further cases for `studies.optimality`, each a description, a workload and a machine.
 
-    Micro-batches have one sample. The cases cover each model, node, device memory, number of ranks and
-    subgroup size, if the workload fits into the device memory. Qwen 3B has an embedding that is large
-    relative to its layers. So there are more cases for this model with 24 GiB, over many bandwidths of
-    the link, with the output head tied to the embedding or not.
+    There is a case for each combination of model, node, GPU memory size, number of ranks and subgroup size with a
+    workload that fits into GPU memory. Qwen 3B has more cases, because its embedding is large relative to its layers.
+    They have GPUs with 24 GiB, many bandwidths of the link, and an output head that is tied to the embedding or not.
+    Micro-batches have one sample.
     """
     for model, name, gib, ranks, size in product(MODELS, NODES, DEVICE_GIB, (1, 4), SUBGROUP_SIZES):
         what = {"model": model, "device_gib": gib, "sub_group_size": size, "ranks": ranks}

@@ -2,15 +2,16 @@
 
     python -m studies.published_runs --json PATH [--predict CSV] [--training CSV] [--calibrate CSV]
 
-A prediction is made as a user would make it before training: from a preset machine,
-`workload_from_model`, `build_strategy` and the simulator (`studies.published_runs.shipped`).
-With ``--calibrate``, the presets are corrected by the runs of a file, as `tune calibrate` does, and
-the results with and without the correction are printed side by side.
+A prediction is made as a user would make it before training: from a preset machine, `workload_from_model`,
+`build_strategy` and the simulator (`studies.published_runs.shipped`).
 
-``--training`` judges runs of a second file by family: A100, H100, consumer cards, and offloaded
-training. Some constants of presets were fitted on rows of this file. The results keep these rows
-apart from all other rows (`studies.published_runs.families`). Without ``--predict``, the two data
-sets of the repository are judged.
+- ``--predict``: File of runs with offload to predict. Without it, the two files of the repository are used, one for
+  this option and one for ``--training``.
+- ``--training``: File of further runs to predict. Their errors are shown by family: A100, H100, consumer cards, and
+  offloaded training. Some constants of presets were fitted to some of these runs, so the errors of these runs are
+  shown separately (`studies.published_runs.families`).
+- ``--calibrate``: File of runs that correct the presets, as `tune calibrate` does. The errors with and without the
+  correction are printed side by side.
 """
 
 import argparse

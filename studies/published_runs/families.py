@@ -54,18 +54,18 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 
 
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
-    """Return the errors of predicted times for a family of training runs, and how wide a prediction interval must be to
-    hold the measured times of nine in ten further sources.
+    """Return the errors of predicted times for a family of training runs, and the width that a prediction interval
+    needs to hold the measured times of nine in ten further sources.
 
-    Only fitted runs are used: runs to which a constant of a machine preset was fitted. A source is the repository or
-    web page that published the runs. An error is the logarithm of the predicted time divided by the measured time.
+    Only fitted runs are used: runs to which a constant of a machine preset was fitted. A source is the repository
+    or web page that published the runs. An error is the logarithm of the predicted time divided by the measured
+    time.
 
     Returns:
         A dict. ``sources``: number of sources. ``root_mean_square`` and ``largest``: root mean square and largest
-        absolute value of the errors. ``needed``: standard deviation for an interval around predictions that is meant to
-        hold nine in ten further sources. With fewer than ten sources, the interval must hold every run, so ``needed``
-        follows from the largest error. With ten or more sources, ``needed`` follows from the root mean square error and
-        Student's t distribution, and allows for the spread of one further source.
+        absolute value of the errors. ``needed``: width of the interval, as a standard deviation. With fewer than
+        ten sources, ``needed`` follows from the largest error, so that the interval holds every run. With ten or
+        more sources, ``needed`` follows from the root mean square error and Student's t distribution.
     """
     from scipy.stats import t
 
@@ -84,12 +84,14 @@ def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, flo
 
 
 def memory(judged: Sequence[Judged]) -> dict[str, Any]:
-    """Return the errors of the predicted GPU memory of published training runs, for fitted and for held-out runs.
+    """Return the errors of the predicted GPU memory of published training runs, as a dict with the groups ``fitted``
+    and ``held_out``.
 
-    Constants of the machine presets were fitted on the fitted runs, and not on the held-out runs. Two more errors
-    are given for each: ``as_published`` for predictions that use only settings in the publication and none that
-    were inferred, and ``without_slack`` for the same predictions without `ALLOCATOR_SLACK`, a constant that was
-    found on fitted runs.
+    Constants of the machine presets were fitted to the runs of the first group, and not to those of the second
+    group. The dict has three kinds of errors for each group. The first kind uses all settings of a run.
+    ``as_published`` uses only the settings that the run's source publishes, and none that were inferred.
+    ``without_slack`` is like ``as_published``, but does not add the memory that PyTorch's allocator holds unused
+    (`ALLOCATOR_SLACK`, found on fitted runs).
     """
     found: dict[str, Any] = {}
     for side, belongs in SIDES.items():

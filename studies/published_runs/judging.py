@@ -217,10 +217,10 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
 
 
 def _in_widths(run: Run, machine: Machine) -> float:
-    """Return the error of a published run's predicted time, as a multiple of half the width of the
-    predicted interval.
+    """Return the error of a published run's predicted time, divided by half the width of the predicted interval, both
+    as logarithms.
 
-    Error and width are logarithms.
+    The result is not negative. It is at most 1 if the measured time is in the interval.
     """
     low, high = interval_ms(run, machine)
     return abs(math.log(run.measured["iter_ms"] / math.sqrt(low * high))) / math.log(high / low) * 2

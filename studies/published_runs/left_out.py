@@ -54,11 +54,11 @@ JUDGED_INTERVALS = 6  # of each triple's runs left out: an interval takes twenty
 
 
 def random_triples(runs: Sequence[Run], count: int) -> dict[str, Any]:
-    """Return the prediction errors of published runs after calibrations on ``count`` random triples of
-    runs.
+    """Return how well published runs are predicted after a calibration on only three other runs.
 
-    A triple is drawn from the campaign (series of runs) that is predicted, from other campaigns, or from
-    all runs. The errors are in a dict by this origin and by testbed.
+    The three runs are drawn at random, ``count`` times. They come from the same campaign (series of runs) as the
+    predicted runs, from other campaigns, or from all runs. The result is a dict of prediction errors by this origin
+    and by testbed.
     """
     return {whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)} for whence in FROM}
 
@@ -93,13 +93,14 @@ def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) ->
 
 
 def _triples(runs: Sequence[Run], whence: str, count: int, rng: random.Random) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Yield pairs of lists: three random runs to calibrate on, and the other runs, which are then predicted.
+    """Yield pairs of lists: three random runs to calibrate on, and the runs that are then predicted.
 
-    A campaign is a series of runs by one source.
+    A campaign is a series of runs by one source. The three runs themselves are never predicted.
 
     Args:
-        whence: Origin of the three runs: the campaign that is predicted, other campaigns, or all runs. In the last
-            case, all other runs are predicted.
+        whence: Origin of the three runs. ``same campaign``: the other runs of their campaign are predicted. ``other
+            campaigns``: all runs of a campaign are predicted, and the three runs are not from it. ``anywhere``: the
+            three runs are from all campaigns, and all other runs are predicted.
         count: Number of pairs.
     """
     campaigns = [f for f in sorted({run.family for run in runs}) if sum(run.family == f for run in runs) >= LEAST_ROWS]

@@ -16,12 +16,12 @@ NODES = Path(__file__).parents[1] / "data" / "mlperf_a100_nodes.csv"
 
 
 def between_makers(path: Path = NODES) -> tuple[float, int]:
-    """Return how much the time of a benchmark differs between nodes of several makers with the same GPUs
-    and batch size.
+    """Return how much the time of a benchmark differs between nodes of several makers with the same GPUs and batch
+    size.
 
     Returns:
-        The standard deviation of the logarithm of the time, over all benchmarks together, and its
-        degrees of freedom.
+        The standard deviation of the logarithm of the time among the nodes of one benchmark, pooled over all
+        benchmarks, and its degrees of freedom.
     """
     groups: dict[Hashable, list[float]] = defaultdict(list)
     with path.open(newline="") as file:

@@ -1,8 +1,7 @@
 """Predictions of published runs with the functions that users of ebbtide call before they train.
 
-`predict` fits no speed to the published times. It takes a machine, and calls `workload_from_model`, `build_strategy`
-and the simulator. The machine is one of ebbtide's presets as it is, or a preset that was calibrated with some of the
-published runs, as `tune calibrate` does.
+`predict` calls `workload_from_model`, `build_strategy` and the simulator for a given machine. The machine is one of
+ebbtide's presets, or a preset that was calibrated with published runs, as `tune calibrate` does.
 """
 
 import functools
@@ -115,9 +114,8 @@ def _schedule_of(run: Run, machine: Machine) -> Schedule:
 
 
 def as_logged(run: Run) -> Run:
-    """Return the published run itself if its log tells how gradients were copied.
-
-    Otherwise, return a copy of the run with blocking copies of gradients.
+    """Return the published run, with blocking gradient copies assumed if the run's log does not tell how gradients were
+    copied.
     """
     return run if run.async_grads is not None else replace(run, async_grads=False)
 
@@ -196,10 +194,10 @@ def calibrated(machines: Mapping[str, Machine], seen: Sequence[Run]) -> dict[str
 
 
 def as_seen(run: Run, seen: Sequence[Run]) -> Run:
-    """Return a copy of a published run with the kind of gradient copies (asynchronous or blocking) filled in.
+    """Return a published run with the kind of its gradient copies (asynchronous or blocking) filled in.
 
-    If the kind is known already, or nothing shows it, the run is returned unchanged. Otherwise, the kind is inferred
-    from the measured backward times of other runs of the same campaign (series of runs by one source).
+    An unknown kind is inferred from the measured backward times of other runs of the same campaign (series of runs by
+    one source). If the kind is known already, or if there are no such runs, the run is returned unchanged.
 
     Args:
         seen: Runs with measured times that the inference may use, such as the runs for a calibration.
@@ -220,8 +218,8 @@ def as_seen(run: Run, seen: Sequence[Run]) -> Run:
 
 
 def _looks_asynchronous(run: Run) -> bool:
-    """Return True if a published run's measured backward time fits asynchronous gradient copies better than
-    blocking.
+    """Return True if a published run's measured backward time is closer to the predicted time with asynchronous
+    gradient copies than to the predicted time with blocking gradient copies.
     """
     machine = machine_of(run.testbed)
     misses = {

@@ -169,10 +169,12 @@ class Prediction:
         low_s, high_s: Ends of the interval that is expected to hold the iteration times of nine runs in ten.
         one_share_s: Seconds by a simpler prediction, in which every GPU reaches the same fraction of its data sheet's
             FLOP/s.
-        gib: Peak of GPU memory in GiB. It includes memory outside of PyTorch's allocator if the published number does.
-        told_gib: Like ``gib``, but predicted only from those settings that the run's source publishes, without
-            settings that were inferred. None if both are equal.
-        bare_gib: Like ``told_gib``, but without `ALLOCATOR_SLACK`. None if both are equal.
+        gib: Peak of GPU memory in GiB. If the published number is the memory of the whole GPU, ``gib`` includes
+            memory outside of PyTorch's allocator, and memory that the allocator holds unused (`ALLOCATOR_SLACK`).
+        told_gib: ``gib`` if predicted only from settings that the run's source publishes, and from none that were
+            inferred. None means the value of ``gib``.
+        bare_gib: ``told_gib`` without the memory that the allocator holds unused. None means the value of
+            ``told_gib``.
     """
 
     seconds: float

@@ -1,5 +1,6 @@
-"""Command-line entry point of the study that kills training with optimizer state on drives: ``python -m
-studies.storage_kills``.
+"""Command-line entry point of a study: training with optimizer state on drives is killed, and must resume correctly.
+
+python -m studies.storage_kills
 """
 
 from studies.storage_kills.command import main

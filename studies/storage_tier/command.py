@@ -2,16 +2,14 @@
 
     python -m studies.storage_tier --json storage_tier.json --folder /local/disk
 
-Real training runs on the CPU, with a process for each variant. Both systems use O_DIRECT, so that
-the page cache does not count as speed of the disk. Stock DeepSpeed runs with its defaults, and with
-both of its pipelines and enough buffers. ebbtide runs with all state on the disk, with a part of it
-in host memory, and under the tuner's plan for as much memory as stock's pipelines take. This last
-variant is the one compared with stock DeepSpeed.
+Real training runs on the CPU, with a process for each variant. Both systems use O_DIRECT, so that the page cache does
+not count as speed of the disk. Stock DeepSpeed runs with its defaults, and with ``pipeline_read``, ``pipeline_write``
+and enough buffers. ebbtide runs with all state on the disk, with a part of it in host memory, and under the tuner's
+plan for the host memory that stock DeepSpeed takes with both pipelines.
 
-A disk's speed changes by the minute. So compared variants run more than once, in another order. The
-disk is measured right before and after each of ebbtide's runs, and the run is judged by these rates.
-The lower bound of a run is the longest of four times: reading, writing, both at once, and the
-updates alone.
+A disk's speed changes by the minute. So compared variants run more than once, in another order. Each of ebbtide's
+runs is also compared with a lower bound, computed from the disk's speeds right before and after the run. The lower
+bound is the longest of four times: reading alone, writing alone, both at once, and the updates alone.
 """
 
 import argparse
@@ -96,13 +94,13 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     A variant is a way to train, such as stock DeepSpeed or ebbtide under a plan.
 
     Returns:
-        Speed-ups of ebbtide over two variants of stock DeepSpeed's NVMe offload: with default settings, and with
-        ``pipeline_read`` and ``pipeline_write``. Each speed-up is given twice: for ebbtide within the host memory that
-        the pipelined variant takes, and for ebbtide with all optimizer state on the disk. ``update_over_floor``: time
-        of the updates divided by its lower bound. ``bit_identical``: True if ebbtide's trained state equals that of
-        stock DeepSpeed with all state in memory. ``predicted_over_measured``: predicted iteration time divided by the
-        measured one. Also the cost of a checkpoint after every step, the bytes that a resume reads, and the measured
-        and reported host memory.
+        Four speed-ups: of two variants of ebbtide over two variants of stock DeepSpeed's NVMe offload. Stock
+        DeepSpeed has its default settings, or ``pipeline_read`` and ``pipeline_write``. ebbtide has all optimizer
+        state on the disk, or may use the host memory that stock DeepSpeed takes with both pipelines.
+        ``update_over_floor``: time of the updates divided by its lower bound. ``bit_identical``: True if ebbtide's
+        trained state equals that of stock DeepSpeed with all state in memory. ``predicted_over_measured``: predicted
+        iteration time divided by the measured one. Also the cost of a checkpoint after every step, the bytes that a
+        resume reads, and ebbtide's host memory per parameter.
     """
 
     def once(name: str, **given: Any) -> dict[str, Any]:
@@ -223,10 +221,11 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
 
 
 def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """Return the seconds that the disk needs to read ``moved`` bytes, to write as many, and to do both at
+    """Return three times in seconds: to read ``moved`` bytes from the disk, to write ``moved`` bytes, and to do both at
     once.
 
-    When reads and writes run concurrently, the longer of the two continues alone after the shorter.
+    When both run at once, they share the disk until the shorter of the two has ended. The longer one then has the
+    disk for itself.
     """
     alone = {"read_s": moved / disk.read_bytes_per_s.median, "write_s": moved / disk.write_bytes_per_s.median}
     shorter, longer = sorted(alone.values())

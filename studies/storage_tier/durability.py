@@ -42,8 +42,8 @@ def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Pa
     """Train ``steps`` steps with a checkpoint after every step, to measure the checkpoints' cost.
 
     Returns:
-        The seconds of a step, the report on the last checkpoint, and the bytes per step that were
-        written to the disk in addition to the optimizer state.
+        The seconds of a step, the report on the last checkpoint, and the bytes that ebbtide writes to its store of
+        optimizer state per step, apart from the state itself.
     """
     store = engine.optimizer._ebbtide._store
     before, begin = store.written_bytes, time.perf_counter()
@@ -112,20 +112,19 @@ def predicted(
     spare_bytes: float,
     given: Plan | None,
 ) -> dict[str, Any]:
-    """Return the simulated iteration times of a trained model under two plans with optimizer state on a
-    disk.
+    """Return the simulated iteration times of a trained model under two plans with optimizer state on a disk.
 
     The machine and the model are measured in this process.
 
     Args:
         engine: Stock DeepSpeed's engine, with its optimizer state in memory.
         train: Function that trains one step.
-        stored: Plan with all optimizer state on the disk.
+        stored: First plan, with all optimizer state on the disk.
         folder: Folder on the disk.
-        drives: Rates of the disk, measured at several times. Each measurement moves more bytes than a
-            machine's profile does, because a short burst is faster than a long transfer.
-        spare_bytes: Host memory in addition to the memory that ``stored`` takes.
-        given: The second plan. If None, it is the tuner's plan for this memory and the first rates.
+        drives: Speeds of the disk, measured at several times. Each measurement moves more bytes than the measurement
+            for a machine's profile does, because a short burst is faster than a long transfer.
+        spare_bytes: Host memory that the second plan may use in addition to the memory that ``stored`` takes.
+        given: Second plan. If None, the tuner makes it, for the first entry of ``drives``.
     """
     import itertools
 

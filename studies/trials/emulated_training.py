@@ -34,19 +34,19 @@ ROWS = 4  # samples per batch: the real compute stays small beside the given tim
 
 @dataclass(frozen=True)
 class Setting:
-    """The settings of training on an emulated device: the model's size, and all given durations and rates.
+    """The settings of training on an emulated device: the model's size, and all given durations and speeds.
 
-    With the defaults, an update of all state on the host takes longer than forward, and so does staging all
-    state to the device for its update. The best split takes about as long as forward.
+    With the defaults, forward is shorter than the update of all state on the host, and shorter than the copies of all
+    state to the device and back. If the state is divided in the best way between host and device updates, the updates
+    take about as long as forward.
 
     Attributes:
         forward_s, backward_s: Seconds of one layer.
-        memory_share: Device memory that is left beside parameters and gradients, as a fraction of the
-            size of all optimizer state.
-        host_adam_out_of_place: Speed of an update that writes to other buffers, over the speed of an
-            update in place.
-        layers_per_subgroup: Number of layers in one subgroup of optimizer state. It must divide
-            ``layers``.
+        memory_share: Device memory that parameters and gradients leave free, divided by the size of all optimizer
+            state.
+        host_adam_out_of_place: Speed of an update that writes to other buffers, divided by the speed of an update in
+            place.
+        layers_per_subgroup: Number of layers in one subgroup of optimizer state. It must divide ``layers``.
         micro_batches: Number of gradient accumulation steps.
     """
 
@@ -183,7 +183,7 @@ class _PacedLinear(torch.autograd.Function):
 
 
 class PacedLayer(nn.Module):
-    """A linear layer with a residual connection that takes given durations in forward and in backward."""
+    """A linear layer with a residual connection. Its forward and its backward each take a given duration."""
 
     def __init__(self, hidden: int, forward_s: float, backward_s: float) -> None:
         super().__init__()
@@ -232,12 +232,13 @@ def start(setting: Setting, **zero: Any) -> Any:
 
 
 class Kernels:
-    """The durations of an engine's layers on an emulated device, corrected for the time of host code.
+    """The kernels of an engine's layers on an emulated device, with durations that are corrected for the time of host
+    code.
 
-    While a GPU runs a kernel, its host already prepares the next one. On the emulated device, the
-    thread that prepares a kernel also sleeps until the kernel's end. So the CPU time that this thread
-    spends between two kernels is subtracted from the duration of the second kernel. Waiting of the
-    thread is not subtracted, because a GPU would wait too.
+    While a GPU runs a kernel, the host already prepares the next kernel. On the emulated device, one thread first
+    prepares a kernel and then sleeps for the kernel's duration, so the preparation would make the kernel longer.
+    Therefore the sleep is shortened by the CPU time that the thread has used since the previous kernel's end. Time in
+    which the thread waits does not shorten the sleep, because a GPU would wait too.
     """
 
     def __init__(self, device: EmulatedDevice) -> None:
@@ -245,11 +246,12 @@ class Kernels:
         self._ended_s: float | None = None  # processor time of the training thread
 
     def synchronized(self) -> None:
-        """Record that the host has waited for the emulated device, so that the host could not prepare the next kernel.
+        """Record that the host has waited for the emulated device, so that the next kernel takes its whole emulated
+        duration.
 
-        The next kernel therefore takes its whole emulated duration. For all other kernels, the time in which the host
-        prepares the kernel is subtracted from its emulated duration, because a GPU would run the previous kernel in
-        that time.
+        A GPU would then run no kernel while the host prepares the next one. For all other kernels, the time of the
+        preparation is subtracted from the emulated duration, because a GPU would run the previous kernel in that
+        time.
         """
         self._ended_s = None
 
@@ -275,10 +277,10 @@ def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
 class ReducedBeside(GradientOps):
     """Gradient copies that run at the same time as backward, as on the reduction stream of a GPU.
 
-    With several micro-batches, each gradient is added to a sum that is fetched from host memory. The emulated device
-    has one training stream, so that backward would wait for each fetch. On a GPU, only the reduction stream waits. In
-    this class, the training thread therefore adds up the gradients itself, without delay. The emulated copies move
-    dummy data at the given rates, so that they still take their time.
+    With several micro-batches, each gradient is added to a sum, which is first fetched from host memory. On a GPU,
+    only the reduction stream waits for the fetch. On the emulated device, backward would wait, because there is only
+    one training stream. This class therefore separates results and times: the training thread adds up the gradients
+    immediately, and emulated copies of dummy data take the time of the real copies.
     """
 
     def _send(self, item: GradientOp, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
@@ -405,10 +407,11 @@ class Bench:
             self._kernels = attach(self.engine, self.setting, plan)
 
     def _step(self, settle: bool) -> tuple[float, float, float, float]:
-        """Train one step, and return the times at which forward starts and at which forward, backward and
-        step end.
+        """Train one step, and return four times: start of forward, end of forward, end of backward, and end of the
+        step.
 
-        The times are as if the forwards of all micro-batches came before all backwards.
+        If the step has several micro-batches, the durations of all forwards are added up, and so are those of all
+        backwards. The returned times are those of one forward and one backward with these total durations.
         """
         if self._kernels is not None:
             self._kernels.synchronized()  # the step before has read its norm

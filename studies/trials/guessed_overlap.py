@@ -64,8 +64,8 @@ def many_layers() -> Setting:
     """Return settings of emulated training with as many layers as a model of 8 B parameters has.
 
     The layers are small, so that the real arithmetic takes only a small part of the emulated durations. An early
-    update writes its results to other buffers than it reads from. How much slower this is than an update in place is
-    measured on this machine.
+    update is slower than other updates, because it does not write in place. The ratio of both speeds is measured on
+    this machine.
     """
     layers = Setting(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
     apart = host_adam_out_of_place(ELEMENTS, os.cpu_count() or 1, BUDGET_S).median

@@ -108,10 +108,9 @@ def around_updates(
 
 
 def before(change: Callable[[Any], object]) -> Arm:
-    """Build a defect from ``change``, which is called once with DeepSpeed's inner optimizer.
+    """Return a function that puts a defect into an engine, to test `tune verify`.
 
-    The call is before one step (`AT`). The result is a function that puts the defect into an engine, to test
-    `tune verify`.
+    Immediately before one step (`AT`), ``change`` is then called once with DeepSpeed's inner optimizer.
     """
 
     def arm(engine: Any) -> None:
@@ -129,10 +128,9 @@ def before(change: Callable[[Any], object]) -> Arm:
 
 
 def of_states(change: Callable[[dict[str, Any]], object]) -> Arm:
-    """Build a defect from ``change``, which is called with each subgroup's optimizer state.
+    """Return a function that puts a defect into an engine, to test `tune verify`.
 
-    The calls are before one step (`AT`). The result is a function that puts the defect into an engine, to
-    test `tune verify`.
+    Immediately before one step (`AT`), ``change`` is then called with each subgroup's optimizer state.
     """
     return before(lambda inner: [change(state) for state in inner.state.values()])
 

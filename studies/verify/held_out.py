@@ -31,12 +31,12 @@ from studies.verify.defects import (
 
 
 def wrong_settings(**wrong: Any) -> Arm:
-    """Build a defect that gives DeepSpeed's inner optimizer wrong settings in one step (`AT`), to test
-    `tune verify`.
+    """Return a function that puts a defect into an engine, to test `tune verify`: DeepSpeed's inner optimizer has wrong
+    settings in one step (`AT`).
 
     Args:
-        wrong: Wrong values by name of the setting. A function gets the right value and returns the
-            wrong one.
+        wrong: For each setting, by name, its wrong value, or a function that computes the wrong value from the right
+            one.
     """
 
     def arm(engine: Any) -> None:

@@ -51,12 +51,11 @@ class Group:
         self._expected = expected
 
     def cases(self) -> Iterator[Case]:
-        """Yield the judgements of `tune verify` on the recorded training runs that have an artificial
-        defect.
+        """Yield the judgements of `tune verify` on the recorded training runs that have an artificial defect.
 
-        First, the bits of each run are compared with those of a correct run. The defective run counts in
-        turn as the run under a plan and as the run of DeepSpeed alone. Then the size of the differences is
-        judged.
+        Each run is compared bit by bit with a correct run. About half of the runs take the part of the run under a
+        plan, and the others that of the run of DeepSpeed alone. For some defects, `tune verify` then also judges
+        whether rounding can explain the size of the differences.
         """
         known = [(name, defect) for name, defects in ROUNDS.items() for defect in defects]
         for number, (name, defect) in enumerate(known):
@@ -68,8 +67,8 @@ class Group:
                 yield self._without_offload(name, defect)
 
     def right(self) -> Iterator[tuple[str, Finding]]:
-        """Yield the name and the findings of `tune verify` for each pair of recorded runs without a
-        defect.
+        """Yield the findings of `tune verify` for pairs of recorded runs without a defect, each with the name of the
+        pair.
         """
         stock, noise = self._run("stock", STOCK), self._noise("bf16")
         yield "plan", judge(self._run("plan", PLAN), stock, None, same_bits=True)
@@ -91,11 +90,11 @@ class Group:
         yield f"{name}, another Adam", judge(stock, torch, noise, same_bits=False)
 
     def _by_bits(self, name: str, defect: Defect, side: str) -> Case:
-        """Return what `tune verify` finds if it compares, bit by bit, a run that has a defect with a correct run.
+        """Compare, bit by bit, a run that has a defect with a correct run, and return what `tune verify` finds.
 
-        The run with the defect counts as the run under a plan or as the run of stock DeepSpeed, as ``side`` says. The
-        correct run counts as the other one of the two. In fp32, no correct run under a plan was made. A correct run of
-        stock DeepSpeed is used instead, since a correct run under a plan would be bit-identical to it.
+        One of the two runs takes the part of the run under a plan, and the other one that of the run of stock
+        DeepSpeed. ``side`` is the part of the run with the defect. In fp32, a correct run of stock DeepSpeed takes
+        either part, because a correct run under a plan would be bit-identical to it.
         """
         wide = defect.dtype == "fp32"
         right = self._run("fp32 stock" if wide else "stock", STOCK)
@@ -116,7 +115,7 @@ class Group:
         """Return what the command `tune verify` finds if it compares a run that has a defect with a run without
         offload.
 
-        Both runs use the same Adam, but add up the gradient norm in different orders.
+        The two runs add up the gradient norm in different orders, so they may differ even without the defect.
         """
         wide = "fp32 " if defect.dtype == "fp32" else ""
         last = self._run(f"{wide}no-offload", NO_OFFLOAD)

@@ -219,10 +219,10 @@ def _attach(engine: Any, stage: int) -> None:
 
 
 def overhead_pct(stage: int) -> float:
-    """Return the time that hashing an engine's tensors takes, as `tune verify` does, in percent of a
-    training step.
+    """Return the time in which `tune verify` hashes an engine's tensors after a training step, in percent of the step's
+    time.
 
-    Both times are medians and are measured in turn.
+    Both times are medians over several steps.
     """
     engine = started(stage, shape=Shape(model=SIZES["4m"], accumulation=1, subgroup=10_000_000))
     batches = Batches(2, SIZES["4m"].sequence, rank=RANK)
