@@ -62,10 +62,11 @@ def what_if(
     gpu_memory_bytes: Sequence[float] | None = None,
     **options: Any,
 ) -> "pd.DataFrame":
-    """Simulate every combination of strategies, GPU memory sizes and rates, and return a table with a row for each.
+    """Simulate training for every combination of given strategies, GPU memory sizes and values of other fields. Return
+    a table with one row for each combination.
 
-    For the strategy "ebbtide" the row is of the plan that a short search finds. The rules for subgroup sizes,
-    early updates and memory that stays free are those of the function `plan`.
+    For the strategy "ebbtide", a short search finds the plan that is simulated. The search follows the rules of the
+    function `plan` for subgroup sizes, early updates and memory that stays free.
 
     >>> table = what_if(workload, machine, gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])
     >>> len(table)
@@ -75,8 +76,9 @@ def what_if(
         workload: Training job to simulate.
         machine: Machine on which the job is simulated.
         strategies: Names of the offloading strategies to compare.
-        gpu_memory_bytes: Sizes of GPU memory to try, in bytes. None tries the machine's own.
-        options: Lists of values to try, as for `ebbtide.simulator.what_if`, which also describes the columns.
+        gpu_memory_bytes: Sizes of GPU memory to try, in bytes. None tries the machine's own size.
+        options: Lists of values to try, by field of the machine or of the workload. `ebbtide.simulator.what_if`
+            describes these fields and the columns of the table.
 
     Raises:
         ValueError: A strategy, an option or a field is unknown, or there is nothing to simulate.

@@ -52,10 +52,8 @@ def begins_oddly(text: str) -> bool:
 
 
 def is_knotted(text: str) -> bool:
-    """Return True if a docstring's first paragraph is hard to read.
-
-    That is so if the paragraph has a relative clause such as "of which", or a word that hides its subject such
-    as "whoever".
+    """Return True if a docstring's first paragraph has a word or phrase that makes sentences hard to read, such as "of
+    which" or "whoever".
     """
     return bool(KNOTS.search(text.split("\n\n")[0]))
 
@@ -67,7 +65,10 @@ def newest_subject() -> str:
 
 
 def problems(found: list[tuple[str, str]], subject: str) -> list[str]:
-    """Return a list with a sentence for each limit that the project's docstrings or the newest commit's subject exceed.
+    """Return a list with a sentence for each limit of this check that is exceeded.
+
+    There is a limit on the percentage of docstrings with an odd first word, on the percentage of docstrings that are
+    hard to read, and on the number of characters of the newest commit's subject.
 
     Args:
         found: Place and text of every docstring.

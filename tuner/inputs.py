@@ -438,8 +438,8 @@ def check_folder(flag: str, path: str | None) -> None:
 
 @contextmanager
 def written(flag: str, path: str) -> Iterator[None]:
-    """Turn an error that is raised while an output file is written into a BadInputError that names the flag of
-    the file.
+    """Catch an error that is raised while an output file is written. Raise a BadInputError with the name of the file's
+    flag instead.
     """
     try:
         yield

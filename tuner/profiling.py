@@ -1,5 +1,5 @@
-"""The measurements of the ``tune profile`` command: of a machine's rates, or of the workload of a training
-script.
+"""The measurements of the ``tune profile`` command: a machine's bandwidths and compute speeds, or the workload of a
+training script.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def script_profile(
     go_on: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Run an unchanged training script under a launcher of ranks, such as torchrun, and write the script's
-    measured workload to a file.
+    """Run an unchanged training script under a launcher of ranks, such as torchrun, and write the script's measured
+    workload to a file.
 
     Raises:
-        LaunchError: The script reported no workload, or it failed later. Its output was shown.
+        LaunchError: The script reported no workload, or failed after its report. Its output was shown.
     """
     from ebbtide.profiler.launch import LaunchError, ScriptRun, profile_script
 

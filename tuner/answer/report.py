@@ -121,8 +121,8 @@ def _amount(workload: Workload) -> str:
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Print a training plan: the advice in one sentence, the placements, the table of ways to train with their
-    predicted times, and the reasons.
+    """Print a training plan: the advice in one sentence, the placements, a table of ways to train with their predicted
+    times, and the reasons for the plan.
     """
     console.print(headline(plan), style="bold")
     console.print(placed_in_words(plan))
@@ -203,10 +203,11 @@ def memory(plan: Plan) -> Table:
 
 
 def strategies(predictions: Iterable[Prediction]) -> Table:
-    """Build a table with one row per predicted strategy (the plan or another way to train), within 80 columns.
+    """Build a table with one row per predicted strategy (the plan or another way to train).
 
-    Strategies that fit into memory come first. A note below the table says what the other strategies lack.
-    There are columns for the time between iterations and for state on drives only if a strategy has any.
+    Strategies that fit into memory come first. A note below the table says which memory is too small for the other
+    strategies. If no strategy takes time between iterations, the table has no column for this time. If no strategy
+    keeps state on drives, the table has no column for drives.
     """
     rows = sorted(predictions, key=lambda p: (not p.fits, p.iteration_s))
     unit, scale = ("s", 1.0) if rows[0].iteration_s >= LONG_S else ("ms", 1e3)

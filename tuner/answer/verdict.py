@@ -37,9 +37,8 @@ class Verdict:
 def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> Verdict:
     """Return the advice on offloading, given predictions for a plan, stock DeepSpeed and no offload.
 
-    The plan counts as faster or slower than no offload only if the time without offload is outside the
-    interval of the plan's prediction. A plan from an older ebbtide has no interval. The gain over stock
-    DeepSpeed is named only if stock DeepSpeed fits into memory.
+    The plan counts as faster or slower than no offload only if the time without offload is outside the interval of
+    the plan's prediction. The gain over stock DeepSpeed is named only if stock DeepSpeed fits into memory.
 
     Args:
         predicted: Pairs of kind and prediction. The plan's prediction has an interval and a lower bound.
@@ -80,8 +79,10 @@ def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
 
 
 def differs(plan: Prediction, other_s: float) -> bool:
-    """Return True if the iteration time of another way to train is outside the interval of a plan's predicted
-    iteration time, and differs from that time by more than 0.1%.
+    """Return True if another way to train is clearly faster or slower than a plan.
+
+    That is so if its iteration time is outside the interval of the plan's prediction, and also differs from the
+    plan's predicted iteration time by more than 0.1%.
     """
     low_s = min(plan.iteration_low_s, plan.iteration_s * (1 - WORTH))
     high_s = max(plan.iteration_high_s, plan.iteration_s * (1 + WORTH))

@@ -58,7 +58,7 @@ class WayOut:
 
     @property
     def label(self) -> str:
-        """Return a short text that names these changes to a training job or its machine."""
+        """Return a short text that names the changes of the job and of its machine (`changes`)."""
         return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
 
 
@@ -157,14 +157,14 @@ class _Tried:
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     """Return a list of the smallest changes that make a training job fit into memory, the cheapest first.
 
-    Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than the
-    card has.
+    Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than
+    the card has.
 
-    Each kind of change is first tried alone: changes of the job, such as ZeRO-3, a shorter sequence or more GPUs, and
-    changes of memory or storage. If no change of the job is enough, each kind is tried together with ZeRO-3, then also
-    with activation checkpointing, then also with a smaller micro-batch, and then also with a shorter sequence. This
-    ends when a change of the job is enough. If a shorter sequence is enough, one more combination is tried, because a
-    longer sequence may fit with it.
+    Each change is first tried alone. It is a change of the job, such as ZeRO-3, a shorter sequence or more GPUs, or a
+    change of memory or storage. If no change of the job is enough, all are tried again together with ZeRO-3, then
+    with activation checkpointing too, then with a smaller micro-batch too, and then with a shorter sequence too. The
+    tries end when a change of the job is enough. If this change is a shorter sequence, one more combination is tried,
+    because it may allow a longer sequence.
 
     Args:
         job: Training job that does not fit.

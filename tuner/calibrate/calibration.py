@@ -66,16 +66,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class Knob:
-    """A correction in a machine's calibration: one factor for some of its rates.
+    """A correction in a machine's calibration: one factor for several speeds of the machine, such as bandwidths.
 
     Attributes:
         name: Name of the correction.
-        fields: Rates that the factor multiplies.
-        width: Prior standard deviation of the factor in log units: how far the machine's given rates may be
-            off.
+        fields: Fields of the machine that the factor multiplies.
+        width: Prior standard deviation of the factor in log units: how wrong the machine's given speeds may be.
         ranks: If above 0, the factor is for a rank's share of DRAM bandwidth while that many ranks use it.
-        varies: Standard deviation between different days or nodes in log units, which more runs do not
-            reduce.
+        varies: Standard deviation of the speeds between different days or nodes, in log units. A calibration on more
+            runs does not reduce it.
     """
 
     name: str
@@ -108,15 +107,16 @@ SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one bandwidth or compute speed of a machine by calibration.
+    """The change of one bandwidth or compute speed of a machine by calibration. The speed is known as a distribution of
+    values.
 
     Attributes:
         knob: Name of the correction factor that multiplied the speed.
         field: Name of the speed: a field of `Machine`, such as ``h2d_bytes_per_s``.
-        before: Median before calibration, in the unit of the field.
-        after: Median after calibration.
-        low: Lower quartile after calibration.
-        high: Upper quartile after calibration.
+        before: Median of the speed before calibration, in the unit of the field.
+        after: Median of the speed after calibration.
+        low: Lower quartile of the speed after calibration.
+        high: Upper quartile of the speed after calibration.
     """
 
     knob: str
@@ -421,8 +421,8 @@ def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[
 
 
 def _left(machine: Machine, observations: Sequence[Observation]) -> float:
-    """Return the standard deviation of predicted around measured iteration times that is left after
-    calibration, in log units.
+    """Return how far predicted and measured iteration times still differ after calibration, as a standard deviation in
+    log units.
 
     The simulator's own error is included, but not the noise of the measurements.
     """

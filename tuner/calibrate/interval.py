@@ -1,17 +1,17 @@
-"""An interval around a predicted iteration time that is meant to hold for nine runs in ten.
+"""An interval around a predicted iteration time that is meant to contain the measured times of nine runs in ten.
 
-A prediction is uncertain for three reasons: the spread of each rate of the machine (wide for a preset, narrow
-for a measured or calibrated machine), errors of the simulator, and noise of single iterations. The effect of
-each rate's spread is simulated. The other two are `MODEL_SPREAD`, or the error that a calibration left
-unexplained if that is larger.
+A prediction is uncertain for three reasons: the spread of each speed of the machine (wide for a preset, narrow for a
+measured or calibrated machine), errors of the simulator, and noise of single iterations. The effect of each speed's
+spread is simulated. For the other two reasons together, a calibrated machine has the error that its calibration left,
+which is at least `MODEL_SPREAD`. All other machines have `MODEL_SPREAD`.
 
 `MODEL_SPREAD` was chosen on the published runs in the repository, so these runs are no proof of it. After a
-calibration on three random runs, the intervals for other runs hold seven to nine times in ten
+calibration on three random runs, the intervals contain the measured times of seven to nine in ten other runs
 (`studies.published_runs --triples`).
 
-A preset describes a kind of node. The user's node has other software and another training loop, so
-`CAMPAIGN_SPREAD` is added. `OFFLOAD_SPREAD` is added for DeepSpeed's own offload on a host without published
-runs. Measured and calibrated machines need neither.
+A preset describes a kind of node. The user's node has other software and another training loop, so `CAMPAIGN_SPREAD`
+is added. `OFFLOAD_SPREAD` is added for DeepSpeed's own offload on a host without published runs. Measured and
+calibrated machines need neither.
 """
 
 import math
@@ -118,10 +118,8 @@ def _around(centre: float, spread: float, sigma: float) -> tuple[float, float]:
 
 
 def model_spread(machine: Machine, strategy: str = "") -> float:
-    """Return the size of one part of the error of a predicted iteration time, as a standard deviation in log units.
-
-    The error has two parts. One part comes from the uncertainty of the machine's bandwidths and compute speeds. This
-    function returns the size of the other part.
+    """Return the error of a predicted iteration time that would remain if the machine's bandwidths and compute speeds
+    were known exactly, as a standard deviation in log units.
 
     Args:
         machine: Machine that the prediction is for.
@@ -136,10 +134,11 @@ def model_spread(machine: Machine, strategy: str = "") -> float:
 
 
 def _published_host(machine: Machine) -> bool:
-    """Return True if a published training run shows how fast the CPU of a machine updates optimizer state of
-    several ranks at once.
+    """Return True if a published training run shows how fast the CPU of this machine updates optimizer state of several
+    ranks at once.
 
-    Otherwise predictions of DeepSpeed's own offload on the machine of a preset get a wider interval.
+    If no published run shows it and the machine is a preset, predictions of DeepSpeed's own offload get a wider
+    interval.
     """
     return any("dram" in shares and shares["dram"].source == "published" for shares in machine.rank_shares.values())
 
@@ -171,10 +170,10 @@ def _secant(of: Callable[[float], float], width: float) -> float:
 
 
 def knob_sigma(machine: Machine, knob: Knob) -> float:
-    """Return the uncertainty of those bandwidths or compute speeds of a machine that one calibration factor corrects,
-    as a standard deviation in log units.
+    """Return the uncertainty of the bandwidths or compute speeds of a machine that share one calibration factor, as a
+    standard deviation in log units.
 
-    The result is the standard deviation of the first of these speeds, which represents all of them.
+    The first of them represents all of them: the result is its standard deviation.
     """
     value = getattr(machine, knob.fields[0])
     quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value

@@ -61,11 +61,11 @@ def loop_notes(name: str, measured_s: Mapping[str, float]) -> list[str]:
 
 
 def batch_notes(name: str, samples: int, samples_per_s: float, measured_s: Mapping[str, float]) -> list[str]:
-    """Return a list with one warning if the samples per second in DeepSpeed's log contradict the batch size
-    that the flags of ``tune calibrate`` give, otherwise an empty list.
+    """Return a list with one warning if the samples per second in DeepSpeed's log contradict the batch size that the
+    flags of ``tune calibrate`` give, otherwise an empty list.
 
-    DeepSpeed's timer runs from a forward, or from the fetch of its data, to the end of the step. That is
-    at least the time of the phases and at most the whole iteration.
+    The batch size divided by the samples per second is the time that DeepSpeed's timer measured in an iteration. This
+    time must be at least the sum of forward, backward and step, and at most the whole iteration.
     """
     timed_s, phases_s = samples / samples_per_s, phases_of(measured_s)
     most_s = (1 + SHORTFALL) * measured_s.get("iteration", LONG_WAIT * phases_s)

@@ -10,8 +10,8 @@ _SPREAD = tuple(name for name, known in RATES.items() if known.scatters)
 
 
 def sampled_machines(machine: Machine, seed: int, samples: int = SAMPLES) -> list[Machine]:
-    """Return a list of copies of a machine, with each rate drawn at random from a normal distribution as wide
-    as the rate's quartiles.
+    """Return a list of copies of a machine with random speeds. Each speed is drawn from a normal distribution that is
+    as wide as the interval between the speed's quartiles.
     """
     rng = random.Random(seed)
     return [

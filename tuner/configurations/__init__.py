@@ -1,5 +1,6 @@
 """A search by simulation for the training configuration that is fastest on a machine.
 
-A configuration has, for example, the micro-batch size, the ZeRO stage and the number of GPUs. Unlike a plan,
-it may change training results bitwise, since gradients are summed in another order.
+A configuration consists of settings such as the micro-batch size, the ZeRO stage and the number of GPUs. A plan never
+changes training results. A change of the configuration may change their bits, since gradients are then summed in
+another order.
 """

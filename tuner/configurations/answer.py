@@ -18,11 +18,10 @@ class Answer:
     Attributes:
         space: Set of configurations that was searched.
         outcomes: Predictions of all simulated configurations, in the order of the search.
-        complete: True if every configuration was simulated or safely left out. One is left out if it
-            cannot fit, cannot be simulated, or is certainly neither the fastest for any value of a
-            setting nor on the Pareto front of speed and GPU memory.
-        refused: Reasons that configurations cannot be simulated, with the number of configurations
-            for each.
+        complete: True if a simulation of the other configurations would not change the answer. Each of them cannot
+            fit, cannot be simulated, or cannot be a part of the answer. The answer has the fastest configuration for
+            each value of a setting, and the Pareto front of speed and GPU memory.
+        refused: Number of configurations that cannot be simulated, by reason.
         combinations: Number of configurations in the set.
         spread: Relative uncertainty of the fastest configuration's predicted time.
     """

@@ -143,11 +143,12 @@ class Contests:
     _leaders: dict[object, float] = field(default_factory=dict)
 
     def of(self, c: Configuration) -> Iterator[object]:
-        """Yield the groups that a training configuration belongs to, so that the search finds the fastest
-        configuration of each group.
+        """Yield the groups that a training configuration belongs to, so that the search finds the fastest configuration
+        of each group.
 
-        The groups are all configurations, those that offload or do not, and those with the same value of a
-        setting.
+        One group has all configurations. Each value of a varied setting has a group of the configurations with this
+        value. If the setting ``offload`` is varied, the configurations that do not offload are one more group, and
+        those that do are another one.
         """
         yield "all"
         for knob in self.space.free:
@@ -174,29 +175,30 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return True if a training configuration is faster, by more than a small margin, than the fastest simulated
-        configuration of at least one of its groups.
+        """Return True if a training configuration beats the fastest simulated configuration of at least one of its
+        groups, by more than a small margin.
 
-        A group is all configurations, or those with the same value of one setting, such as the micro-batch size. If
-        the given speed is an upper bound, True means that the configuration is worth a simulation.
+        A group is all configurations, or those with the same value of one setting, such as the micro-batch size.
 
         Args:
             c: Training configuration.
-            tokens_per_s: Speed of the configuration, or an upper bound of its speed.
+            tokens_per_s: Speed of the configuration, or an upper bound of its speed. With an upper bound, True means
+                that the configuration is worth a simulation.
         """
         shown = SHOWN * self._leaders.get("all", 0.0)
         leaders = (self._leaders.get(contest, 0.0) for contest in self.of(c))
         return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)
 
     def dominated(self, bounds: Promise) -> bool:
-        """Return True if the given training configuration need not be simulated, because a simulated one is about as
-        good in speed and in memory.
+        """Return True if a training configuration need not be simulated, because a simulated configuration is about as
+        good or better.
 
-        The simulated configuration is about as fast as the upper bound of the given configuration's speed, and needs
-        about as little GPU memory as the lower bound of its memory.
+        The simulated configuration is about as fast as the other one can be at most, and needs about as little GPU
+        memory as the other one needs at least.
 
         Args:
-            bounds: Bounds of the given configuration.
+            bounds: Upper bound of the speed, and lower bound of the GPU memory, of the configuration that was not
+                simulated.
         """
         enough = bounds.tokens_per_s - APART * self._leaders.get("all", 0.0)
         lean = bounds.device_bytes * (1 + APART)
@@ -204,7 +206,7 @@ class Contests:
         return any(o.fits and o.tokens_per_s >= enough and o.device_peak_bytes <= lean for o in found)
 
     def open(self, contest: object) -> bool:
-        """Return True as long as no simulated training configuration of a group fits into memory.
+        """Return True if no configuration of a group that was simulated so far fits into memory.
 
         Args:
             contest: Group of configurations: all of them, or those with the same value of one setting, such as the

@@ -144,11 +144,11 @@ class Space:
         return space
 
     def made(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the training configuration with the chosen values of the varied settings, and the base
-        values of the others.
+        """Return the training configuration with the chosen values of the varied settings, and the base values of the
+        others.
 
-        Return None if no machine can train with the configuration, or if the search requires another
-        global batch.
+        Return None if no machine can train with the configuration, or if its global batch is not the one that the
+        search requires.
         """
         configuration = self.of_batch(chosen)
         return None if configuration is None or configuration.impossible else configuration

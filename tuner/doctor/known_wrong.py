@@ -1,7 +1,8 @@
-"""A list of DeepSpeed versions that train wrongly without an error, and the configurations concerned.
+"""A list of DeepSpeed's defects that make training wrong without an error, with the affected versions and
+configurations.
 
-Each defect is in DeepSpeed's issue tracker, or was found by this project if it has no number. The affected
-versions were found by reading DeepSpeed's sources.
+A defect has its number in DeepSpeed's issue tracker. A defect without a number was found by this project. The
+affected versions were found by reading DeepSpeed's sources.
 """
 
 from collections.abc import Callable, Mapping

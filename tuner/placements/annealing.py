@@ -33,10 +33,10 @@ def anneal(
     """Look for faster training plans by simulated annealing, and add them to the scores of a plan search. The result is
     deterministic for the search's seed.
 
-    Half of the evaluations start from several known plans. Each of them is the fastest known plan with its number of
-    staging buffers, or with its numbers of subgroups per placement. Annealing mostly changes single subgroups, so it
-    would seldom reach these plans from elsewhere. The other half of the evaluations starts from the best plan, at a
-    lower temperature.
+    The first half of the evaluations starts from several known plans: the fastest one for each number of staging
+    buffers, and the fastest one for each choice of the numbers of subgroups per placement. Annealing mostly changes
+    single subgroups, so it seldom gets from one of these plans to another one. The second half starts from the best
+    plan, at a lower temperature.
 
     Args:
         search: Plan search with at least one scored plan.

@@ -190,14 +190,14 @@ def with_checkpoints(
     restart_s: float,
     folder: str | None,
 ) -> Plan:
-    """Return a copy of a training plan with checkpoint settings, the predicted stall of training, and the
-    reasons for the settings.
+    """Return a copy of a training plan with checkpoint settings. Its prediction has the stall of training for
+    checkpoints, and its reasons explain the settings.
 
-    Without a mean time between failures (``mtbf_s``), the plan gets no checkpoint interval.
+    Without a mean time between failures (``mtbf_s``), the copy has no checkpoint interval, and the plan's prediction
+    and reasons.
 
     Raises:
-        ValueError: ``mtbf_s`` or ``restart_s`` is not positive, or failures are too frequent for any
-            progress.
+        ValueError: ``mtbf_s`` or ``restart_s`` is not positive, or failures are too frequent for any progress.
     """
     assert plan.prediction is not None
     spare = limits.spare_host_bytes(plan.prediction)

@@ -323,8 +323,8 @@ def check_length(workload: Workload) -> None:
 
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
-    """Refuse a training job if its state is larger than all allowed memory, however a plan divides it.
-    Nothing is simulated.
+    """Raise an error if a training job cannot fit into the allowed memory under any plan. Only bytes are added up, and
+    nothing is simulated.
 
     Raises:
         ImpossibleError: The bytes do not fit, no matter how they are divided among the memories.
@@ -375,23 +375,24 @@ def glance(search: Search) -> None:
 
 
 def _finalists(searches: Sequence[Search], near: float = NEAR) -> list[Search]:
-    """Return the one or two plan searches that are worth more effort, the one with the fastest plan first.
+    """Return the plan searches that are continued with more effort: the search with the fastest plan, and possibly the
+    second best search.
 
-    Each search has another subgroup size. The second one is worth more effort if its best plan takes at
-    most ``near`` times as long as the fastest plan of all searches.
+    The searches differ in the subgroup size. The second best search is returned too if its best plan takes at most
+    ``near`` times as long as the fastest plan.
     """
     by_time = sorted(searches, key=lambda search: search.best_s)
     return [search for search in by_time if search.best_s <= near * by_time[0].best_s][:FINALISTS]
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
-    """Return the plan search with the fewest subgroups, among those with a best plan that takes at most
-    about 0.5% longer than the fastest plan of all searches.
+    """Return the plan search with the fewest subgroups, among those with a best plan that takes at most about 0.5%
+    longer than the fastest plan of all searches.
 
     Args:
         searches: Plan searches at different subgroup sizes.
-        quick: Decision of a quick search for the same job. A search with a best plan that is slower
-            than the quick plan is not returned, unless it is the fastest plan of all searches.
+        quick: Decision of a quick search for the same job. If some search has a plan that is at least as fast as the
+            plan of this decision, only such searches are considered.
     """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))

@@ -40,7 +40,8 @@ def begun(
         seed: Seed of the search.
         freely: True if parameters may move to host memory even if a plan fits without that.
         effort: Fraction of a full search's evaluations.
-        bounds: Lower bounds that searches for the same job with other subgroups have found.
+        bounds: Lower bounds of the iteration time that searches for the same job with other subgroup sizes have
+            computed.
     """
     found = Search(workload, machine, limits.in_memory, seed, effort=effort, bounds=bounds)
     found.try_first()

@@ -215,9 +215,9 @@ class Moved:
     def _place(self, rng: Random) -> None:
         """Give a random subgroup of this plan another placement.
 
-        If the update thereby moves from the GPU to the CPU, or the reverse, the subgroup gets a position in the new
-        update order. With a probability of 70% this is the position that follows from the order of layers. Otherwise
-        the position is random.
+        Updates on the CPU have an order, and so have updates on the GPU. If the update of the subgroup moves from one
+        of these orders to the other, it is inserted before the first update of a later subgroup with a probability of
+        70%, and otherwise at a random position.
         """
         subgroup = rng.randrange(len(self.codes))
         before, code = self._sequence(subgroup), self.codes[subgroup]

@@ -298,10 +298,10 @@ class Search:
     # -- scores ------------------------------------------------------------------------------
 
     def score(self, candidate: Candidate) -> Score:
-        """Return the score (simulated time and memory) of a plan. A plan that was scored before is not
-        simulated again.
+        """Return the score (simulated time and memory) of a plan. A plan that was scored before is not simulated again.
 
-        A plan with early updates (before the gradient norm is known) is also scored without them.
+        If the plan has early updates (before the gradient norm is known) and fits, the same plan without early
+        updates is scored too. Its score is stored, but not returned.
         """
         candidate = self.ordered(candidate)
         if candidate not in self.scores:
@@ -398,7 +398,8 @@ class Search:
             overlap: True if updates may overlap the next forward.
             issue: Order in which the subgroups' updates are issued. If None, the order of forward.
             host_slots: Number of buffers in host memory for stored subgroups.
-            most_s: Limit in seconds. If the plan is slower even in steps that do not clip, steps that clip are not
+            most_s: Seconds from which the exact time does not matter. A step that does not clip is simulated first.
+                If it takes longer than ``most_s``, its time is returned, and the slower steps that clip are not
                 simulated.
         """
         codes, slots = self.fitted(codes, slots, host_slots)
@@ -564,13 +565,15 @@ class Search:
     def try_first(self, locations: tuple[ParameterLocation, ...] | None = None) -> float:
         """Try simple plans, and return the seconds per iteration of the fastest one, or ``inf`` if none fits.
 
-        Simple plans update all subgroups on the CPU, or spread a mixture of placements evenly over the subgroups. If
-        none of them fits, the search looks for the mixture that leaves the most free bytes in the fullest memory, and
-        tries plans with similar mixtures. A few subgroups may be far larger than the others, such as that of an
-        embedding. In the plans with similar mixtures, these large subgroups are tried with every placement.
+        A simple plan updates all subgroups on the CPU, or gives each placement a fraction of the subgroups, evenly
+        spread. If none of these plans fits, the search computes the fractions that leave the most free bytes in the
+        fullest memory, and tries plans with similar fractions. A few subgroups may be far larger than the others,
+        such as that of an embedding. In the plans with similar fractions, these large subgroups are tried with every
+        placement.
 
         Args:
-            locations: Location of each subgroup's 16-bit parameters. If None, those of the last call.
+            locations: Location of each subgroup's 16-bit parameters. If None, the locations of the last call are
+                used.
         """
         self.locations = self.locations if locations is None else locations
         count = len(self.workload.subgroups)
@@ -656,10 +659,11 @@ class Search:
 
     @property
     def _division(self) -> Fit:
-        """Return the division of the model's parameters among placements that leaves the most free bytes in the
-        fullest memory: the GPU's, the host's or a drive.
+        """Return the division of the model's parameters among placements that leaves the most free bytes in the fullest
+        memory: the GPU's, the host's or a drive.
 
-        As many 16-bit parameters are in host memory as in the plans that this search begins with.
+        The number of 16-bit parameters in host memory is the one that this search assumes for its simple plans
+        (`locations`).
         """
         away = sum(
             n for n, location in zip(self.workload.subgroups, self.locations, strict=False) if location == "host"
@@ -681,12 +685,12 @@ class Search:
         return self.bound_with(None)
 
     def bound_with(self, locations: tuple[ParameterLocation, ...] | None) -> Bound:
-        """Return a lower bound of the iteration time under any plan that keeps as many 16-bit parameters in
-        host memory as ``locations`` does.
+        """Return a lower bound of the iteration time under any plan with a given number of 16-bit parameters in host
+        memory.
 
         Args:
-            locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU. If
-                None, any.
+            locations: Location of each subgroup's 16-bit parameters, which gives the number of parameters in host
+                memory. If empty, the number is 0. If None, the bound holds for any number.
 
         Raises:
             ValueError: The job does not fit into memory with any plan.
@@ -711,11 +715,10 @@ class Search:
 
 
 def may_update_early(workload: Workload, machine: Machine) -> bool:
-    """Return True if the plans of a training job may start updates before the gradient norm is known (early
-    updates).
+    """Return True if the plans of a training job may start updates before the gradient norm is known (early updates).
 
-    This needs ZeRO-3 and separate GPU and host memory. If every step clips gradients, early updates
-    never save time.
+    This needs ZeRO-3, and separate GPU and host memory. The result is False if every step clips gradients, because
+    early updates then never save time.
     """
     return workload.zero_stage == 3 and not machine.unified_memory and workload.expected_clip_rate < 1
 

@@ -221,15 +221,15 @@ def descend(search: Search, most: int, *, near: bool = False) -> None:
     as the predicted iteration gets shorter.
 
     A change gives some of the parameters another placement, for example, or adds a staging buffer. The search starts
-    from up to three plans: the best plan so far, the best plan without early updates (updates before the gradient norm
-    is known), and the ideal plan, which reaches the lower bound of the iteration time. A few changes are tried from
-    each of these plans. Ever smaller changes then improve the best result.
+    from up to three plans: the best plan so far, the best plan without early updates (updates before the gradient
+    norm is known), and the ideal plan, which reaches the lower bound of the iteration time. A few changes are tried
+    from each of these plans. Only the best resulting plan is improved further, by smaller and smaller changes.
 
     Args:
         search: Plan search with at least one plan that fits.
         most: Largest number of changes to try from one start.
-        near: True if the best plan comes from a search with larger subgroups, whose mixture is nearly the best one here
-            too. The descent then begins with smaller steps.
+        near: True if the best plan comes from a search with larger subgroups. Its fraction of parameters per
+            placement is then nearly right, so the first changes are smaller.
     """
     if not search.fits or len(search.choices) == 1:
         return
@@ -244,15 +244,15 @@ def descend(search: Search, most: int, *, near: bool = False) -> None:
 
 
 def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
-    """Allow a plan search to move 16-bit parameters to host memory, if its best plan with evenly spread placements
-    then becomes at least 1% faster.
+    """Allow a plan search to move 16-bit parameters to host memory, if its best plan with evenly spread placements then
+    becomes at least 1% faster.
 
     This needs ZeRO-3 and separate GPU and host memory.
 
     Args:
-        search: Plan search whose plans keep all parameters on the GPU. Its plans were already improved by `descend`.
-        most: Largest number of changes to a plan that are tried from one start.
-        again: True to look for a better choice of locations if parameters move already.
+        search: Plan search after `descend` has improved its plans.
+        most: Largest number of changes that are tried for each starting plan.
+        again: True to look for better locations of the parameters even if the search already moves parameters.
     """
     now: Shares | None = search.spread
     moved = search.moves_parameters
@@ -273,8 +273,10 @@ def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
 
 
 def _best_of(search: Search, starts: Sequence[Shares], steps: Sequence[float], most: int) -> Shares:
-    """Descend from each start with each first step, for a few changes. Then descend from the best end
-    alone.
+    """Improve several starting plans by a few changes each, and return the best plan after some more changes.
+
+    Each starting plan is improved once for each value in ``steps``: the size of its first changes. Changes get
+    smaller when none of their size makes the plan faster. The best of the improved plans is then improved further.
     """
     least = LAST_STEP / len(search.workload.subgroups)
     ends = [_descended(search, start, step, least, min(most, FEW)) for start in starts for step in steps]

@@ -56,9 +56,9 @@ def _spread(search: Search) -> None:
     """Simulate variants of a search's best plan that differ in their early CPU updates, and add the results to the
     search's scores.
 
-    An early update starts before the gradient norm is known. Each variant has as many early updates as the best plan,
-    or fewer. The early updates of a variant are spread evenly over the last subgroups that the CPU updates. How many
-    subgroups count as the last ones also differs between variants.
+    An early update starts before the gradient norm is known. A variant spreads ``k`` early updates evenly over the
+    last ``n`` subgroups that the CPU updates. Variants differ in ``k``, which is at most that of the best plan, and
+    in ``n``.
     """
     best = search.ordered(search.best())
     able = search.able(best, "host").tolist()

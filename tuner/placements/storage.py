@@ -26,9 +26,9 @@ def with_storage(
     """Prepare a search for plans that may keep optimizer state in given directories on drives.
 
     Args:
-        storage: Bytes that optimizer state may take, by directory. The key ``""`` means that the plan names no
-            directory. The speed of this directory is assumed to be that of the machine's storage for checkpoints. If
-            None, no directory is used.
+        storage: Bytes that optimizer state may take, by directory. The key ``""`` stands for a directory that is not
+            named in the plan. It is assumed to be as fast as the machine's storage for checkpoints. If None, no
+            directory is used.
         asked: Further arguments of `Limits.of`, such as memory limits.
 
     Returns:

@@ -1,13 +1,14 @@
 """The choice of the update order of the subgroups of optimizer state.
 
-A CPU update can start when the subgroup's gradient is in host memory. The updated parameters are needed when
-the next forward reaches their layer. Gradients arrive from the last layer to the first, but forward needs
-the first layers first. If all gradients have arrived when the gradient norm is known, the order of forward
-is best. Otherwise some orders are compared on a simple model of the CPU, the copies and the next forward:
+A CPU update can start when the subgroup's gradient is in host memory. The updated parameters are needed when the next
+forward reaches their layer. Gradients arrive from the last layer to the first, but forward needs the first layers
+first. If all gradients have arrived when the gradient norm is known, the order of forward is best. Otherwise the best
+of these orders is chosen, on a simple model of the CPU, the copies and the next forward:
 
-- Of the gradients that have arrived, the one that forward needs soonest comes next (Schrage's rule for
-  release times and tails).
-- The order of arrival, except for the last layers, which are updated first or at the end.
+- Of the gradients that have arrived, the one that forward needs soonest comes next (Schrage's rule for release times
+  and tails).
+- The last layers are updated in the order of forward, before or after all other layers. The other layers are updated
+  in the order of arrival. The number of last layers varies.
 """
 
 import heapq

@@ -47,7 +47,7 @@ class BusyError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """An error: a worker process of the planning service failed or ended, and no fault of the request is known."""
+    """The failure or end of a worker process of the planning service, if the request is not known to be the cause."""
 
 
 class LostWorkerError(WorkerError):

@@ -15,18 +15,17 @@ MIB = 2**20
 class Quota:
     """The limits of the planning service. Times are in seconds and sizes in bytes.
 
-    A light request has few simulated operations and is answered quickly. Heavy requests and jobs run at low
-    priority.
+    A light request has few simulated operations and is answered quickly. Heavy requests and jobs run at low priority.
 
     Attributes:
         body_bytes: Size of a request without a timeline.
         run_bytes: Size of a request with a timeline.
         result_bytes: Size of a result.
         light_ops: Number of simulated operations up to which a request is light.
-        heavy_ops: Number of operations that one simulation may have. All simulations of a request together may
-            have 40 times as many.
-        searched_ops: Number of operations that one simulation may have in a request that searches for a plan, as
-            a search needs hundreds of simulations.
+        heavy_ops: Number of operations that one simulation may have. All simulations of a request together may have
+            40 times as many.
+        searched_ops: Number of operations that one simulation may have in a request that searches for a plan, as a
+            search needs hundreds of simulations.
         cells: Number of points of a what-if request that is answered directly.
         job_cells: Number of points of a what-if request that runs as a job.
         light_s: Wall time after which the worker process of a light request is stopped.
@@ -36,11 +35,13 @@ class Quota:
         light_waiting: Number of light requests that may wait. More are refused with status 429.
         heavy_waiting: Number of heavy requests that may wait. More are refused with status 429.
         jobs_waiting: Number of jobs that may wait. More are refused with status 429.
-        attempts: Number of times that a job is started, if the server ends each time while the job runs. The
-            limit is high because a job cannot be the cause: if a worker process ends, only its job fails.
+        attempts: Largest number of starts of a job. A job is started again if the server ended while the job ran. The
+            limit can be high, because a job cannot make the server end: if a job's worker process ends, only the job
+            fails.
         keep_s: Age at which finished jobs are deleted.
         run_keep_s: Age at which uploaded training runs are deleted.
-        kept_rows: Number of finished jobs that are kept, and of training runs.
+        kept_rows: Largest number of finished jobs that are kept, and also the largest number of training runs that
+            are kept.
         streams: Number of open event streams.
         connections: Number of concurrent connections.
         head_s: Time in which a client must send a request's head.

@@ -101,10 +101,10 @@ class Names:
             ) from None
 
     def fill(self, scenario: S) -> S:
-        """Return a copy of a request, with the contents of a machine and of a measured workload in place of
-        their names.
+        """Return a copy of a request with two kinds of names replaced by their contents.
 
-        Only an uploaded machine and the measured workload that the server was started with are replaced.
+        These are the name of an uploaded machine, and the name of the measured workload that the server was started
+        with. Other names, such as those of presets, stay.
 
         Raises:
             RuleError: The server does not know the machine, or cannot read it.

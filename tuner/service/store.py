@@ -1,12 +1,12 @@
 """The database of the planning service: background jobs, uploaded training runs and machines in one SQLite file.
 
 If a client was told that data is stored, the data is on disk (SQLite's write-ahead log with full synchronization).
-After a kill at any time, the database has the state of the last committed transaction. Every method is one transaction.
-Methods that write wait for the disk, so they run in threads.
+After a kill at any time, the database has the state of the last committed transaction. Every method is one
+transaction. Methods that write wait for the disk, so they run in threads.
 
-Writes run one at a time, under a lock. They have a database connection of their own, so that readers see only committed
-data. Reads share another connection, and also run one at a time. A read that began during another read on this
-connection would see the same old data, and could miss a job that its own thread has just added.
+Writes run one at a time, under a lock. They have a database connection of their own, so that readers see only
+committed data. Reads share another connection. They also run one at a time: a read that began during another read
+would see the database as of the other read's start, and could miss a job that its own thread has just added.
 """
 
 import fcntl
@@ -295,11 +295,14 @@ class Store:
         """Delete old rows from the database: finished background jobs, training runs and machines. Jobs that wait or
         run are kept.
 
+        A row is deleted if it is too old, or if there are too many newer rows of its kind.
+
         Args:
             keep_s: Age in seconds at which finished jobs are deleted.
             run_keep_s: Age in seconds at which training runs and machines are deleted.
-            kept_rows: Number of the newest jobs that are kept, and number of the newest training runs that are kept.
-            kept_machines: Number of the newest machines that are kept.
+            kept_rows: A finished job is deleted if at least this many newer jobs exist, and a training run if at
+                least this many newer runs exist.
+            kept_machines: A machine is deleted if at least this many newer machines exist.
         """
         now_s = time.time()
         with self._transaction() as db:

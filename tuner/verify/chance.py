@@ -25,11 +25,11 @@ class Chance:
 
     Attributes:
         where: Text on the first difference, with a hint about its cause.
-        apart: Size of the difference after the first optimizer step with different parameters. It is the Euclidean
-            distance between both runs' values of a tensor, divided by the distance that the step moved the tensor, as
-            the median over all tensors that differ. 0 if the runs begin with different parameters, or no parameter
-            differs.
-        blind: True if the runs differ so much that no other run can be compared with them.
+        apart: Size of the difference, after the first optimizer step with different parameters. For each tensor that
+            differs, the Euclidean distance between both runs' values is divided by the distance that the step moved
+            the tensor. The size is the median of these ratios. 0 if the runs begin with different parameters, or no
+            parameter differs.
+        blind: True if the runs differ so much that a comparison with another run would show nothing.
     """
 
     where: str

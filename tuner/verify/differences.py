@@ -34,11 +34,10 @@ class Difference:
 
 
 def differences(run: Run, other: Run, step: int) -> list[Difference]:
-    """Return a list of all quantities that differ between two training runs after one step, in the order of
-    their causes.
+    """Return a list of all quantities that differ between two training runs after one step, causes before effects.
 
-    The order is losses, gradient norm, learning rates, fp32 masters, parameters. Among masters, and
-    among parameters, the largest difference comes first.
+    The order is losses, gradient norm, learning rates, fp32 masters, parameters. Among masters, and among parameters,
+    the largest difference comes first.
     """
     scalars = list(_scalars(run, other, step))
     tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))
@@ -46,13 +45,13 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
 
 
 def moved(run: Run, other: Run, at: Difference) -> float:
-    """Return the Euclidean distance that one optimizer step moved a tensor. Of two compared training runs, the one with
-    the larger distance counts.
+    """Return how far one optimizer step moved a tensor, as a Euclidean distance. The result is the larger distance of
+    two compared training runs.
 
     Args:
         run: First run.
         other: Second run.
-        at: Difference between the runs, which names the tensor and the step.
+        at: Difference between the runs. Only its tensor and its step are used.
     """
     return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
 

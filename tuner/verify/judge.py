@@ -100,13 +100,13 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return a relative difference that at least nine in ten fp32 masters of two correct training runs have by
-        chance alone at a given step.
+        """Return how much nearly all fp32 masters of two correct training runs differ by chance at a given step: nine
+        in ten masters have at least this relative difference.
 
         A master is the fp32 copy of a parameter. Its relative difference is the distance between both runs' values,
-        divided by the distance that all updates so far have moved the master. The result is measured between correct
-        runs of the same training, and is at least a quarter of the expected rounding error. A defect is suspected if
-        nine in ten masters differ by more than ten times the result.
+        divided by the distance that all updates so far have moved the master. The result is measured between
+        correct runs of the same training, and is at least a quarter of the expected rounding error. In two runs to
+        compare, a defect is suspected if nine in ten masters differ by more than ten times the result.
         """
         found = [self._floor() / 4]
         for run in self.others:
@@ -201,12 +201,11 @@ def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise 
 
 
 def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Difference | None:
-    """Return the difference of the fp32 master parameter that differs most clearly between two runs, if all
-    masters differ by more than rounding explains.
+    """Look for a defect that changes all fp32 master parameters of a run, such as a wrong learning rate.
 
-    A wrong scalar, such as the learning rate, changes all masters, while rounding leaves some nearly
-    unchanged. The returned difference is reported as the place of the defect. Return None if no defect
-    shows in this way.
+    If all masters differ between two runs, and nearly all of them by more than rounding explains, return the
+    difference of the master that differs most clearly. It is reported as the place of the defect. Otherwise return
+    None. Rounding alone would leave some masters nearly unchanged.
     """
     masters = [d for d in found if d.name.endswith(MASTER)]
     if not masters or len(masters) < len(other.masters):
@@ -229,10 +228,11 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
     """Return a difference in a few tensors between two training runs that rounding cannot explain, or None.
 
-    The runs are compared after one step. The result is None unless all tensors agreed after all earlier steps and
-    less than half of them differ now. If losses and gradient norms agree bit by bit up to this step, a difference is
-    returned if it exceeds the rounding of one update. Otherwise gradients may have been summed in another order, so a
-    difference is returned only if it exceeds a quarter of the step's update.
+    The runs are compared after one step. The step is judged only if it is not the first step, all tensors agreed
+    after all earlier steps, and less than half of the tensors differ now. Otherwise the result is None. If losses and
+    gradient norms agree bit by bit up to this step, a difference is returned if it exceeds the rounding of one
+    update. If they do not, gradients may have been summed in another order, so a difference is returned only if it
+    exceeds a quarter of the step's update.
     """
     tensors = [d for d in found if d.is_tensor]
     earlier = [d for k in range(step) for d in differences(run, other, k)]

@@ -63,8 +63,8 @@ class Side:
 
     @property
     def how(self) -> str:
-        """Return a phrase that says how ``tune verify`` ran the training command, such as ``as it is``, to
-        end a sentence.
+        """Return a phrase that says how ``tune verify`` ran the training command, for error messages. An example is
+        ``as it is`` in "as it is it failed with exit code 1".
         """
         return "as it is" if self == Side("plan") else f"as {self.title}"
 
@@ -87,11 +87,12 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
         side: Changes to the command, such as training without offload.
         steps: Number of optimizer steps.
         seed: Seed of the random generators that the script does not seed itself.
-        deterministic: True if the run must fail at an operation without a deterministic kernel. It has no effect if
-            ``side.deterministic`` is True, because torch then only warns about such an operation.
+        deterministic: True to make the run fail at an operation without a deterministic kernel. If
+            ``side.deterministic`` is True, this argument is ignored, and torch only warns about such an operation.
 
     Raises:
-        NotDeterministicError: The run had to be deterministic, but an operation has no deterministic kernel.
+        NotDeterministicError: ``deterministic`` is in effect, and the run failed because of an operation without a
+            deterministic kernel.
         VerifyError: No rank took a step, or the command failed before its last step.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:

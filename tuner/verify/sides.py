@@ -101,11 +101,11 @@ def compared(
     Args:
         runs: Runs, the most trusted one last.
         noise: Size of the differences that rounding and random order of operations explain.
-        repeated: Repeats of the run under the plan and of the run with DeepSpeed alone, by name. Empty if the first
-            two runs have the same bits.
-        chance: Difference between two runs of the same command, which shows that training is not deterministic. None
-            if the two runs have the same bits. In this case, the run under the plan must have the same bits as the
-            run with DeepSpeed alone.
+        repeated: Repeats of the run under the plan and of the run with DeepSpeed alone, by name. Empty if these two
+            runs have the same bits.
+        chance: Difference between a run and its repeat, which shows that training is not deterministic. None if both
+            have the same bits. In this case, the run under the plan must have the same bits as the run with DeepSpeed
+            alone.
     """
     findings = []
     for run, other in pairwise(runs):

@@ -97,8 +97,8 @@ def _known(result: Verification) -> list[str]:
 def as_json(result: Verification) -> dict[str, Any]:
     """Return the result of ``tune verify`` as JSON data.
 
-    The data has ``right`` (null if unknown), the runs (``sides``), and the result of each comparison
-    with its first difference (``findings``).
+    ``right`` is true if the script trains correctly under its plan, false if not, and null if unknown. ``sides`` has
+    the runs. ``findings`` has the result of each comparison, with the first difference between the two runs.
     """
     return {
         "right": result.right,

@@ -219,9 +219,9 @@ def test_a_lone_gradient_leaves_the_sum_alone(switches):
     """Check that the gradient sums of a ZeRO-2 engine are stock DeepSpeed's, bit for bit, if steps have different
     numbers of micro-batches.
 
-    In stock DeepSpeed, a step with one micro-batch leaves the sums of earlier steps unchanged. If the first
-    micro-batch of a later step does not use a parameter, that step adds to the parameter's old sum. A plan must do
-    the same, also after a change of the plan.
+    In stock DeepSpeed, a step with one micro-batch does not write to the buffer of gradient sums, so older sums
+    remain in the buffer. If the first micro-batch of a later step does not use a parameter, that step adds to the
+    parameter's old sum. A plan must do the same, also after a change of the plan.
     """
 
     def new():
