@@ -49,8 +49,8 @@ def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float,
 def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:
     """Return a list of ``count`` times in seconds between failures, exponentially distributed and in random order.
 
-    To follow the distribution closely, the times are its quantiles at the middles of ``count`` equally likely parts.
-    Only their order is random.
+    To follow the distribution closely, it is cut into ``count`` equally likely parts, and the middle quantile of each
+    part is taken. Only the order is random.
     """
     gaps = [-mtbf_s * math.log(1 - (i + 0.5) / count) for i in range(count)]
     random.Random(seed).shuffle(gaps)

@@ -41,8 +41,8 @@ def optimum(search: Search) -> Optimum:
     """Return the fastest plan for few subgroups of optimizer state by branch and bound.
 
     A combination gives the number of subgroups with each placement. Combinations with a lower bound above the best
-    time so far are skipped. For the others, every order of the placements over the subgroups is simulated. At first,
-    the best time is that of the fastest plan that the tuner's search ``search`` has found.
+    time so far are skipped. For the others, every assignment of these placements to the subgroups is simulated. At
+    first, the best time is that of the fastest plan that the tuner's search ``search`` has found.
 
     The result is exact over placements, staging buffers, prefetch, on-device gradient accumulation and the measured
     numbers of threads. All simulated plans overlap updates with the next forward, and use the update orders of

@@ -1,7 +1,8 @@
 """Held-out defects for the test of `tune verify`: wrong inputs or arithmetic of the optimizer update.
 
-All of them were written before `tune verify` was tried on any of them, so its code was not made to find them. Most
-defects affect one subgroup (ZeRO-3) or one parameter group, as an offload that confuses its buffers would.
+All these defects were written before `tune verify` was tried on any of them. If `tune verify` missed a defect, its code
+was improved afterwards. Most defects affect one subgroup (ZeRO-3) or one parameter group, as an offload that confuses
+its buffers would.
 """
 
 from collections.abc import Callable, Collection

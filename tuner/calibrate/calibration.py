@@ -107,8 +107,8 @@ SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one bandwidth or compute speed of a machine by calibration. The speed is known as a distribution of
-    values.
+    """The change of one bandwidth or compute speed of a machine by calibration. The speed has a median and quartiles,
+    because it is uncertain.
 
     Attributes:
         knob: Name of the correction factor that multiplied the speed.

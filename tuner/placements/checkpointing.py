@@ -193,8 +193,8 @@ def with_checkpoints(
     """Return a copy of a training plan with checkpoint settings. Its prediction has the stall of training for
     checkpoints, and its reasons explain the settings.
 
-    Without a mean time between failures (``mtbf_s``), the copy has no checkpoint interval, and the plan's prediction
-    and reasons.
+    Without a mean time between failures (``mtbf_s``), the copy has no checkpoint interval, and its prediction and
+    reasons are those of the given plan.
 
     Raises:
         ValueError: ``mtbf_s`` or ``restart_s`` is not positive, or failures are too frequent for any progress.

@@ -285,14 +285,17 @@ def backward_waits_for_gradients(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: backward waits for copies of
     gradients.
 
-    The runtime limits the bytes of gradients that are being copied to the host (`EbbtideLoop._make_room`). So when a
-    micro-batch's backward ends, the gradients still to be copied take at most the larger of two sizes: the largest
-    layer's gradient, or `GRADIENTS_UNDER_WAY_BYTES` plus half of that gradient. All other gradients have been copied
-    before.
+    Blocks of layers are numbered in the order of forward, so backward ends with block 1. For each k, the constraint
+    is A <= B + C + D:
 
-    Each constraint is for the first k blocks of layers, which come last in backward. Their gradients are copied after
-    the backward of the last layer in block k. So the time from then to the end of the whole backward, with the waits of
-    backward, is at least the time of these copies, minus the time of the copies that may then still be left.
+    - A: time to copy the gradients of blocks 1 to k to the host
+    - B: time of backward from the end of the last layer of block k (the last one in forward) to the end of backward
+    - C: waits of backward
+    - D: time to copy the gradients that are still to be copied when backward ends
+
+    The runtime limits the bytes of gradients that are being copied to the host (`EbbtideLoop._make_room`). So the
+    gradients of D take at most the larger of two sizes: the largest layer's gradient, or `GRADIENTS_UNDER_WAY_BYTES`
+    plus half of that gradient.
 
     The constraints are added for the last micro-batch alone, and for all micro-batches together. The last micro-batch
     also copies the gradient sums that the GPU accumulates.

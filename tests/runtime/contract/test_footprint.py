@@ -204,11 +204,11 @@ def test_deepspeeds_flat_gradients_are_not_there_twice_while_they_move():
 
 
 class Locking(DEVICES[DEVICE]):
-    """An emulated device that copies each host buffer before use, as ebbtide's CUDA device does with buffers that
-    are not page-locked. Buffers that the device itself has allocated are not copied.
+    """An emulated device that copies each host buffer before use, as ebbtide's CUDA device does with buffers that are
+    not page-locked. Buffers that the device itself has allocated are not copied.
 
-    At each copy, ``kept`` grows by the number of buffers that were copied earlier and are still allocated. If
-    ``kept`` is 0 at the end, each buffer was freed before the next one was copied.
+    At each copy, ``kept`` grows by the number of original buffers that were copied earlier and are still allocated.
+    If ``kept`` is 0 at the end, each original buffer was freed before the next one was copied.
     """
 
     def __init__(self):
