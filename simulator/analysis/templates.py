@@ -74,20 +74,25 @@ def times(workload: Workload) -> dict[str, Hashable]:
 
 @dataclass
 class Template:
-    """A compiled schedule that can be reused for another workload with the same ops, because its times can be
+    """A compiled schedule that can be reused for another workload with the same ops, because its times and memory can
+    be
     replaced.
 
+    Reuse is tested once for each kind of value, such as forward times: the values are replaced in the schedule, and the
+    result is compared with a newly built schedule.
+
     Attributes:
-        made_for: Replaceable values of the workload for which the schedule was compiled, by name (see `times`).
-        rows: For each kind of op with a replaceable time, such as forward, two arrays: the rows of these ops in the
-            schedule's array, and the layer of each row.
-        beside: For each kind of data, the bytes of GPU memory that the schedule holds throughout an iteration, in
-            addition to the workload's base memory (`device_base_bytes`).
-        gone_bytes: Bytes of parameters that the workload's base memory includes, although the schedule keeps them in
-            host memory.
-        checked: Names of the values for which the reuse of the schedule was tested. In such a test, the values are
-            replaced in the schedule, and the result is compared with a newly built schedule.
-        fixed: True if such a test found a difference. The schedule is then never reused for another workload.
+        made_for: Replaceable values of the workload for which the schedule was compiled, as a dict by name (see
+            `times`).
+        rows: Ops with a replaceable value, as a dict by kind of op, such as ``forward``. Each entry is two arrays: the
+            indices of these ops in the schedule's array of ops, and the index of each op's layer.
+        beside: Bytes of GPU memory that the schedule holds throughout an iteration, as a dict by kind of data. The
+            workload's base memory (`device_base_bytes`) is not included.
+        gone_bytes: Bytes of parameters that the schedule keeps in host memory. The workload's base memory includes
+            these
+            bytes, so they are subtracted from the base memory.
+        checked: Names of the values for which reuse was tested.
+        fixed: True if a test of reuse found a difference. The schedule is then never reused.
     """
 
     compiled: CompiledSchedule

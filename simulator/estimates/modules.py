@@ -84,9 +84,11 @@ def is_module(model: object) -> bool:
 
 
 def built_from(module: Any) -> Architecture:
-    """Return the architecture of a torch module that has no Hugging Face config, live or on the ``meta`` device.
+    """Return the architecture of a torch module that has no Hugging Face config. The module may be on the ``meta``
+    device.
 
-    The elements of the module's largest list are taken as the layers. Heads are assumed to have 64 elements.
+    The layers are the elements of the ``nn.ModuleList`` or ``nn.Sequential`` that has the most parameter elements.
+    Attention heads are assumed to have a dimension of 64.
     """
     import torch
 

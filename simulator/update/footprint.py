@@ -121,14 +121,21 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
 
 def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool) -> int:
-    """Return the number of one layer's parameter elements that are copied from host memory to the GPU for a
-    forward or backward.
+    """Return the number of one layer's parameter elements that are copied from host memory to the GPU for a forward or
+    backward.
+
+    The number is 0 if ``elements`` is 0. Otherwise, it is proportional to the number of the layer's elements that are
+    gathered for this forward or backward:
+
+    - The first forward of a step gathers all elements of the layer.
+    - Each later forward of the step gathers all except `Layer.persistent_params` elements, which are still gathered.
+    - A backward gathers `Layer.regathered_params` elements, or all if this field is None.
 
     Args:
         layer: Layer of the workload.
         elements: Number of the layer's parameter elements that are kept in host memory.
-        micro_step: Number of the micro-batch.
-        backward: True for the copies before backward.
+        micro_step: Index of the micro-batch in the step, from 0.
+        backward: True for the copies before backward, False for the copies before forward.
     """
     gathered = layer.params
     if backward:

@@ -223,15 +223,21 @@ def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def distance(
     rows: list[dict[str, Any]], iteration_s: float, cost: CheckpointCost, failures: Failures
 ) -> dict[str, Any]:
-    """Return how far predicted goodput (useful training per time) is from measured goodput, in percentage points.
+    """Compare measured goodput (useful training per time) with two predictions, and return the differences in
+    percentage
+    points.
 
-    Each measured goodput is compared with two predictions: for failures at the same times as in the measurement, and
-    for the long run with failures at a constant rate. The dict has the median and the largest absolute difference of
-    the first prediction, and the median of the second. It also has the checkpoint interval with the best measured
-    goodput. The second prediction is added to each row as ``predicted_goodput``.
+    The first prediction assumes failures at the same times as in the measurement. The second prediction is the expected
+    goodput if failures occur at a constant rate. It is added to each row as ``predicted_goodput``.
 
     Args:
-        rows: Measured results, one row for each checkpoint interval.
+        rows: Measured results, one row for each checkpoint interval. A row also has the first prediction, as
+            ``predicted_goodput_same_failures``.
+
+    Returns:
+        A dict with the median and the largest absolute difference between the first prediction and the measurement, the
+        median absolute difference between the second prediction and the measurement, and the checkpoint interval with
+        the best measured goodput.
     """
     for row in rows:
         row["predicted_goodput"] = goodput_at(row["interval_steps"], iteration_s, cost, failures)

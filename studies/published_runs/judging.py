@@ -40,12 +40,14 @@ def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequ
     """Predict the time and memory of published runs, and return a list of pairs: a run and its prediction.
 
     Args:
-        machines: Machine of each testbed.
-        seen: Runs on which the machines were calibrated. If the log of a run does not tell whether
-            gradients
-            were copied asynchronously, the backward times of ``seen`` runs of the same campaign (series
-            of runs
-            by one source) decide it.
+        machines: Machine of each testbed, by the testbed's name.
+        runs: Published runs to predict.
+        seen: Published runs on which the machines were calibrated. They are also used if a run's log does not tell
+            whether
+            gradients were copied asynchronously. The prediction then assumes the kind of copies (asynchronous or
+            blocking)
+            that fits the measured backward times of most ``seen`` runs of the same campaign (series of runs by one
+            source).
     """
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 
@@ -184,16 +186,18 @@ def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequen
 
 
 def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> dict[str, Any]:
-    """Return, for each testbed, how often the measured times lie inside prediction intervals with a width that was
-    fitted to other runs.
+    """Cross-validate ebbtide's 90% prediction intervals of the iteration time on published runs, for each testbed
+    (machine).
 
-    A testbed is a machine. A campaign is a series of published runs by one source. To judge the runs of one campaign,
-    ebbtide's prediction intervals are widened or narrowed until they hold nine in ten runs of the other campaigns.
+    A campaign is a series of published runs by one source. For each campaign, the intervals are scaled until they hold
+    nine in ten runs of the testbed's other campaigns. Then the runs of this campaign that lie in their scaled intervals
+    are counted. A testbed with a single campaign is left out.
 
     Returns:
-        A dict by testbed. ``n``: number of judged runs. ``held_pct``: percentage of runs with a measured time inside
-        these intervals. ``scale``: factor for the logarithmic width of ebbtide's own intervals, after which they would
-        hold nine in ten of all runs on the testbed. 1 means no change.
+        A dict by testbed, with three entries for each. ``n``: number of runs. ``held_pct``: percentage of the runs that
+        lie in their scaled intervals. ``scale``: factor for the logarithmic width of the intervals, with which they
+        would
+        hold nine in ten of all runs on the testbed, without cross-validation.
     """
     result = {}
     for name in testbeds(runs):

@@ -68,15 +68,17 @@ class Candidate:
     """A plan in the form that a plan search scores: only the fields of a plan file that the search varies.
 
     Attributes:
-        ways: Code of each subgroup's placement, parameter location and flags (`Way.code`), one byte
-            each. If GPU memory cannot hold all on-device gradient sums, only the first ones are kept
-            there.
-        staging_slots: Number of staging buffers (GPU memory for one staged subgroup each). Fewer are
-            used if memory cannot hold them together with the activations.
+        ways: Code of each subgroup's placement, parameter location and flags (`Way.code`), one byte each. One flag
+            requests that the subgroup's gradient sum stays on the GPU. If GPU memory cannot hold the gradient sums of
+            all
+            subgroups with this flag, only the subgroups with the lowest numbers keep the flag.
+        staging_slots: Number of staging buffers (GPU memory for one staged subgroup each). Fewer are used if memory
+            cannot
+            hold them together with the activations.
         prefetch: Number of subgroups that are copied to the GPU ahead of time.
         threads: Number of CPU threads for updates, or 0 for the default.
         overlap_forward: True if updates may overlap the next forward.
-        order: Order of the subgroups' updates. If None, the one that `UpdateOrders` proposes.
+        order: Order of the subgroups' updates. If None, the order that `UpdateOrders` proposes.
         host_slots: Number of buffers in host memory for subgroups that are stored on a drive.
     """
 
