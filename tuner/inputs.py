@@ -157,8 +157,8 @@ _WORKLOAD_OPTIONS = (
     click.option(
         "--clip-rate",
         type=Text("share", chance),
-        help="Fraction of steps that clip gradients or overflow, e.g. 5% (default: 10%). Early updates are"
-        " redone in these steps.",
+        help="Fraction of steps that clip gradients or overflow, e.g. 5% (default: 10%). In these steps, updates that "
+        "started before the gradient norm was known are rolled back.",
     ),
 )
 

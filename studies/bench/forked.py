@@ -114,4 +114,7 @@ class Child(Forked):
         os.kill(self.pid, signal.SIGKILL)
         status = self.ended(LIMIT_S)
         if status != -signal.SIGKILL:
-            raise RuntimeError(f"the run was dead before its kill ({status}): {self.output}")
+            raise RuntimeError(
+                f"the training run must last until the study kills it, but had already ended with exit status "
+                f"{status}. Its output: {self.output}"
+            )

@@ -68,7 +68,10 @@ def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
             child.kill()
             break
     else:
-        raise CrashError("the run ended before its second checkpoint was caught half written")
+        raise CrashError(
+            "the demo must kill the training run while a checkpoint is being written, but the run ended before that. "
+            f"See the log {child.log}"
+        )
     if committed(folder) != first:
         raise CrashError(
             f"the kill came too late: checkpoint {committed(folder)} was already committed. Run the demo again"

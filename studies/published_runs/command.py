@@ -76,7 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--calibrate",
         metavar="CSV",
-        help="published runs with which the presets are calibrated (default: no calibration)",
+        help="file with published runs. The machine presets are calibrated on these runs before the prediction "
+        "(default: no calibration)",
     )
     parser.add_argument("--predict", metavar="CSV", help="published runs to predict (default: those of the repository)")
     parser.add_argument(

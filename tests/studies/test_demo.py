@@ -149,7 +149,7 @@ def test_the_kill_hits_a_checkpoint_that_is_not_committed(saver, tmp_path, commi
 
 
 def test_a_run_that_ends_too_early_is_no_crash(saver, tmp_path):
-    with saver(commits=1, stop=True) as child, pytest.raises(CrashError, match="half written"):
+    with saver(commits=1, stop=True) as child, pytest.raises(CrashError, match="the run ended before that"):
         kill_in_the_middle(child, tmp_path / "ckpt")
 
 

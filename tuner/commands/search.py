@@ -43,20 +43,20 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option(
     "--micro-batch",
     type=click.IntRange(min=1),
-    help="Fix the micro-batch size. If neither this option nor --ds-config gives a size, the search tries several "
-    "sizes, or only size 1 if --free is given and does not name micro_batch.",
+    help="Fix the micro-batch size (default: the size in --ds-config). If --ds-config gives no size, the search tries "
+    "several sizes, or only size 1 if --free lists settings to search, but not micro_batch.",
 )
 @click.option(
     "--accumulation",
     type=click.IntRange(min=1),
-    help="Fix the number of micro-batches per step. If neither this option nor --ds-config gives a number, the search "
-    "tries several numbers, or only 1 if --free is given and does not name accumulation.",
+    help="Fix the number of micro-batches per step (default: the number in --ds-config). If --ds-config gives no "
+    "number, the search tries several numbers, or only 1 if --free lists settings to search, but not accumulation.",
 )
 @click.option(
     "--zero-stage",
     type=click.IntRange(1, 3),
-    help="Fix the ZeRO stage. If neither this option nor --ds-config gives a stage, the search tries all stages, or "
-    "only ZeRO-3 if --free is given and does not name zero_stage.",
+    help="Fix the ZeRO stage (default: the stage in --ds-config). If --ds-config gives no stage, the search tries all "
+    "stages, or only ZeRO-3 if --free lists settings to search, but not zero_stage.",
 )
 @click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
 @click.option("--no-offload", is_flag=True, help="Do not offload.")
