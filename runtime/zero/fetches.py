@@ -48,15 +48,13 @@ class Partitions:
     def bring(self, params: Iterable[Any], executor: Executor) -> dict[Any, tuple[torch.Tensor, list[Completion]]]:
         """Start to copy parameters' partitions from host memory to the GPU, without waiting.
 
-        The copies run one after the other, in the order of ``params`` and after the copies of earlier calls. Each
-        copy also
-        waits until the update of the parameter's subgroup has ended. A partition that is already on the GPU is not
+        The copies run one after the other, in the order of ``params`` and after the copies of earlier calls. Each copy
+        also waits until the update of the parameter's subgroup has ended. A partition that is already on the GPU is not
         copied.
 
         Returns:
             A dict from each parameter to a pair: the partition's tensor on the GPU, and the operations to wait for
-            before the
-            tensor is used.
+            before the tensor is used.
         """
         held = {param: param.ds_tensor.data for param in params}
         there = {p: self._on_device(p, source, executor) for p, source in held.items()}

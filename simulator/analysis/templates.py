@@ -75,8 +75,7 @@ def times(workload: Workload) -> dict[str, Hashable]:
 @dataclass
 class Template:
     """A compiled schedule that can be reused for another workload with the same ops, because its times and memory can
-    be
-    replaced.
+    be replaced.
 
     Reuse is tested once for each kind of value, such as forward times: the values are replaced in the schedule, and the
     result is compared with a newly built schedule.
@@ -89,8 +88,7 @@ class Template:
         beside: Bytes of GPU memory that the schedule holds throughout an iteration, as a dict by kind of data. The
             workload's base memory (`device_base_bytes`) is not included.
         gone_bytes: Bytes of parameters that the schedule keeps in host memory. The workload's base memory includes
-            these
-            bytes, so they are subtracted from the base memory.
+            these bytes, so they are subtracted from the base memory.
         checked: Names of the values for which reuse was tested.
         fixed: True if a test of reuse found a difference. The schedule is then never reused.
     """

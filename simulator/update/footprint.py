@@ -124,8 +124,8 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
     """Return the number of one layer's parameter elements that are copied from host memory to the GPU for a forward or
     backward.
 
-    The number is 0 if ``elements`` is 0. Otherwise, it is proportional to the number of the layer's elements that are
-    gathered for this forward or backward:
+    The number is 0 if ``elements`` is 0. Otherwise, it is proportional to the number of the layer's elements that
+    ZeRO-3 gathers for this forward or backward:
 
     - The first forward of a step gathers all elements of the layer.
     - Each later forward of the step gathers all except `Layer.persistent_params` elements, which are still gathered.

@@ -224,11 +224,10 @@ def distance(
     rows: list[dict[str, Any]], iteration_s: float, cost: CheckpointCost, failures: Failures
 ) -> dict[str, Any]:
     """Compare measured goodput (useful training per time) with two predictions, and return the differences in
-    percentage
-    points.
+    percentage points.
 
     The first prediction assumes failures at the same times as in the measurement. The second prediction is the expected
-    goodput if failures occur at a constant rate. It is added to each row as ``predicted_goodput``.
+    goodput if failures occur at a constant rate. The second prediction is added to each row as ``predicted_goodput``.
 
     Args:
         rows: Measured results, one row for each checkpoint interval. A row also has the first prediction, as

@@ -42,12 +42,9 @@ def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequ
     Args:
         machines: Machine of each testbed, by the testbed's name.
         runs: Published runs to predict.
-        seen: Published runs on which the machines were calibrated. They are also used if a run's log does not tell
-            whether
-            gradients were copied asynchronously. The prediction then assumes the kind of copies (asynchronous or
-            blocking)
-            that fits the measured backward times of most ``seen`` runs of the same campaign (series of runs by one
-            source).
+        seen: Published runs on which the machines were calibrated. If a run's log does not tell whether gradients were
+            copied asynchronously, the prediction assumes the kind of copies (asynchronous or blocking) that fits the
+            measured backward times of most ``seen`` runs of the same campaign (series of runs by one source).
     """
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 
@@ -196,8 +193,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
     Returns:
         A dict by testbed, with three entries for each. ``n``: number of runs. ``held_pct``: percentage of the runs that
         lie in their scaled intervals. ``scale``: factor for the logarithmic width of the intervals, with which they
-        would
-        hold nine in ten of all runs on the testbed, without cross-validation.
+        would hold nine in ten of all runs on the testbed, without cross-validation.
     """
     result = {}
     for name in testbeds(runs):

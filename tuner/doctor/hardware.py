@@ -114,8 +114,7 @@ def link_finding(name: str, width: int, widest: int, slot: int, card: int | None
     every copy between the GPU and host memory.
 
     The link is reported as slow if it uses fewer lanes than the card supports, or if the slot limits the card to an
-    older
-    PCIe generation.
+    older PCIe generation than the card supports.
 
     Args:
         name: Name of the check.

@@ -70,11 +70,9 @@ class Candidate:
     Attributes:
         ways: Code of each subgroup's placement, parameter location and flags (`Way.code`), one byte each. One flag
             requests that the subgroup's gradient sum stays on the GPU. If GPU memory cannot hold the gradient sums of
-            all
-            subgroups with this flag, only the subgroups with the lowest numbers keep the flag.
+            all subgroups with this flag, only the subgroups with the lowest numbers keep the flag.
         staging_slots: Number of staging buffers (GPU memory for one staged subgroup each). Fewer are used if memory
-            cannot
-            hold them together with the activations.
+            cannot hold them together with the activations.
         prefetch: Number of subgroups that are copied to the GPU ahead of time.
         threads: Number of CPU threads for updates, or 0 for the default.
         overlap_forward: True if updates may overlap the next forward.
