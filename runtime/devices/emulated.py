@@ -57,7 +57,7 @@ class EmulatedDevice(Device):
         self._pacer = FluidPacer(capacities)
 
     def compute(self, seconds: float) -> AbstractContextManager[None]:
-        """Return a context manager with a ``with`` block that lasts as long as a training kernel of ``seconds`` on the
+        """Return a context manager. Its ``with`` block lasts as long as a training kernel that takes ``seconds`` on the
         emulated GPU.
 
         The block lasts longer if optimizer updates use the emulated GPU at the same time.

@@ -166,7 +166,7 @@ class TrainingEngine(Protocol):
         ...
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Make all code that reads parameters first call ``wait`` with these parameters.
+        """Before any code reads model parameters, call ``wait`` with the parameters that it will read.
 
         Return a function that undoes this.
         """

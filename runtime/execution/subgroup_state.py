@@ -113,7 +113,7 @@ class StateStore(Protocol):
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
         """Check restored optimizer state on the drive against its stored hashes.
 
-        State that an update has already read is skipped, because the read compares hashes too.
+        Subgroups that an update has read since are skipped, because reading compares the hashes too.
         """
         ...
 

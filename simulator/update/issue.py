@@ -196,8 +196,8 @@ class Issue(Generic[Op]):
         return bool(self._free[step.takes])
 
     def _update_early(self, subgroup: int) -> None:
-        """Issue the ops of a subgroup's early update that do not need the gradient norm, if its gradient is
-        complete.
+        """If a subgroup's gradient is complete, issue the ops of its update that can run before the gradient norm is
+        known.
         """
         recipe = self._now[subgroup]
         begun, previous = self.early.get(subgroup, (0, None))

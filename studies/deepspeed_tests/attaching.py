@@ -196,7 +196,8 @@ def without_a_plan(engine: Any) -> str | None:
 
 
 def mixed_plan(engine: Any) -> Plan:
-    """Return a plan for a test's engine that uses several placements of optimizer state in turn.
+    """Return a plan for a test's engine, with several placements of optimizer state: subgroup after subgroup gets the
+    next one.
 
     A placement tells where a subgroup's state is kept and updated.
     An optimizer that must run its own step gets a plan that leaves all its state in host memory.

@@ -68,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def trained(stage: int, ranks: int, rounds: Sequence[str], cases: list[Case], right: list[dict[str, Any]]) -> int:
-    """Train one group of runs with and without defects, judge each by `tune verify`, and return the number of
-    judgements.
+    """Train one group of runs, with and without deliberate defects in ebbtide's code. Judge each run by `tune
+    verify`, and return the number of judgements.
 
     Args:
         stage: ZeRO stage of the group.

@@ -421,8 +421,9 @@ def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
 
 
 def test_backward_goes_on_beside_the_share_of_a_reduction_that_it_does_not_wait_for():
-    """Check that simulated backward overlaps with a given share of a gradient reduction, here a third. A
-    reduction takes 30 s, so layer 0's backward begins 20 s after layer 1's reduction has begun.
+    """Check that simulated backward overlaps with a given share of a gradient reduction: here with the last third.
+
+    A reduction takes 30 s, so layer 0's backward begins 20 s after layer 1's reduction has begun.
     """
     layers = tuple(Layer(params=10, forward_s=1.0, backward_s=20.0, network_reduce_bytes=30) for _ in range(2))
     work = workload((10, 10)).model_copy(update={"layers": layers, "reduced_beside": 1 / 3})

@@ -81,7 +81,7 @@ class Save:
     def covers(self, path: Path) -> bool:
         """Return whether a path is inside the checkpoint being saved.
 
-        The path must have the checkpoint folder's final name, which the folder itself may get only at the commit.
+        Give the path with the folder's final name, also while the folder still has a temporary one.
         """
         return path.is_relative_to(self.attempt.target)
 

@@ -11,7 +11,8 @@ from ebbtide.runtime.checkpoint.live_state import LiveState
 
 
 class StockState:
-    """A registry of the state of DeepSpeed's own optimizer. It delays the optimizer's step during a checkpoint.
+    """The state of DeepSpeed's own optimizer, for checkpoints. While a checkpoint still reads this state, the
+    optimizer's step waits.
 
     It works with any optimizer that keeps its state in ``optimizer.state``, and its fp32 masters as parameters
     or in ``fp32_partitioned_groups_flat`` (ZeRO-3). Each master with its moments counts as one subgroup.

@@ -106,7 +106,7 @@ class Costs:
         return {resource: min(each[resource] for each in some) for resource in some[0]}
 
     def fetch(self) -> dict[Resource, float]:
-        """Return the least seconds of copying one parameter from host memory to the GPU, as a dict by resource."""
+        """Return by resource (link, DRAM) the least seconds that copying one parameter to the GPU occupies it."""
         wire = self.bytes.wire
         return self._of(Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, wire, "h2d_bytes_per_s", dram_bytes=wire))
 

@@ -82,9 +82,9 @@ def test_wrong_early_updates_are_redone_and_then_left_out(proved, pattern):
     """Check that early updates, which start before the gradient norm is known, are rolled back and redone if the
     step clips. Every step of this test clips.
 
-    Normally no early update starts in such a step, because the runtime sees from the norms of the first
-    gradients that the step will clip. If the test turns this check of the first norms off, early updates start
-    in the first two steps. The runtime then pauses early updates, so the later steps have none.
+    The test runs twice. With the runtime's own check of the first gradients' norms, no early update starts,
+    because these norms show that the step will clip. Without this check, early updates start in the first two
+    steps. Then the runtime pauses early updates, so the later steps have none.
     """
     engine, counts = pausing(engine_for("clips_hard"), pattern)
     count = updated_early(engine)
