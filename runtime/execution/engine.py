@@ -166,7 +166,7 @@ class TrainingEngine(Protocol):
         ...
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Before any code reads model parameters, call ``wait`` with the parameters that it will read.
+        """Make all code that will read model parameters call ``wait`` before, with the parameters that it will read.
 
         Return a function that undoes this.
         """

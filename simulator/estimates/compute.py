@@ -195,8 +195,8 @@ def _attention_gain(device_name: str, version: FlashVersion | None) -> float:
 def _stored_gain(machine: Machine) -> float:
     """Return the speed of attention that stores its scores in GPU memory, divided by the speed of flash attention.
 
-    Both are FLOP/s of the same machine. Attention that stores its scores is assumed to be as fast as FlashAttention 1,
-    because this predicts published training runs without flash attention best.
+    Both are FLOP/s of the same machine. Attention that stores its scores is assumed to be as fast as FlashAttention 1.
+    The published runs without flash attention were predicted with this speed.
     """
     compute = compute_of(machine.device_name)
     if compute is None or machine.attention_flops_per_s is None:

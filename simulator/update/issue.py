@@ -196,8 +196,8 @@ class Issue(Generic[Op]):
         return bool(self._free[step.takes])
 
     def _update_early(self, subgroup: int) -> None:
-        """If a subgroup's gradient is complete, issue the ops of its update that can run before the gradient norm is
-        known.
+        """Issue the ops of a subgroup's update that can run before the gradient norm is known, if the subgroup's
+        gradient is complete.
         """
         recipe = self._now[subgroup]
         begun, previous = self.early.get(subgroup, (0, None))

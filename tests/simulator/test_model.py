@@ -6,6 +6,7 @@ import json
 
 import pytest
 from ebbtide.simulator import ModelError, Quantity, architecture, preset, workload_from_model
+from ebbtide.simulator.estimates.compute import Device
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.update.subgroups import cut
 from hypothesis import given, settings
@@ -304,6 +305,9 @@ def test_a_newer_version_of_flash_attention_computes_scores_faster():
     assert h100 == sorted(h100, reverse=True)
     assert h100[2] < 0.6 * h100[0]
     assert forward_s("h100") == h100[1], "PyTorch's own attention is version 2"
+    assert h100[0] > 1.1 * forward_s("h100"), "presets do not assume version 1"
+    stored, first = (Device.of(preset("h100"), 2, **given) for given in ({"flash": False}, {"flash_version": 1}))
+    assert stored.attention_flops_per_s == first.attention_flops_per_s
     assert forward_s("rtx4090", flash_version=2) == forward_s("rtx4090")
 
 
