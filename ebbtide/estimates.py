@@ -157,7 +157,7 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
 
 
 def _planned(job: "Job", machine: "Machine") -> "Plan | None":
-    from ebbtide.tuner.answer.even import best_of
+    from ebbtide.tuner.advice.even import best_of
     from ebbtide.tuner.placements.decision import QUICK, Question, decide
     from ebbtide.tuner.placements.memory import ImpossibleError
 
@@ -189,7 +189,7 @@ def _nearest(job: "Job", machine: "Machine", strategy: str) -> Iterator[str]:
             f"{told.host_peak_bytes / GIB:.1f} GiB of host memory"
         )
         return
-    from ebbtide.tuner.answer.ways_out import ways_out
+    from ebbtide.tuner.advice.ways_out import ways_out
 
     for way in ways_out(job, machine)[:MOST_WAYS]:
         yield f"{way.label}, {way.iteration_s:.3g} s per step under a plan"

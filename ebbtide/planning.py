@@ -43,7 +43,7 @@ def plan(workload: Workload, machine: Machine, **options: Any) -> Plan:
 
 def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[str, Any]) -> Any:
     from ebbtide import tuner
-    from ebbtide.tuner.answer.ways_out import ways_out
+    from ebbtide.tuner.advice.ways_out import ways_out
 
     if workload.job is None:
         return error
@@ -84,7 +84,7 @@ def what_if(
         ValueError: A strategy, an option or a field is unknown, or there is nothing to simulate.
     """
     from ebbtide.simulator.analysis.what_if import what_if as simulated
-    from ebbtide.tuner.answer.even import quick_or_none
+    from ebbtide.tuner.advice.even import quick_or_none
 
     return simulated(workload, machine, strategies, gpu_memory_bytes, planner=quick_or_none, **options)
 

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from ebbtide.simulator import Machine, Plan, Workload
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
-from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.cli import main as tune
 from ebbtide.tuner.placements.storage import with_storage
 from ebbtide.tuner.service import answers

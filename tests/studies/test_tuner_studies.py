@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.advice.even import even_plan
 
 STUDIES = {"optimality": "studies.optimality.command"}
 

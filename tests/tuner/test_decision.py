@@ -9,7 +9,7 @@ import pytest
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.cuts import finer, recuts
 from ebbtide.tuner.placements.decision import Question, decide

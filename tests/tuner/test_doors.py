@@ -13,7 +13,7 @@ from ebbtide.simulator import what_if
 from ebbtide.simulator.estimates.job import Job, workload_from_model
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf

@@ -313,8 +313,8 @@ def recorder(monkeypatch):
     for target, result in {
         # First, while it is imported: it takes `verify` by name, which is replaced below.
         "ebbtide.runtime.storage.export.export": "out/one",
-        "ebbtide.tuner.profiling.machine_profile": None,
-        "ebbtide.tuner.profiling.script_profile": None,
+        "ebbtide.tuner.commands.profiling.machine_profile": None,
+        "ebbtide.tuner.commands.profiling.script_profile": None,
         "os.execv": None,
         "ebbtide.tuner.commands.run._check": None,
         "ebbtide.tuner.commands.run._watch_for_engines": None,

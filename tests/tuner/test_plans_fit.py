@@ -8,7 +8,7 @@ from ebbtide.simulator import Layer, Plan, Workload
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.rules import RuleError
-from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.placements.memory import ImpossibleError
 from hypothesis import Phase, example, given, settings

@@ -6,7 +6,7 @@ import io
 
 from ebbtide.simulator import preset
 from ebbtide.simulator.limits import GIB, Limits
-from ebbtide.tuner.answer.even import even_plan
+from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.answer.report import memory, show_plan, strategies, wide_console
 from ebbtide.tuner.answer.rows import alternatives, compare
 from rich.console import Console

@@ -9,7 +9,7 @@ from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
-from ebbtide.tuner.answer.ways_out import flags, ways_out
+from ebbtide.tuner.advice.ways_out import flags, ways_out
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.service.scenario import MODELS
@@ -194,7 +194,7 @@ def test_the_refusal_is_printed_before_ways_out_are_tried(monkeypatch, capsys):
         printed.append(capsys.readouterr().err)
         return []
 
-    monkeypatch.setattr("ebbtide.tuner.answer.ways_out.ways_out", tried)
+    monkeypatch.setattr("ebbtide.tuner.advice.ways_out.ways_out", tried)
     asked = ["plan", "--machine", "rtx4090", "--model", "examples/llama-3-8b.json", "--micro-batch", "64"]
     with pytest.raises(SystemExit):
         main([*asked, "--sequence", "8192"])

@@ -168,7 +168,7 @@ def _writing_at(checkpoint_rate: float | None, machine: Machine) -> Machine:
 
 
 def _with_shadow_prices(found: Plan, work: Workload, machine: Machine, options: dict[str, Any]) -> Plan:
-    from ebbtide.tuner.shadow import shadow_prices
+    from ebbtide.tuner.advice.shadow import shadow_prices
 
     extra = shadow_prices(work, machine, found, options)
     return found.model_copy(update={"reasons": (*found.reasons, *extra)})
@@ -190,7 +190,7 @@ def _searched(
 def _with_ways_out(error: ImpossibleError, trained: Trained, machine: Machine, options: Mapping[str, Any]) -> str:
     if trained.job is None:
         return f"{error.fact}. {error.advice}"
-    from ebbtide.tuner.answer.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
+    from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
 
     # Changes take seconds to try. The refusal is known at once, so it is printed at once.
     click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)

@@ -62,7 +62,7 @@ def profile(
     replace: bool,
 ) -> None:
     """Measure this machine, or with --train-script the workload of a training script."""
-    from ebbtide.tuner.profiling import machine_profile, script_profile
+    from ebbtide.tuner.commands.profiling import machine_profile, script_profile
 
     check_folder("--output", output)
     needs("with --train-script", train_script is not None, "launcher", "iterations")
@@ -119,7 +119,7 @@ def _push(url: str, path: str, replace: bool) -> None:
 @guarded
 def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
     """Run an unchanged training script until its first steps are profiled, and write its workload."""
-    from ebbtide.tuner.profiling import script_profile
+    from ebbtide.tuner.commands.profiling import script_profile
 
     check_folder("--output", output)
     script_profile(output, script[0], script[1:], launcher="none", iterations=iterations)

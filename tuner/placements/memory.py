@@ -13,7 +13,7 @@ class ImpossibleError(RuleError):
 
     Attributes:
         fact: Sentence about the missing memory. The memory that lacks most comes first.
-        advice: General advice. `ebbtide.tuner.answer.ways_out` tries changes and gives better advice.
+        advice: General advice. `ebbtide.tuner.advice.ways_out` tries changes and gives better advice.
         missing: Missing bytes by memory, for the plan that comes nearest to fitting.
         ways: Smallest changes of the job with which a plan fits, if `ebbtide.plan` has looked for them.
     """

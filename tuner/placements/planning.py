@@ -20,6 +20,8 @@ from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.reasons import reasons
+from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.calibrate.spread import sampled_machines
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
@@ -200,9 +202,6 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
 
 
 def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Workload | None = None) -> Plan:
-    from ebbtide.tuner.answer.reasons import reasons
-    from ebbtide.tuner.answer.rows import alternatives, compare
-
     stock = stock or search.workload
     rows = compare(stock, search.machine, search.limits, made)
     why = reasons(search.workload, search.machine, made, search.bound, stock)

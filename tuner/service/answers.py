@@ -30,14 +30,14 @@ from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.even import even_plan, quick_or_none
-from ebbtide.tuner.answer.failures import checkpointed, goodput_of
+from ebbtide.tuner.advice.even import even_plan, quick_or_none
+from ebbtide.tuner.advice.failures import checkpointed, goodput_of
+from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, Changes, another_gpu
+from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.answer.rows import BY_KIND, Role, Row, alternatives, compare, figures, stock_beside
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
-from ebbtide.tuner.answer.ways_out import ANOTHER_WAY, Changes, another_gpu
-from ebbtide.tuner.answer.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import wear, with_storage
 from ebbtide.tuner.service.requests import (

@@ -48,8 +48,8 @@ def test_a_refusal_names_the_key(service):
 
 
 def test_a_profile_is_pushed(server, tmp_path, monkeypatch):
-    from ebbtide.tuner import profiling
     from ebbtide.tuner.cli import main
+    from ebbtide.tuner.commands import profiling
 
     fields = preset("h200").model_dump() | {"name": "pushed"}
 

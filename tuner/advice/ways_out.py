@@ -13,7 +13,7 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.tuner.answer.even import best_of
+from ebbtide.tuner.advice.even import best_of
 from ebbtide.tuner.placements.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Question, check_bytes, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
