@@ -184,7 +184,7 @@ def test_no_module_imports_itself_through_others():
 ROOMS = {
     "simulator": (("schedules",), ("engines",), ("analysis", "estimates")),
     "tuner": (
-        ("calibrate",),
+        ("calibrate", "candidates"),
         ("answer",),
         ("placements",),
         ("advice", "configurations"),

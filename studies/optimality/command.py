@@ -20,8 +20,9 @@ import numpy as np
 from ebbtide.simulator import Layer, Machine, Placement, Quantity, Workload
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import GIB, Limits
+from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.placements.planning import plan
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.search import Search
 from rich.progress import track
 
 from studies.bench.console import publish, study_parser

@@ -12,8 +12,9 @@ from ebbtide.simulator.analysis.bound import problem
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.update.recipes import Slot
 from ebbtide.simulator.update.way import SUMMED
-from ebbtide.tuner.placements.moves import CHOICES, STAGED
-from ebbtide.tuner.placements.search import Candidate, Search, turned
+from ebbtide.tuner.candidates.candidate import Candidate, turned
+from ebbtide.tuner.candidates.moves import CHOICES, STAGED
+from ebbtide.tuner.placements.search import Search
 
 MOST_SUBGROUPS = 10
 NEAR = 1e-5  # of the solver
@@ -46,7 +47,7 @@ def optimum(search: Search) -> Optimum:
 
     The result is exact over placements, staging buffers, prefetch, on-device gradient accumulation and the measured
     numbers of threads. All simulated plans overlap updates with the next forward, and use the update orders of
-    `ebbtide.tuner.placements.update_orders`.
+    `ebbtide.tuner.candidates.update_orders`.
 
     Raises:
         ValueError: There are more than MOST_SUBGROUPS subgroups, or no plan fits into memory.

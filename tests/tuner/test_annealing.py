@@ -12,9 +12,11 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.order import UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, Way, of_codes
+from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.candidates.moves import CHOICES, QUEUES, STAGED, Freedom, Moved
 from ebbtide.tuner.placements.annealing import CLOSE, anneal, settings
-from ebbtide.tuner.placements.moves import CHOICES, QUEUES, STAGED, Freedom, Moved
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.first_plans import try_first
+from ebbtide.tuner.placements.search import Search
 
 from tests.tuner.test_search import machine, workload
 
@@ -119,7 +121,7 @@ def test_what_is_issued_is_the_order_of_the_plan_that_it_becomes():
 
 def test_first_plans_mix_every_placement_that_there_is_and_try_slots():
     search = begun()
-    search.try_first()
+    try_first(search)
     assert {p for c in search.scores for p in c.placements} == set(CHOICES)
     assert {c.staging_slots for c in search.scores} > {1, 2, 4}
     assert all(sum(p in STAGED for p in c.placements) >= c.prefetch for c in search.scores)

@@ -10,8 +10,8 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.advice.even import even_plan
+from ebbtide.tuner.candidates.cuts import finer, recuts
 from ebbtide.tuner.placements import decision
-from ebbtide.tuner.placements.cuts import finer, recuts
 from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.service.scenario import MODELS

@@ -11,8 +11,8 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.tuner.candidates.candidate import Candidate, seconds_of
 from ebbtide.tuner.placements.memory import ImpossibleError
-from ebbtide.tuner.placements.search import Candidate, seconds_of
 from ebbtide.tuner.placements.shares import spaced
 
 from studies.optimality.command import random_pair

@@ -13,11 +13,12 @@ from ebbtide.simulator import Machine, Plan, PlanError, Quantity, build_schedule
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.storage import StorageRates, shares
 from ebbtide.simulator.update.footprint import footprint
+from ebbtide.tuner.candidates.candidate import Candidate, evenly
+from ebbtide.tuner.candidates.moves import CHOICES, STORED, Freedom, Moved, choices
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
-from ebbtide.tuner.placements.moves import CHOICES, STORED, Freedom, Moved, choices
-from ebbtide.tuner.placements.search import Candidate, Search, evenly
+from ebbtide.tuner.placements.search import Search
 
 from tests.tuner.test_search import machine
 from tests.tuner.test_search import workload as twenty

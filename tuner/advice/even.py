@@ -10,7 +10,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import LITTLE, above_bound
-from ebbtide.tuner.placements.cuts import SIZES
+from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.memory import ImpossibleError

@@ -22,10 +22,10 @@ from ebbtide.simulator.update.recipes import Bytes
 from ebbtide.simulator.update.tiers import TIERS
 from ebbtide.simulator.update.way import plain_ways
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.evaluation import Outcome, Question
 from ebbtide.tuner.configurations.space import Configuration, Space
-from ebbtide.tuner.placements.moves import STORED
 
 MOST = 3000  # simulations
 SLACK = 0.002  # of the leader's speed and of missing memory: a smaller gain is not simulated

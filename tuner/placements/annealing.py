@@ -1,7 +1,7 @@
 """Simulated annealing, which improves a good training plan by many small random changes.
 
 Placements of subgroups (parts of DeepSpeed's optimizer state) and the order of their updates are changed
-together, by the moves in `ebbtide.tuner.placements.moves`. Changing only one of the two often gets
+together, by the moves in `ebbtide.tuner.candidates.moves`. Changing only one of the two often gets
 stuck, since only slower plans lie between two good ones.
 """
 
@@ -13,8 +13,9 @@ from random import Random
 from typing import Any
 
 from ebbtide.simulator.update.order import Direction, UpdateOrder
-from ebbtide.tuner.placements.moves import STAGED, STORED, Moved, plain
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.candidates.moves import STAGED, STORED, Moved, plain
+from ebbtide.tuner.placements.search import Search
 
 CLOSE = 1.001  # times the bound: a better plan would not be worth the search
 BETTER = 1e-6

@@ -17,13 +17,15 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.candidates.cuts import LARGE, SIZES, TOLD, WORTH, finer, quick_cuts, recuts
+from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.placements.annealing import anneal
-from ebbtide.tuner.placements.cuts import LARGE, SIZES, TOLD, WORTH, finer, quick_cuts, recuts
+from ebbtide.tuner.placements.first_plans import try_first
 from ebbtide.tuner.placements.fit import roomiest
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
-from ebbtide.tuner.placements.moves import STORED
-from ebbtide.tuner.placements.search import Bounds, Candidate, Search
+from ebbtide.tuner.placements.search import Bounds, Search
 from ebbtide.tuner.placements.shares import descend, free_parameters
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
@@ -201,7 +203,7 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     for number, search in enumerate(finalists):
         progress(0.6 + 0.2 * number / len(finalists), "improving the best plans")
         search.effort = question.effort
-        search.try_first()
+        try_first(search)
         descend(search, _changes(search))
         improve(search, AT_FIRST * question.effort)
     best = min(finalists, key=lambda search: search.best_s)

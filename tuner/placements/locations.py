@@ -13,8 +13,10 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Plan
 from ebbtide.simulator.update.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.moves import HOST, STORED
-from ebbtide.tuner.placements.search import Bounds, Search, evenly
+from ebbtide.tuner.candidates.candidate import evenly
+from ebbtide.tuner.candidates.moves import HOST, STORED
+from ebbtide.tuner.placements.first_plans import try_first
+from ebbtide.tuner.placements.search import Bounds, Search
 from ebbtide.tuner.placements.shares import SHARES, spaced
 from ebbtide.tuner.quantities import told_seconds
 
@@ -44,14 +46,14 @@ def begun(
             computed.
     """
     found = Search(workload, machine, limits.in_memory, seed, effort=effort, bounds=bounds)
-    found.try_first()
+    try_first(found)
     if found.fits or limits.storage_bytes is None or workload.zero_stage < 3:
         if freely or not found.fits:
             move_parameters(found)
         return found
     move_parameters(found)
     spilled = Search(workload, machine, limits, seed, effort=effort, bounds=bounds)
-    spilled.try_first()
+    try_first(spilled)
     if freely or not spilled.fits:
         move_parameters(spilled)
     return spilled if spilled.best_s < found.best_s or not found.fits else found
@@ -77,7 +79,7 @@ def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -
     best = base
     for locations in dict.fromkeys([tried, *(spaced(count, n) for n in sorted(numbers))]):
         if locations and (math.isinf(best_s) or search.floor_s(locations) < best_s):  # else none can be better
-            seconds = search.try_first(locations)
+            seconds = try_first(search, locations)
             best, best_s = (locations, seconds) if seconds < best_s else (best, best_s)
     search.locations = best
 

@@ -24,12 +24,13 @@ from ebbtide.tuner.answer.reasons import reasons
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.calibrate.spread import sampled_machines
+from ebbtide.tuner.candidates.candidate import Candidate, seconds_of, turned
+from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
 from ebbtide.tuner.placements.decision import QUICK as QUICK
 from ebbtide.tuner.placements.decision import Progress, Question, about_pieces, about_subgroups, decide, silently
 from ebbtide.tuner.placements.locations import brought
-from ebbtide.tuner.placements.moves import STORED
-from ebbtide.tuner.placements.search import Candidate, Search, seconds_of, turned
+from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.speculation import about_early_updates
 from ebbtide.tuner.placements.storage import about_storage
 from ebbtide.tuner.quantities import told_seconds
@@ -71,7 +72,7 @@ def plan(
             second, and the host memory for copies of state. If None, the plan has no checkpoint interval.
         restart_s: Seconds from a failure until training runs again.
         subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, the sizes in
-            `ebbtide.tuner.placements.cuts`. If empty, only the workload's own size is used.
+            `ebbtide.tuner.candidates.cuts`. If empty, only the workload's own size is used.
         pieces: True if the plan may divide DeepSpeed's subgroups into smaller ones (`Workload.in_pieces`). DeepSpeed
             itself keeps the subgroup size that the workload names. This has an effect only under ZeRO-3, and cannot be
             combined with ``storage``.

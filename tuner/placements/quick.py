@@ -15,12 +15,14 @@ from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.order import FORWARD
 from ebbtide.simulator.update.way import of_codes
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.candidates.cuts import merged
+from ebbtide.tuner.candidates.moves import STAGED, STORED
 from ebbtide.tuner.placements import locations
-from ebbtide.tuner.placements.cuts import merged
 from ebbtide.tuner.placements.decision import follow, improve
-from ebbtide.tuner.placements.moves import STAGED, STORED
+from ebbtide.tuner.placements.first_plans import try_first
 from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.speculation import fewest, try_early
 
 EFFORT = 0.2  # of a search's evaluations, while training waits
@@ -79,18 +81,18 @@ def quick_plan(
     running = Candidate.of_plan(current)
     current_s = search.seconds_anyhow(running)
     search.score(running)
-    search.try_first()
+    try_first(search)
     coarser = list[Search]()
     if not (machine.unified_memory or now or stored or move_parameters):
         for many in MERGED:
             other = new(merged(workload, many))
-            other.try_first()
+            try_first(other)
             if other.fits:
                 follow(other, coarser)
                 coarser.append(other)
     follow(search, coarser)
     if move_parameters:
-        search.try_first(())
+        try_first(search, ())
         locations.move_parameters(search, now)
         try_early(search)
     if search.fits and not machine.unified_memory:

@@ -14,8 +14,10 @@ from itertools import permutations
 from ebbtide.simulator.plan import ParameterLocation, Placement
 from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES
 from ebbtide.simulator.update.way import EARLY, EARLY_PLACEMENTS, PARAMETERS_ON_HOST
-from ebbtide.tuner.placements.moves import PLACEMENTS, STAGED, STORED
-from ebbtide.tuner.placements.search import MOST_OUTLIERS, Candidate, Search, turned, waiting
+from ebbtide.tuner.candidates.candidate import Candidate, able_early, turned, waiting
+from ebbtide.tuner.candidates.moves import PLACEMENTS, STAGED, STORED
+from ebbtide.tuner.placements.first_plans import MOST_OUTLIERS
+from ebbtide.tuner.placements.search import Search
 
 # Of the parameters: the first step of a descent, from plans of a search itself, of one with larger subgroups,
 # and with parameters in host memory. Which one leads to the best plan is not known beforehand.
@@ -134,7 +136,7 @@ class Shares:
             return made
         made = waiting(search.ordered(made))
         for placement in EARLY_PLACEMENTS:
-            able = search.able(made, placement)
+            able = able_early(made, placement)
             many = round(len(able) * self.early.get(placement, 0.0))
             while many:
                 tried = search.ordered(turned(made, able[len(able) - many :].tolist(), EARLY))

@@ -12,8 +12,9 @@ from dataclasses import replace
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import EARLY, SUMMED
-from ebbtide.tuner.placements.moves import STAGED
-from ebbtide.tuner.placements.search import Candidate, Search, turned
+from ebbtide.tuner.candidates.candidate import Candidate, able_early, turned
+from ebbtide.tuner.candidates.moves import STAGED
+from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.quantities import told_seconds
 
 FEW = 3  # of the best plans without early updates, with which the search begins
@@ -61,7 +62,7 @@ def _spread(search: Search) -> None:
     in ``n``.
     """
     best = search.ordered(search.best())
-    able = search.able(best, "host").tolist()
+    able = able_early(best, "host").tolist()
     early = [s for s in able if best.ways[s] & EARLY]
     others, count = turned(best, early, EARLY), len(able)
     for many in sorted({len(early) * i // PARTS for i in range(1, PARTS + 1)} - {0}):

@@ -12,8 +12,9 @@ from ebbtide.simulator.storage import shares
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.recipes import Bytes
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.moves import HOST, STORED
-from ebbtide.tuner.placements.search import Candidate, Search
+from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.candidates.moves import HOST, STORED
+from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.quantities import told_seconds
 
 DAY_S = 86400.0

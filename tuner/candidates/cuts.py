@@ -14,8 +14,8 @@ from itertools import accumulate
 from ebbtide.simulator.update.order import FORWARD, issue_order, order_of
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.moves import ALLOWED, STAGED
-from ebbtide.tuner.placements.search import Candidate
+from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.candidates.moves import ALLOWED, STAGED
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
 LARGE = 2 * 10**8  # elements: above it smaller subgroups may be worth a sentence

@@ -1,0 +1,140 @@
+"""The simple plans that a plan search tries first."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement, product
+
+from ebbtide.simulator.plan import ParameterLocation, Placement
+from ebbtide.simulator.update.recipes import PARAMETER_SLOTS
+from ebbtide.tuner.candidates.candidate import Candidate
+from ebbtide.tuner.candidates.moves import HOST, STORED
+from ebbtide.tuner.placements.fit import Fit, roomiest
+from ebbtide.tuner.placements.search import Search
+
+MOST_OUTLIERS = 4  # of the large subgroups; they are tried here and there
+MOST_POINTS = 28  # of a grid of numbers
+ROUNDED = (-2, -1, 0, 1, 2)  # subgroups around a division of fractions
+FEWEST_WITH_LITTLE_EFFORT = 10  # points of a grid
+SPILLED_POINTS = 91  # numbers of what is not on storage
+FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
+
+
+def try_first(search: Search, locations: tuple[ParameterLocation, ...] | None = None) -> float:
+    """Try simple plans, and return the seconds per iteration of the fastest one, or ``inf`` if none fits.
+
+    A simple plan updates all subgroups on the CPU, or gives each placement a fraction of the subgroups, evenly
+    spread. If none of these plans fits, the search computes the fractions that leave the most free bytes in the
+    fullest memory, and tries plans with similar fractions. A few subgroups may be far larger than the others,
+    such as that of an embedding. In the plans with similar fractions, these large subgroups are tried with every
+    placement.
+
+    Args:
+        search: Search that scores the plans.
+        locations: Location of each subgroup's 16-bit parameters. If None, the locations of the last call are
+            used.
+    """
+    search.locations = search.locations if locations is None else locations
+    count = len(search.workload.subgroups)
+    least = search.peaks(search.evenly({HOST: count}))
+    best_s = search.try_(search.evenly({HOST: count}))
+    if len(search.choices) == 1:
+        return best_s
+    if least.device_peak_bytes > search.limits.device_bytes:  # nothing takes less of it
+        return best_s
+    # Elsewhere state takes as many bytes, or more; only the parameters' slots may go.
+    slots = PARAMETER_SLOTS * max(search.workload.subgroups) * search.workload.wire_bytes
+    both = least.device_peak_bytes + least.host_peak_bytes - slots
+    best_s = min(best_s, _grid_s(search, MOST_POINTS, (2, 4)))
+    if math.isinf(best_s) and both <= search.limits.total_bytes:
+        best_s = min(_roomiest_s(search, fixed) for fixed in _held_apart(search))
+    if not STORED.isdisjoint(search.choices):
+        best_s = min(best_s, _least_stored(search))
+    return best_s
+
+
+def _least_stored(search: Search) -> float:
+    """Try plans that keep as few subgroups as possible on a drive. Return the seconds per iteration of
+    the fastest one.
+
+    The other subgroups are divided among the other placements in many ways.
+    """
+    count, best_s = len(search.workload.subgroups), math.inf
+    stored = next(p for p in search.choices if p in STORED)
+    others = [p for p in search.choices if p not in STORED]
+    for numbers, slots in product(
+        _grid(count, search.share_of(SPILLED_POINTS, FEWEST_WITH_LITTLE_EFFORT), others), FEW_HOST_SLOTS
+    ):
+
+        def spilled(n: int, numbers: Mapping[Placement, int] = numbers, slots: int = slots) -> Candidate:
+            some = {**numbers, HOST: numbers[HOST] - n, stored: n}
+            return replace(search.evenly(some, FEW_SLOTS), host_slots=slots)
+
+        low, high = 0, numbers[HOST] + 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if search.holds(spilled(middle)) else (middle + 1, high)
+        if low <= numbers[HOST]:
+            best_s = min(best_s, search.try_(spilled(low)))
+    return best_s
+
+
+def _grid_s(search: Search, points: int, slots: Sequence[int]) -> float:
+    """Try plans with different numbers of subgroups per placement, and return the seconds per iteration of the
+    fastest plan.
+
+    In each plan, the subgroups of each placement are spread evenly over the model.
+
+    Args:
+        points: Largest number of combinations to try. A combination is a number of subgroups for each placement.
+        slots: Numbers of staging buffers (GPU memory for one staged subgroup each) to try with each combination.
+    """
+    numbers = _grid(len(search.workload.subgroups), points, search.choices)
+    return min(search.try_(search.evenly(n, number)) for n, number in product(numbers, slots))
+
+
+def _roomiest_s(search: Search, fixed: Mapping[int, Placement]) -> float:
+    sizes, choices = search.workload.subgroups, search.choices
+    count = len(sizes) - len(fixed)
+    mean = (search.workload.params - sum(sizes[i] for i in fixed)) / max(1, count)
+    best_s = math.inf
+    division = _division(search)
+    left = [
+        division.of(p) * search.workload.params - sum(sizes[i] for i, there in fixed.items() if there == p)
+        for p in choices[1:]
+    ]
+    for changes in product(ROUNDED, repeat=len(left)):
+        numbers = [max(0, round(n / mean) + change) for n, change in zip(left, changes, strict=True)]
+        if sum(numbers) > count:
+            continue
+        made = search.evenly(dict(zip(choices, (count - sum(numbers), *numbers), strict=True)), 1, fixed)
+        best_s = min(best_s, search.try_(made))
+    return best_s
+
+
+def _division(search: Search) -> Fit:
+    """Return the division of the model's parameters among placements that leaves the most free bytes in the fullest
+    memory: the GPU's, the host's or a drive.
+
+    The number of 16-bit parameters in host memory is the one that the search assumes for its simple plans
+    (`locations`).
+    """
+    away = sum(
+        n for n, location in zip(search.workload.subgroups, search.locations, strict=False) if location == "host"
+    )
+    return roomiest(search.workload, search.machine, search.limits, away=away / search.workload.params)
+
+
+def _held_apart(search: Search) -> Iterator[dict[int, Placement]]:
+    large = search.workload.large_subgroups[:MOST_OUTLIERS]
+    for chosen in product(search.choices, repeat=len(large)):
+        yield dict(zip(large, chosen, strict=True))
+
+
+def _grid(count: int, most: int, choices: Sequence[Placement]) -> Iterator[dict[Placement, int]]:
+    kinds = len(choices)
+    steps = max(n for n in range(1, most) if math.comb(n + kinds - 1, n) <= most)
+    borders = sorted({round(i * count / steps) for i in range(steps + 1)})
+    for cuts in combinations_with_replacement(borders, kinds - 1):
+        ends = [0, *cuts, count]
+        yield {p: ends[i + 1] - ends[i] for i, p in enumerate(choices)}
