@@ -130,8 +130,8 @@ class Job(Training):
         """Return the estimated workload of one rank of a training job on a machine. See `workload_from_model`.
 
         Raises:
-            ModelError: The machine's ``device_flops_per_s`` is None. Or its ``network_bytes_per_s`` is None, although a
-                tensor-parallel group has ranks on several nodes.
+            ModelError: The machine's ``device_flops_per_s`` is None. Or its ``network_bytes_per_s`` is None, although
+                ranks on several nodes exchange gradients.
         """
         if machine.device_flops_per_s is None:
             raise ModelError(
@@ -148,11 +148,14 @@ class Job(Training):
                 "the machine file, or lower --tensor-parallel"
             )
         made = rank.workload()
+        if machine.network_bytes_per_s is None and any(layer.network_reduce_bytes for layer in made.layers):
+            raise ModelError(_no_network(rank.layout, machine), key="machine.network_bytes_per_s")
         made.__dict__["job"] = self  # `Workload.job`, which a copy keeps and a file does not
         return made
 
 
 def _no_network(layout: Layout, machine: Machine) -> str:
+    """Return a message for a job that needs several nodes, on a machine without a network."""
     hosts = [f"{machine.name}-x{n}" for n in (2, 4, 8) if n >= layout.gpus and f"{machine.name}-x{n}" in SHEETS]
     one_host = f" For {layout.gpus} cards on one host, take the preset {hosts[0]}." if hosts else ""
     return (

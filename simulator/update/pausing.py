@@ -48,16 +48,6 @@ class StepTimes(NamedTuple):
         """Return the time that early updates cost in a step that clips, as a fraction of the time without them."""
         return max(0.0, (self.wrong_s - self.plain_s) / self.plain_s)
 
-    @property
-    def break_even(self) -> float:
-        """Return the clip rate at which early updates save as much time as they cost, on average.
-
-        The clip rate is the fraction of all steps that clip or overflow. In such a step, early updates are redone,
-        which costs time.
-        """
-        span_s = self.wrong_s - self.right_s
-        return 1.0 if span_s <= 0 else min(1.0, max(0.0, (self.plain_s - self.right_s) / span_s))
-
     def mean_s(self, clip_rate: float) -> float:
         """Return the mean seconds of an iteration with early updates, if the fraction ``clip_rate`` of the steps clips.
 

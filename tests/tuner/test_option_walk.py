@@ -430,7 +430,7 @@ ALONE = [
     ("simulate --machine h200 --model m.json --trace t --plot t", "--plot must be another file th"),
     ("PLAN --pipeline-parallel 2", "pipeline_parallel must"),
     ("PLAN --ds-config nvme.json", "nvme_path must name a folder"),
-    ("plan --machine rtx4090 --model m.json -o p.json --data-parallel 4", "network_bytes_per_s"),
+    ("plan --machine rtx4090 --model m.json -o p.json --data-parallel 4", "take the preset rtx4090-x4"),
 ]
 
 

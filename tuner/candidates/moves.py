@@ -53,8 +53,6 @@ def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
 
 
 STAGED = frozenset(placement for placement, recipe in RECIPES.items() if is_staged(recipe))
-# Their state comes to a slot first, of whichever memory.
-AWAITED = frozenset(p for p, r in RECIPES.items() if any(slot.holds_state for slot in r.slots))
 STORED = frozenset(p for p, recipe in RECIPES.items() if recipe.state == "storage")
 HOST = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
 _STAGED_CODES = {PLACEMENT_CODES[placement] for placement in STAGED}

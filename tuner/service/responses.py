@@ -283,7 +283,6 @@ class SearchResult(Answered):
     front: list[Configured]
     costs: dict[str, dict[str, float]]
     verified: list[dict[str, Any]]
-    verified_elsewhere: str | None
     outcomes: list[Configured]
 
 
