@@ -85,8 +85,6 @@ class StockOptions:
             new parameters to the GPU is left for the step.
         host_ratio: Fraction of the subgroups whose state is in host memory (Twin-Flow's ``ratio``). DeepSpeed keeps the
             first subgroups in GPU memory.
-        counts_host: True if the number of subgroups in host memory is rounded down, as by DeepSpeed's builds of 2024.
-            False if the number of subgroups in GPU memory is rounded down, as by DeepSpeed 0.19.8.
         stride: ``n`` if the GPU updates every ``n``-th of the subgroups in host memory. 0 if it updates none of them.
         staging_slots: Number of staging buffers. Each is GPU memory for the state of one subgroup.
         result_copy: True if another process does the CPU updates, so that new masters are copied once more.
@@ -103,7 +101,6 @@ class StockOptions:
     gradients: Gradients = "stock"
     updates: Updates = "sequential"
     host_ratio: float = 1.0
-    counts_host: bool = False
     stride: int = 0
     staging_slots: int = 1
     result_copy: bool = False
@@ -137,7 +134,7 @@ class StockLoop(TrainingLoop):
         self.options = options
         self.state_bytes = workload.optimizer_state.state_bytes
         count = len(self.sizes)
-        self.resident = self._residents(count)  # the first ones, as DeepSpeed does
+        self.resident = int((1 - options.host_ratio) * count)  # the first ones, as DeepSpeed does
         self.staged = {
             s for i, s in enumerate(range(self.resident, count), start=1) if options.stride and i % options.stride == 0
         }
@@ -147,16 +144,6 @@ class StockLoop(TrainingLoop):
         self.missing: list[int] = []
         self.updated: dict[int, int] = {}  # subgroups updated during backward
         self.written_back: list[int] = []
-
-    def _residents(self, count: int) -> int:
-        """Return the number of the given subgroups that keep their optimizer state in GPU memory.
-
-        It follows from the fraction of subgroups in host memory (``host_ratio``), and may have to be rounded. DeepSpeed
-        0.19.8 rounds the number of subgroups in GPU memory down. Older builds round the number in host memory down.
-        """
-        if self.options.counts_host:
-            return count - int(self.options.host_ratio * count + 1e-9)
-        return int((1 - self.options.host_ratio) * count)
 
     def schedule(self, iterations: int, name: str) -> Schedule:
         """Return the ops appended so far as a schedule, with the memory in use throughout an iteration."""

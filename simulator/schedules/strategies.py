@@ -140,7 +140,6 @@ def twin_flow(
     iterations: int = 3,
     ratio: float = 0.5,
     async_gradients: bool = True,
-    counts_host: bool = False,
     pinned: bool = True,
     overflow_check: OverflowCheck = "host_fp16",
 ) -> Schedule:
@@ -158,22 +157,12 @@ def twin_flow(
             "options.async_gradients",
         )
     flows: Gradients = "stock" if async_gradients else "widened_on_host"
-    options = StockOptions(
-        host_ratio=ratio,
-        gradients=flows if pinned else "unpinned",
-        counts_host=counts_host,
-        overflow_check=overflow_check,
-    )
+    options = StockOptions(host_ratio=ratio, gradients=flows if pinned else "unpinned", overflow_check=overflow_check)
     return _stock(workload, "twin_flow", options, iterations)
 
 
 def deep_optimizer_states(
-    workload: Workload,
-    iterations: int = 3,
-    stride: int = 2,
-    ratio: float = 1.0,
-    staging_slots: int = 1,
-    counts_host: bool = False,
+    workload: Workload, iterations: int = 3, stride: int = 2, ratio: float = 1.0, staging_slots: int = 1
 ) -> Schedule:
     """Return the schedule of Deep Optimizer States (Maurya et al., Middleware 2024).
 
@@ -192,7 +181,6 @@ def deep_optimizer_states(
         host_ratio=ratio,
         stride=stride,
         staging_slots=staging_slots,
-        counts_host=counts_host,
         pageable_parameters=False,
     )
     return _stock(workload, "deep_optimizer_states", options, iterations)

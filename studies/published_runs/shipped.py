@@ -106,11 +106,21 @@ def schedule_of(run: Run, machine: Machine) -> Schedule:
 
 def _schedule_of(run: Run, machine: Machine) -> Schedule:
     work = workload_of(run, machine)
-    options: dict[str, Any] = {"iterations": 1, "ratio": run.offload_ratio, "counts_host": True}
+    options: dict[str, Any] = {"iterations": 1, "ratio": _ratio_of_today(run.offload_ratio, len(work.subgroups))}
     if run.prefetch and run.stride:
         return build_strategy("deep_optimizer_states", work, stride=run.stride, **options)
     flows = BUILDS.get(run.family, False) if run.async_grads is None else run.async_grads
     return build_strategy("twin_flow", work, async_gradients=flows, **options)
+
+
+def _ratio_of_today(ratio: float, count: int) -> float:
+    """Return the ratio with which DeepSpeed 0.19.8 keeps as many subgroups on the GPU as the build of 2024 did.
+
+    DeepSpeed 0.19.8 rounds the number of subgroups on the GPU down. Its build of 2024 rounded the number in host memory
+    down.
+    """
+    on_device = count - int(ratio * count + 1e-9)
+    return max(0.0, 1 - (on_device + 0.5) / count)  # half a subgroup more, against rounding
 
 
 def as_logged(run: Run) -> Run:
