@@ -176,9 +176,9 @@ def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
 
 
 def _nearest(job: "Job", machine: "Machine", strategy: str) -> Iterator[str]:
-    """Yield sentences for the user on changes of a training job that does not fit into memory, so that it would fit.
+    """Yield changes that let a training job fit into memory, as sentences for the user.
 
-    If the job fits under a plan and not with plain DeepSpeed, the only change is to train under a plan.
+    The job does not fit with its present strategy. If it fits under a plan, training under a plan is the only change.
     """
     planned = None if strategy == "ebbtide" else _planned(job, machine)
     if planned is not None and planned.prediction is not None:

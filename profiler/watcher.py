@@ -22,7 +22,10 @@ Phase = Literal["forward", "backward", "step", "other"]
 
 @dataclass
 class Trace:
-    """The record of one profiled training step. Times are in seconds, on CUDA between synchronizations with the GPU.
+    """The record of one profiled training step.
+
+    Durations are in seconds. On CUDA they include the GPU's work, because the GPU is synchronized whenever the clock is
+    read. The exception is ``issued_s``.
 
     Attributes:
         units: Forward seconds by part of the model, summed over all micro-batches.
@@ -53,15 +56,14 @@ class Trace:
 class Watcher:
     """A recorder of times and memory in the steps of a DeepSpeed engine.
 
-    The recorder puts hooks on the model's modules and wraps the engine's functions, until `remove`. A thread samples
-    memory between the hooks. This thread only reads counters and appends to the measurements of the current step.
+    The recorder puts hooks on the model's modules and wraps the engine's functions, until `remove`. Between the hooks,
+    a thread samples memory. This thread only reads counters and appends to the measurements of the current step.
     Everything else runs on the training thread. The engine's ``step`` is not wrapped: callers run it through `timed`.
 
     Args:
         engine: DeepSpeed engine.
-        first: True for the engine's first recorder. This matters if counting activations slows down training, as it
-            does without CUDA. Activations are then counted, and memory is sampled by the thread, only in the first step
-            that the first recorder measures.
+        first: True for the engine's first recorder. Without CUDA, counting activations slows down training. Activations
+            are then counted, and the thread samples memory, only in the first step of the first recorder.
     """
 
     def __init__(self, engine: Any, *, first: bool = True) -> None:

@@ -155,7 +155,11 @@ class LiveState:
         self.stored: StoredState | None = None
 
     def register(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Register the tensors of a subgroup's state: the flat fp32 master and moments. They replace earlier ones."""
+        """Register the tensors of a subgroup's state, which are the flat fp32 master and moments.
+
+        A checkpoint can then write them directly from their memory, and an update waits before it overwrites them. They
+        replace the tensors that were registered for the subgroup before.
+        """
         self.register_all({subgroup: tensors})
 
     def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:

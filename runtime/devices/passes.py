@@ -1,7 +1,8 @@
-"""A recorder of the GPU time of forward and backward in training steps, without waits for copies.
+"""A recorder of the time that the GPU computes in forward and in backward of a training step.
 
-The GPU waits if backward must not run ahead of the copies of gradients to host memory, or if a layer's parameters are
-still being copied to the GPU. Events on the training stream show these waits, without a synchronization.
+The GPU also waits for copies: backward must not run ahead of the copies of gradients to host memory, and forward may
+need a layer's parameters that are still being copied to the GPU. Events on the training stream measure these waits
+without a synchronization, so that they can be subtracted.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ class OpBodies:
     Attributes:
         gate: The object that an update asks before it overwrites state, because a checkpoint may still be reading the
             state. None if nothing else reads the state.
-        spent: By subgroup: the last elements of the state before its latest update, and this update's hyperparameters.
-            Kept only if DeepSpeed's CPU op would overwrite the end of the gradient (`UpdateRule.spends`). The values
-            that the op would write there can then be computed when they are needed.
+        spent: For each subgroup: the last elements of its state before the latest update, and this update's
+            hyperparameters. From them, `UpdateRule.spent` computes what DeepSpeed's CPU op would have written over the
+            end of the gradient. Empty if the op does not overwrite gradients (`UpdateRule.spends`).
     """
 
     def __init__(

@@ -162,9 +162,11 @@ class EarlyUpdates:
         return taken
 
     def away(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Return the subgroups whose optimizer state is now in a spare buffer of early updates.
+        """Return the subgroups with their newest optimizer state in a spare buffer, because an early update wrote it
+        there.
 
-        The state in the training framework's own tensors is then outdated (see `bring_back`).
+        An early update starts before the gradient norm is known, and must keep the old state until then. The training
+        framework's own tensors of these subgroups are outdated (see `bring_back`).
         """
         return [state for state in states if self._kept.get(state.index, state.state) is not state.state]
 

@@ -109,7 +109,12 @@ class TrainingEngine(Protocol):
         ...
 
     def adopt(self, state: SubgroupState) -> None:
-        """Make the training framework's references point to the present tensors of a subgroup."""
+        """Make the training framework refer to the tensors that now hold a subgroup's optimizer state, gradient and
+        parameters.
+
+        The session calls this method after a new plan has moved the subgroup to other memory, and after an early update
+        has written the new state to a spare buffer.
+        """
         ...
 
     def settle(self) -> None:

@@ -182,9 +182,9 @@ class GradientBuffers(Generic[Piece]):
         return 0
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return gradient buffers for a new plan, made from these ones.
+        """Return a copy of this object that uses a new plan's tensors and operations.
 
-        The caller has already moved the gradients to the new plan's tensors.
+        No gradient is copied, because the caller has already moved the gradients to the new plan's tensors.
 
         Args:
             states: Tensors of each subgroup under the new plan.

@@ -92,7 +92,7 @@ class IssuedOps:
     def wait_all(self) -> None:
         """Wait until all operations of the launched optimizer steps have ended. Raise the first error of an operation.
 
-        Some operations of the next step may already run, before this step is launched. They are not waited for (see
+        Operations that were started in advance for a step that is not launched yet are not waited for (see
         `wait_ahead`).
         """
         _wait(self._own)

@@ -26,8 +26,8 @@ class GradientOp:
 
     Attributes:
         summed: True if an earlier micro-batch of the step has already copied this subgroup's gradient to host memory.
-            The operation then handles the sum of several micro-batches. False for all operations up to the step's first
-            such copy. If the GPU sums the gradients, this copy comes in the last micro-batch.
+            The operation then handles the sum of several micro-batches' gradients. Always False if the GPU sums the
+            gradients, because only the last micro-batch's sum is copied to host memory.
         reduced: True if the operation waits until the gradient is reduced among ranks.
         after: Kinds of the operations on this subgroup's gradient that must end first.
     """
@@ -39,10 +39,11 @@ class GradientOp:
 
 
 def amounts(subgroups: Sequence[int], wire_dtype: str = "bf16") -> Bytes:
-    """Return the bytes per parameter that operations such as copies and updates move.
+    """Return the bytes per parameter of optimizer state, gradient and model parameter, from which the amount of work of
+    a copy or an update is computed.
 
     Args:
-        subgroups: Number of elements of each subgroup.
+        subgroups: Number of elements of each subgroup. The result does not depend on these numbers.
         wire_dtype: Dtype of the model's parameters.
     """
     return Bytes.of(_skeleton(tuple(subgroups), wire_dtype))

@@ -16,20 +16,21 @@ SYSFS = Path("/sys")
 def update_cores(
     pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = (), masks: Sequence[Collection[int]] = ()
 ) -> list[int]:
-    """Return the CPU cores for one rank's optimizer updates, ordered by physical core. Empty if any core may be
-    used.
+    """Return the CPU cores for one rank's optimizer updates, ordered by physical core. Empty if the operating system
+    has no CPU affinity.
 
-    These are the allowed cores of the GPU's NUMA node, divided among the ranks that share them, less one
-    physical core for the rank's training thread. A launcher that binds each rank to different cores
-    (``deepspeed --bind_cores_to_rank``) has divided the cores already. A container's cores are the same for all
-    ranks and are divided here. The container's CPU quota limits their number.
+    These are the allowed cores of the GPU's NUMA node, less one physical core for the rank's training thread. Ranks
+    with the same allowed cores, as in a container, divide these cores among themselves. A launcher that binds each rank
+    to cores of its own (``deepspeed --bind_cores_to_rank``) has divided them already. A container's CPU quota limits
+    the number of cores.
 
     Args:
         pci_address: PCI address of the GPU, like ``0000:3b:00.0``. None selects any NUMA node.
-        gpus: PCI addresses of all ranks' GPUs on this host, in the order of ranks, if this process sees them
-            all. Otherwise ranks are assumed to be distributed evenly over NUMA nodes.
-        masks: Allowed cores of each rank on this host, in the order of ranks. Without masks, a process that may
-            use fewer cores than the machine has is assumed to have been bound by a launcher.
+        gpus: PCI addresses of all ranks' GPUs on this host, in the order of ranks, if this process sees them all.
+            Otherwise ranks are assumed to be distributed evenly over NUMA nodes.
+        masks: Allowed cores of each rank on this host, in the order of ranks. If this is empty, a process that may use
+            all cores of the machine is assumed to share them with the other ranks. A process that may use fewer cores
+            is assumed to have been bound to them by a launcher.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []

@@ -16,14 +16,14 @@ _MADV_DONTNEED = 4  # Linux; mmap's own constant is there only for its own mappi
 def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Allocate host memory that shares no page with other memory, as a tensor.
 
-    Page-locking then affects no other tensor, and a checkpoint can write the memory with O_DIRECT without a
-    copy. The memory uses huge pages if the system offers them: locking is faster, and a CPU update takes 7
-    to 10% less time (measured on two cores).
+    Page-locking then affects no other tensor, and a checkpoint can write the memory with O_DIRECT without a copy. The
+    memory uses huge pages if the system offers them: locking is faster, and a CPU update takes 7 to 10% less time
+    (measured on two cores).
 
-    A forked process (a dataloader's worker) does not get these pages. With a fork, Linux would copy each
-    page that either process writes to, and the GPU would continue to use the old page. A child process that
-    accesses the optimizer's state gets a SIGSEGV. Start workers that save or read state by ``spawn``, or
-    use threads.
+    A forked process, such as a dataloader's worker, has no access to this memory. Without this exclusion, Linux would
+    copy each page that is written after the fork, and the GPU would go on using the old page. A forked process that
+    accesses the optimizer's state therefore gets a SIGSEGV. Start workers that save or read state by ``spawn``, or use
+    threads.
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):

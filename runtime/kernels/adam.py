@@ -117,11 +117,15 @@ class BiasCorrection:
         return np.float32(math.pow(float(b1), step)), np.float32(math.pow(float(b2), step))
 
     def resume(self, step: int, betas_in_order: list[tuple[float, float]]) -> None:
-        """Set the powers of Adam's betas to the values that they have after ``step`` steps of a run without a restart.
+        """Set the powers of Adam's betas, after a restart, to the values that they would have after ``step`` steps
+        without a restart.
+
+        These values differ from ``beta ** step`` by rounding: DeepSpeedCPUAdam usually multiplies the powers of the
+        preceding step by the betas.
 
         Args:
-            betas_in_order: Each subgroup's betas, in the order of updates. The rounding of the powers depends on this
-                order.
+            betas_in_order: Each subgroup's betas, in the order of updates. All subgroups share one pair of powers. If
+                their betas differ, the rounding depends on the order.
         """
         first = betas_in_order[0]
         self._begin(*first)

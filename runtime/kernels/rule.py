@@ -147,10 +147,16 @@ class UpdateRule(ABC):
         return 0
 
     def spent(self, state: Sequence[torch.Tensor], gradient: torch.Tensor, step: UpdateStep) -> torch.Tensor:
-        """Return the values that remain in an fp32 gradient after DeepSpeed's CPU op has updated ``state`` with it.
+        """Return the values with which DeepSpeed's CPU op overwrites the end of an fp32 gradient.
 
-        The op's scalar loop, which updates the elements after the last full vector, overwrites the gradient. Only
-        update rules with the attribute ``spends`` set implement this method.
+        While the op updates ``state`` with the gradient, its scalar loop overwrites the elements after the last full
+        vector. ebbtide leaves the gradient unchanged. It needs these values if DeepSpeed would apply the same gradient
+        again in a later step, or if other code reads the gradient. Only update rules with the attribute ``spends`` set
+        implement this method.
+
+        Args:
+            state: The end of the master and moments, before the update.
+            gradient: The end of the gradient, as the update used it.
         """
         raise NotImplementedError
 

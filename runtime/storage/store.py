@@ -337,15 +337,15 @@ class ExtentStore:
             return record
 
     def settle(self, name: str, *, committed: bool) -> None:
-        """Keep or drop the optimizer state that `prepare` has made durable on the drives for a checkpoint.
+        """Keep or drop the step of optimizer state that `prepare` has made durable on the drives for a checkpoint.
 
-        If this state is kept, the oldest steps are dropped, beyond the number of steps to keep. The new list of steps
-        is on the drives when this method returns, so that a power loss cannot bring dropped steps back. The regions of
-        dropped steps are overwritten only after the new list is on the drives.
+        If the step is kept and the drives then hold more steps than allowed, surplus steps are dropped
+        (`Retention.of`). The new list of steps is durable when this method returns, so that a dropped step cannot come
+        back after a power loss. Only then may the drives' regions of dropped steps be overwritten.
 
         Args:
             name: Name that was given to `prepare`.
-            committed: True if the checkpoint was committed, so that the state is kept. False drops the state.
+            committed: True to keep the step, because the checkpoint was committed. False to drop it.
 
         Raises:
             StorageError: The list of steps could not be written.
@@ -373,10 +373,11 @@ class ExtentStore:
 
     @property
     def unclaimed(self) -> tuple[int, ...]:
-        """Return the step numbers of an earlier run's checkpoints with optimizer state on the drives that this run
-        would overwrite.
+        """Return the step numbers of the checkpoints that an earlier run left on the drives and that this run would
+        overwrite.
 
-        The result is empty once this run has resumed from one of these checkpoints (`restore`).
+        As long as there are any, no update may start. The result is empty once this run has resumed from one of these
+        checkpoints (`restore`).
         """
         return tuple(self._versions.unclaimed)
 

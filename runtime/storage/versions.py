@@ -43,13 +43,13 @@ class Extents:
 class Announced:
     """A version of optimizer state on drives that is to be committed.
 
-    Every write of a subgroup's state has a version number.
+    Every write of a subgroup's state has a number, and later writes have higher numbers. The version contains each
+    subgroup's newest write with a number from ``due`` to ``version``. If a subgroup has no such write yet, the commit
+    waits for it.
 
     Attributes:
-        version: Number of this version. For each subgroup, the version has the newest state with this number or a lower
-            one.
-        due: Lowest number that a subgroup's state in this version may have. If a subgroup has only lower numbers, its
-            write has not ended yet.
+        version: Number of this version. Writes with a higher number belong to later versions.
+        due: Lowest number of a write that belongs to this version. State with a lower number is too old.
         subgroups: Subgroups that belong to this version.
     """
 
@@ -149,8 +149,8 @@ class Versions:
         """Return the version number for a write of a subgroup's optimizer state to the drives.
 
         Args:
-            version: Number of the version that the write belongs to, which is then returned. None returns the number of
-                a new version, for the written subgroup alone.
+            version: Number of the version that the write belongs to. This number is returned. If it is None, the write
+                begins a new version, and the new version's number is returned.
         """
         self._clock = max(self._clock, version or 0) + (version is None)
         return self._clock if version is None else version

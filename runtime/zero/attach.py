@@ -65,25 +65,21 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Call ``deepspeed.initialize`` and put the engine under a plan.
 
-    Arguments and results are DeepSpeed's. ``zero_optimization.sub_group_size`` is taken from the plan. If
-    the plan
-    divides DeepSpeed's subgroups into smaller ones, the config must have the size that the plan names.
+    Arguments and results are DeepSpeed's. The plan determines ``zero_optimization.sub_group_size``, and the value in
+    the config is ignored. The exception is a plan with the field ``deepspeed_subgroup_size``, which divides DeepSpeed's
+    subgroups into smaller ones: the config must then have the size that this field names.
 
     Args:
-        plan: A `Plan`, its JSON file, or a dict of its fields. ``"auto"`` measures the machine (once, the
-            result is cached) and the first steps, then makes a plan and switches to it. If the config
-            offloads
-            nothing, ``"auto"`` leaves the engine to DeepSpeed.
+        plan: A `Plan`, its JSON file, or a dict of its fields. ``"auto"`` measures the machine (once, the result is
+            cached) and the first steps, then makes a plan and switches to it. If the config offloads nothing,
+            ``"auto"`` leaves the engine to DeepSpeed.
         config: DeepSpeed's config, a dict or a JSON file. It may also be given as ``config_params``.
-        device: ``auto`` selects the device that training uses. ``emulated`` makes real copies to an
-            emulated
-            GPU.
+        device: ``auto`` selects the device that training uses. ``emulated`` makes real copies to an emulated GPU.
         checkpoint: Checkpoint settings that replace the plan's.
 
     Raises:
-        ConfigError, PlanError: The config or the plan cannot be used. Raised before the model is touched.
-            The
-            message says what to change.
+        ConfigError, PlanError: The config or the plan cannot be used. Raised before the model is touched. The message
+            says what to change.
     """
     import deepspeed
 

@@ -1,4 +1,8 @@
-"""The gathers of ZeRO-3 parameters with several ranks, which all ranks must launch in the same order."""
+"""A launcher of the gathers of ZeRO-3 parameters with several ranks.
+
+All ranks must launch their gathers in the same order, or they hang. But a gather waits for updates, which end earlier
+on some ranks than on others.
+"""
 
 import threading
 from collections.abc import Callable

@@ -58,11 +58,12 @@ class FlatState:
             self.published = False
 
     def publish(self, session: Session) -> None:
-        """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code such as DeepSpeed's
-        checkpoints that reads the flat buffers.
+        """Copy optimizer state from the plan's tensors to DeepSpeed's flat buffers, for code that reads these buffers,
+        such as DeepSpeed's checkpoints.
 
-        If an early update has left a subgroup's state in a spare buffer, training uses the flat buffers for this
-        subgroup again from then on.
+        An early update, which starts before the gradient norm is known, leaves a subgroup's new state in a spare
+        buffer. This state is copied too. Training then uses the flat buffers for this subgroup until its next early
+        update.
         """
         session.executor.wait_all()
         if self.published:

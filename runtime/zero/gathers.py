@@ -20,9 +20,9 @@ class Gathers:
 
     Attributes:
         partitions: A table of the memory (host or GPU) that holds each parameter's partition.
-        shows: False while DeepSpeed saves or loads a checkpoint, when small parameters must be partitioned like all
-            others. True at other times. On a single rank, a ``state_dict()`` then gathers the small parameters, since
-            stock DeepSpeed keeps them gathered.
+        shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, which stock DeepSpeed
+            keeps gathered. False while DeepSpeed saves or loads a checkpoint, when the small parameters must be
+            partitioned like all others.
         moved: True if partitions have moved to other memory and gathered parameters do not use it yet (see
             `show_anew`).
     """
@@ -48,12 +48,12 @@ class Gathers:
         return first
 
     def gate(self, wait: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-        """Make every ZeRO-3 gather first call ``wait`` with its parameters. Return a function that undoes this.
+        """Make every ZeRO-3 gather wait for the updates of its parameters. Return a function that undoes this.
 
-        After a step under a plan, small parameters are not gathered as they are in stock DeepSpeed. A ``state_dict()``
-        or a copy of the model would therefore lack their values. On a single rank, they are gathered before a
-        ``state_dict()`` or a copy is made. On several ranks they are not, since all ranks would have to take part in
-        the gather.
+        Stock DeepSpeed keeps small parameters gathered after a step. Under a plan they may be partitioned, so that a
+        ``state_dict()`` or a copy of the model would lack their values. On a single rank, this method therefore also
+        makes every ``state_dict()`` and every copy gather the small parameters first. On several ranks it does not,
+        since all ranks would have to take part in the gather.
 
         Args:
             wait: Function that waits for the updates of the given parameters.
@@ -154,14 +154,16 @@ class Gathers:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set the precision of the next gathers of small parameters, to be the same as in stock DeepSpeed.
+        """Set the precision in which small parameters are gathered next, to be the same as in stock DeepSpeed.
 
-        After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision and keeps them
-        gathered. Otherwise it gathers them in forward, in the precision that forward computes in.
+        Stock DeepSpeed gathers small parameters after a step or a checkpoint, in their own precision, and keeps them
+        gathered. If it releases them before forward, it gathers them again in forward, in the precision that forward
+        computes in.
 
         Args:
-            stay: True for the parameters' own precision, if stock DeepSpeed would have gathered the small parameters by
-                now. False for the precision that forward computes in.
+            stay: True for the parameters' own precision: stock DeepSpeed has gathered the small parameters after a step
+                or a checkpoint. False for the precision that forward computes in: stock DeepSpeed has released them
+                since.
         """
         self._together.stay_gathered(stay)
 
@@ -222,17 +224,18 @@ def _stand_ins(parameters: Iterable[Any]) -> list[tuple[Any, torch.Tensor]]:
 
 
 def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-    """Make ``gate`` be called with the parameters before every gather that ``fetch`` does not make. Return a function
-    that undoes this.
+    """Install two functions that are called before DeepSpeed gathers parameters. Return a function that removes them.
 
     All code that reads a partitioned parameter (forward, GatheredParameters, a state_dict) calls ``param.all_gather``
     or ``param.all_gather_coalesced``. Modules call the latter for their own parameters and for those of later modules,
     and wait for the handle that it returns.
 
     Args:
-        fetch: Function that is called first for ``all_gather_coalesced``, with the parameters and DeepSpeed's own
-            gather. If it returns a handle, DeepSpeed gets this handle. If it returns None, ``gate`` and DeepSpeed's
-            gather are called.
+        gate: Function that is called with the parameters before DeepSpeed gathers them, for example to wait for their
+            updates.
+        fetch: Function that may bring the parameters to the GPU itself. ``all_gather_coalesced`` calls it first, with
+            the parameters and DeepSpeed's own gather. If it returns a handle, DeepSpeed gets this handle, and ``gate``
+            is not called. If it returns None, ``gate`` is called, and then DeepSpeed gathers.
     """
     undo: list[tuple[Any, Any, Any]] = []
     for parameter in parameters:

@@ -106,10 +106,10 @@ def on_the_host(plan: Plan) -> Plan:
 
 
 def own_step_of(config: dict[str, Any], client: Any) -> tuple[int, int] | None:
-    """Return the bytes per parameter of an optimizer that ebbtide has no kernel for: of the master, and of
-    other state.
+    """Return the bytes per parameter of an optimizer's master and of its other state, if ebbtide has no kernel for the
+    optimizer.
 
-    None if ebbtide has a kernel for the optimizer.
+    Return None if ebbtide has a kernel for it, or if the optimizer is unknown.
 
     Args:
         client: The optimizer object that the script passes to DeepSpeed, if any.

@@ -314,10 +314,13 @@ def float64_norm(part: torch.Tensor) -> torch.Tensor:
 
 
 def take_loaded_moments(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
-    """Copy the optimizer's moments, after a checkpoint load, from the tensors that the load has made to those that
-    training uses.
+    """Copy the optimizer's moments, after a checkpoint load, into the tensors that training uses.
 
-    A checkpoint that stock DeepSpeed wrote before the first update has no moments. The moments are then set to zero.
+    The load has put the moments into new tensors. A checkpoint that stock DeepSpeed wrote before the first update has
+    no moments. The moments are then set to zero.
+
+    Args:
+        buffers: The tensors that training uses, by the name of the moment.
     """
     if rule.own_step:
         return

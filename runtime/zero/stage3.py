@@ -260,17 +260,15 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         super().checkpoint_event_prologue()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Give the small ZeRO-3 parameters their values again after DeepSpeed has saved or loaded a checkpoint.
+        """Restore the small ZeRO-3 parameters after DeepSpeed has saved or loaded a checkpoint.
 
         DeepSpeed needs all parameters partitioned for a save or a load, so the small ones were empty during this time.
+        They get their values back, with one exception: after a save during which updates still write optimizer state to
+        a drive, they are NaN until the next gather.
 
         If updates may overlap the next forward, DeepSpeed's status of the small parameters remains "partitioned", as
-        after every step. With the status "gathered" after a load, the order of modules that DeepSpeed records would
-        change in the second forward of some models. These are models that read a parameter outside of its module
-        (``self.embedding.weight``).
-
-        If the plan keeps optimizer state on a drive, a save does not wait for updates that still write to the drive.
-        After the save, the small parameters are therefore NaN until they are gathered.
+        after every step. With the status "gathered" after a load, DeepSpeed would record another order of modules in
+        the second forward of models that read a parameter outside of its module (``self.embedding.weight``).
         """
         self._gathers.shows = True
         self._gathers.stay_gathered(True)

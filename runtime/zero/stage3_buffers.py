@@ -25,9 +25,10 @@ class Pieces:
         cuts: For each subgroup: (DeepSpeed's subgroup, offset in it, number of elements).
         places: For each parameter id: (subgroup, offset in it, number of elements).
         whole: True if the plan's subgroups are DeepSpeed's own.
-        apart: Empty as long as all parameters are in DeepSpeed's flat tensors. When the parameters of a part of a
-            DeepSpeed subgroup move to other memory, this list gets one tensor of parameters for each of the plan's
-            subgroups. DeepSpeed's flat tensors are then empty, and `joined` rebuilds them on request.
+        apart: One tensor of parameters for each of the plan's subgroups, or an empty list. The list is empty while all
+            parameters are in DeepSpeed's flat tensors. It is filled when the parameters of only a part of a DeepSpeed
+            subgroup move to other memory. DeepSpeed's flat tensors are then emptied, and `joined` rebuilds them on
+            request.
     """
 
     def __init__(self, optimizer: Any, pieces: list[Cut]) -> None:

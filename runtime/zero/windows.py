@@ -14,24 +14,23 @@ from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 @dataclass(slots=True)
 class ZeroSlice(ParameterSlice):
-    """The part of a parameter in a subgroup of this rank, and the place of its gradients.
+    """The part of a parameter in a subgroup of this rank, and the places of its two gradients.
 
-    A window is the micro-batches of one step. DeepSpeed keeps two gradients per parameter: the sum of the window's
-    micro-batches, and the fp32 gradient that updates apply. The latter changes only in the last backward of a window.
-    While the two are equal, the subgroup's gradient buffer holds both. If they differ, the attributes tell where each
-    of them is.
+    DeepSpeed keeps two gradients per parameter. The first is the sum to which the next micro-batch's gradient is added.
+    The second is the fp32 gradient that updates apply, which changes only in the last backward of a step. While the two
+    are equal, the subgroup's gradient buffer holds both. If they differ, the attributes tell where each of them is.
 
     Attributes:
-        begun: True if a gradient arrived in an earlier micro-batch of this window.
-        used: True if a gradient arrived in the last micro-batch of any window so far.
-        kept: The fp32 gradient, in a tensor that updates read instead of the gradient buffer. Set if other code
-            accessed the gradient or a window did not use the parameter. Otherwise None.
-        summed: True if DeepSpeed has a sum that the next micro-batch may be added to. For ZeRO-1 and 2 there is none
-            before the first gradient.
-        apart: This sum, if the gradient buffer does not hold it. Otherwise None.
-        copied: True if the previous window's gradient is in the subgroup's spare buffer.
-        empty: True if this part of the gradient buffer is known to be zero. The buffer is then not checked again,
-            because a check reads all elements and synchronizes with the GPU.
+        begun: True if an earlier micro-batch of the present step gave a gradient.
+        used: True if the last micro-batch of any step so far gave a gradient.
+        kept: The fp32 gradient, if it is in a tensor of its own, which updates then read. This is so after other code
+            has accessed the gradient, or after a step that did not use the parameter. Otherwise None.
+        summed: True if there is a sum that the next micro-batch's gradient may be added to. Under ZeRO-1 and 2 there is
+            no sum before the first gradient.
+        apart: The sum, if it is in a tensor of its own. Otherwise None.
+        copied: True if the previous step's gradient is in the subgroup's spare buffer.
+        empty: True if this part of the gradient buffer is known to be zero, so that the buffer is not checked again. A
+            check reads all elements and synchronizes with the GPU.
         applied: True if the latest step has applied the gradient in ``kept``.
     """
 
@@ -161,10 +160,10 @@ class Windows(GradientBuffers[ZeroSlice]):
         return sum(spare.nbytes for spare in self._spares.values())
 
     def moved(self, states: list[SubgroupState], ops: GradientOps) -> Self:
-        """Return this object for a new plan. The caller has already moved the gradients to the new plan's buffers.
+        """Return a copy of this object that uses a new plan's tensors and operations.
 
-        Gradients of earlier steps are included. Stock DeepSpeed applies such a gradient again if a step's last
-        micro-batch does not use the parameter.
+        The caller has already moved the gradient buffers' content to the new plan's tensors. This method moves the
+        gradients that are outside of the gradient buffers, such as those of earlier steps (see `ZeroSlice`).
 
         Args:
             states: Tensors of each subgroup under the new plan.
@@ -179,11 +178,11 @@ class Windows(GradientBuffers[ZeroSlice]):
         return super().moved(states, ops)
 
     def close(self) -> None:
-        """Release the memory that a plan uses for these gradient buffers, before the switch to another plan.
+        """Release the spare gradient buffers and the GPU memory for gradient sums, before the switch to another plan.
 
-        First, the previous step's gradients are copied from the spare buffers back to the gradient buffers. Then the
-        spare buffers are released, and so is the GPU memory for sums of micro-batches' gradients. If micro-batches of
-        the present step have run, their gradient sum is saved in `ZeroSlice.apart`.
+        A spare buffer holds the previous step's gradient while the gradient buffer sums the present step's
+        micro-batches. The previous step's gradients are first copied back to the gradient buffers, which stay. A sum of
+        the present step's micro-batches is saved in `ZeroSlice.apart`.
         """
         self.ops.wait()
         for piece in self.slices.values():
@@ -289,13 +288,13 @@ class Windows(GradientBuffers[ZeroSlice]):
         return piece.kept
 
     def stepped(self, scale: float | None) -> None:
-        """Record the factor by which a step unscaled and clipped its gradients, and multiply the kept gradients by it,
-        as DeepSpeed does.
+        """Record the factor by which a step unscales and clips its gradients, and multiply the kept gradients by the
+        factor, as DeepSpeed does.
 
-        A gradient is kept in one of two cases. Either the step's micro-batches did not use its parameter, so that
-        DeepSpeed applies the old gradient again, or other code has accessed the gradient. Each kept gradient is
-        replaced by a scaled copy, because an update in the background may still read the old tensor. A gradient that is
-        kept only after this call is then multiplied by the recorded factor.
+        Two kinds of gradients are kept: those of parameters that the step's micro-batches did not use, because
+        DeepSpeed applies the old gradient again, and those that other code has accessed. Each kept gradient is replaced
+        by a scaled copy, because an update in the background may still read the old tensor. If other code first
+        accesses a gradient after this call, that gradient is multiplied by the recorded factor then.
 
         Args:
             scale: The factor. None if the step was skipped.
@@ -308,12 +307,12 @@ class Windows(GradientBuffers[ZeroSlice]):
                 piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Divide a subgroup's elements into ranges. Return for each range the gradient and the gradient scale for its
+        """Divide a subgroup's elements into ranges. Return, for each range, the gradient and the gradient scale of its
         update.
 
-        Usually there is one range, with the gradient in the gradient buffer. A parameter with its gradient in another
-        tensor (`ZeroSlice.kept`) gets a range of its own. There are two causes: stock DeepSpeed would apply an earlier
-        step's gradient to the parameter again, or other code has accessed the parameter's gradient.
+        Usually there is one range, with its gradient in the gradient buffer. A parameter with its gradient in a tensor
+        of its own (`ZeroSlice.kept`) gets a range of its own. Such a gradient is either an earlier step's gradient,
+        which stock DeepSpeed would apply again, or a gradient that other code has accessed.
         """
         state = self.states[subgroup]
         kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)

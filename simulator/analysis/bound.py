@@ -30,11 +30,11 @@ class Bound:
     """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach it.
 
     Attributes:
-        iteration_s: Mean seconds of one iteration in a steady state that no plan can beat.
+        iteration_s: The bound, in mean seconds of an iteration in a steady state.
         params: Number of this rank's parameters with each placement, if the bound were reached.
-        binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth, because they are
-            reached. ``(update)`` after a name means that updates use the resource for all of the time that they have:
-            from the gradient norm, or from an earlier moment of backward, to the next forward.
+        binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth. The suffix
+            ``(update)`` marks a resource that updates use without a pause until the next forward, from the gradient
+            norm or an earlier moment of backward on.
     """
 
     iteration_s: float
@@ -47,9 +47,9 @@ def lower_bound(
 ) -> Bound:
     """Return a lower bound for the mean iteration time of every plan that stays within given memory limits.
 
-    The bound is for a steady state without checkpoints. A simulation of only three iterations can give a shorter time
-    than the bound, because copies to the GPU may be delayed a little more in every iteration. Computing the bound takes
-    some 40 milliseconds.
+    The bound is for long training without checkpoints. The first few iterations may take less time than the bound,
+    because copies to the GPU may fall behind a little more in every iteration. So a simulation of only three iterations
+    can give a shorter time. Computing the bound takes some 40 milliseconds.
 
     Args:
         limits: Memory limits of one rank. Plans may store optimizer state on drives only if ``limits`` has a limit for
@@ -92,12 +92,12 @@ def clipping_steps(p: Problem) -> Problem:
     """Extend the linear program for the lower bound of an iteration's time by steps that clip gradients.
 
     Early updates start before the gradient norm is known. A step that clips discards them and repeats them after the
-    norm, so it takes at least as long as a step without early updates. The linear program therefore gets a second plan:
-    the first plan without early updates. The second plan has the same number of elements in each placement and the same
-    buffers as the first. Its time is a lower bound for the steps that clip.
+    norm, so it takes at least as long as a step under a plan without early updates. Therefore variables and constraints
+    of a second plan are added to the linear program ``p``. The second plan has no early updates, but as many elements
+    in each placement and the same buffers as the first plan. Its time is a lower bound for the steps that clip.
 
     Returns:
-        The variables of the second plan. Its constraints are part of the linear program ``p``.
+        The variables of the second plan.
     """
     ways = [way for way in p.ways if not way.early]
     q = _with_rules(Problem(p.given, p.machine, p.limits, ways, p.rows))

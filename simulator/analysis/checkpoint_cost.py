@@ -60,9 +60,9 @@ class _Run:
         """Return the bytes per second at which a simulated checkpoint is written before the next gradient norm is
         known.
 
-        After the norm, updates begin to overwrite state. `CheckpointSimulation.writing` uses this speed to plan which
-        state is written before its update. Only writes that end before the norm count. If there are none, the result is
-        infinity, and the caller uses the drive's speed or the plan's limit for checkpoint writes, whichever is lower.
+        Only writes that end before the norm count. If there are none, the result is infinity. After the norm, updates
+        begin to overwrite state. `CheckpointSimulation.writing` uses the result to plan which state is written before
+        its update, and limits it to the drive's speed and to the plan's limit for checkpoint writes.
         """
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]
@@ -111,8 +111,8 @@ def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
 def _without_traffic(compiled: CompiledSchedule) -> CompiledSchedule:
     """Return a copy of a compiled schedule with checkpoint writes that use no memory bandwidth and no CPU cores.
 
-    A simulation of the original schedule takes longer. The difference is what the writes cost by taking bandwidth and
-    cores from training.
+    In a simulation, training takes longer with the original schedule than with the copy. The difference is the training
+    time that the writes cost by taking bandwidth and cores.
     """
     ops = compiled.ops.copy()
     persists = [op.id for op in compiled.schedule.ops if op.kind == OpKind.PERSIST]
@@ -175,14 +175,14 @@ def streamed_bytes(workload: Workload, plan: Plan) -> int:
 class CheckpointSimulation:
     """A prediction of what checkpoints cost under a plan, for any checkpoint settings.
 
-    Training is simulated twice, with one checkpoint and without, for `LEAD_IN` iterations before the save and
-    `FOLLOWED` iterations after it. If an update would overwrite a subgroup's state before the checkpoint has written
-    the state, the state is first copied in host memory. If the memory for such copies is full, the update waits
-    instead.
+    The cost is found by simulating training with one checkpoint and without any, from `LEAD_IN` iterations before the
+    save to `FOLLOWED` iterations after it. If an update would overwrite state that the checkpoint has not written yet,
+    the state is first copied in host memory. If there is no room for the copy, the update waits.
 
-    Which state must be copied depends on the times of the updates after the save. They are taken from a simulation of a
-    save that writes nothing, and multiplied by a factor, because writes slow training down. The factor is the time from
-    the save to the next gradient norm with all writes, divided by the same time without writes.
+    To know which state must be copied, the times of the updates after the save are estimated first. They are taken from
+    a simulation of a save that writes nothing. They are then multiplied by a factor, because writes slow training down.
+    The factor is the time from the save to the next gradient norm in a simulation with all writes, divided by the same
+    time without writes.
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:
@@ -271,11 +271,12 @@ class CheckpointSimulation:
         return _Run(compiled.schedule.ops, simulate_fast(compiled, self.machine))
 
     def writing(self, saving: CheckpointPlan) -> Writing:
-        """Return the order of writing a checkpoint's bytes, and the bytes that are first copied in host memory.
+        """Predict in which order a checkpoint's bytes are written, and which bytes are first copied in host memory
+        because an update would overwrite them too early.
 
-        The order depends on the speed of the writes, and on how much the writes slow training down. Both depend on the
-        order in turn. So the order is computed `ROUNDS` times: first with the full speed and no slowdown, and then with
-        the values from a simulation of the previous order.
+        The order depends on the speed of the writes and on how much they slow training down, and both depend on the
+        order. So the order is computed `ROUNDS` times: first for full speed and no slowdown, and then for the speed and
+        the slowdown in a simulation of the previous order.
 
         Args:
             saving: Checkpoint settings, as in a plan.

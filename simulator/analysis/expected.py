@@ -116,8 +116,8 @@ def late_s(
     Args:
         sizes: For each placement, the numbers of elements of the subgroups with early updates.
         threads: Number of threads of an update on the CPU. 0: all cores.
-        prefetch: Plan's limit for the number of subgroups, without those that are updated early, with state that is
-            copied to the GPU before the norm.
+        prefetch: The plan's limit on copies of state to the GPU before the norm, as a number of subgroups. Subgroups
+            with early updates do not count.
     """
     late = {
         placement: early_update_s(workload, machine, max(some, default=0), threads, placement=placement)

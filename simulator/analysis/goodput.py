@@ -104,10 +104,11 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
     - ``work``: time of the iterations between two checkpoints.
     - ``stall`` and ``interference``: for how long a checkpoint stops training, and by how much it slows training down.
     - ``persist``: time from the start of a save until the checkpoint is on storage.
+    - ``L = work + stall + interference``: time from one save to the next.
 
-    The time from one save to the next is ``L = work + stall + interference``. A failure also loses the work that was
-    done while the last checkpoint was being written. So the next checkpoint is completed after the time ``L``, or
-    ``L + persist`` after a restart. The expected time per interval and the goodput are
+    Without a failure, a checkpoint is completed every ``L``. A failure also loses the work that was done while the last
+    completed checkpoint was being written. So the first checkpoint after a restart takes ``L + persist``: training up
+    to the next save, and writing it. The expected time per interval and the goodput are
 
         ``E = M exp(R/M) exp(persist/M) (exp(L/M) - 1)``  and  goodput = work / E.
 

@@ -194,10 +194,10 @@ class PlanSweep:
         return self._amounts[key]
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
-        """Return the number of elements in the subgroups that accumulate gradients in GPU memory under a plan.
+        """Return the number of elements with gradients that a plan accumulates in GPU memory instead of host memory.
 
-        The result is 0 if training accumulates no gradients in host memory without the plan either, for example with
-        one micro-batch per step.
+        The result is 0 if training accumulates no gradients in host memory anyway, for example with one micro-batch per
+        step.
 
         Args:
             placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.

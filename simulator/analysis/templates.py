@@ -184,12 +184,11 @@ def _whole(value: Any) -> str:
 
 
 class Templates:
-    """A cache of schedule templates: compiled schedules with times that can be replaced.
+    """A cache of schedule templates: compiled schedules with values, such as forward times, that can be replaced.
 
     Each thread needs its own cache. If all templates together are larger than ``most_bytes``, the oldest ones are
-    dropped. When a template is first reused with another value, such as other forward times, the schedule for this
-    value is also built as usual. If the two schedules differ, the strategy uses the value where the template does not
-    replace it, and the template is not reused.
+    dropped. When a value is replaced for the first time, the schedule is also built without the template, as a test. If
+    the two schedules differ, replacing the value is not enough, and the template is not reused.
     """
 
     def __init__(self, build: Callable[..., Schedule], most_bytes: int = 64 * 2**20) -> None:

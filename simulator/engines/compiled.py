@@ -73,9 +73,8 @@ class CompiledSchedule:
     Attributes:
         ops: Array with one row for each op: shape (n, kernel.OP_COLUMNS).
         after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
-        rate_keys: Pairs of the name of a machine's speed, such as a copy bandwidth, and a number of CPU cores. The
-            number of cores matters only for the speed of CPU updates. For each op, the column RATE of ``ops`` contains
-            the index of the op's pair in this tuple.
+        rate_keys: Pairs (name of one of the machine's speeds, number of CPU cores). The column RATE of ``ops`` has the
+            index of the op's pair in this tuple. The number of cores matters only for the speed of CPU updates.
     """
 
     schedule: Schedule

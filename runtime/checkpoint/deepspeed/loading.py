@@ -23,9 +23,11 @@ class Loading:
     """A loader of checkpoints that wraps ``engine.load_checkpoint``. Only the training thread uses it.
 
     Attributes:
-        into: Tensors of the running training that a load fills directly. Empty except during a load. The keys are paths
-            inside the checkpoint's files: of optimizer tensors in the optimizer's file (only those in host memory), and
-            of weights in the model's file.
+        into: Existing tensors that take the place of the checkpoint's tensors, so that host memory holds no second
+            copy. For weights and for optimizer state in host memory, they are the tensors of the running training, and
+            the load reads the files into them. For optimizer state that the checkpoint left on a drive, they are
+            memory-mapped tensors of this drive. A tensor's key is its path in the nested dicts of the checkpoint's
+            file. Empty except during a load.
         chosen: The checkpoint that the last load selected.
     """
 

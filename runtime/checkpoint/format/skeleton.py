@@ -88,7 +88,7 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
 
 
 def plain(data: bytes) -> Layout:
-    """Return the layout of a small checkpoint file that consists of the given bytes."""
+    """Return the `Layout` of a small file of a checkpoint. The file consists of the given bytes."""
     return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data))
 
 

@@ -1,4 +1,7 @@
-"""Messages that the ranks exchange when a checkpoint begins, through a process group only for checkpoints."""
+"""Messages that the ranks exchange for checkpoints, such as each rank's status when a save begins.
+
+The messages go through a process group of their own.
+"""
 
 import secrets
 from dataclasses import dataclass

@@ -53,14 +53,14 @@ def _may_exist(frame: FrameType | None) -> bool:
 
 
 def settle(path: Path | None = None, *, over: bool = False) -> None:
-    """Remove the note "this folder is incomplete" from those checkpoint folders of a transformers Trainer that have
-    become complete.
+    """Remove ebbtide's note "this folder is incomplete" from those checkpoint folders of a transformers Trainer that
+    have become complete.
 
     A folder is complete if it contains the last file that the Trainer writes.
 
     Args:
-        path: Folder from which the note is removed even if the folder is incomplete. ebbtide passes the folder of a
-            save that has just begun, because the save has written a note of its own there.
+        path: Folder of a save that has just begun. An older note is removed from this folder although it is incomplete,
+            because the save has written another note there.
         over: True at the end of training. The note is then removed from every folder, complete or not.
     """
     if not _notes:

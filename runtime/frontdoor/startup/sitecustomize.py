@@ -1,7 +1,10 @@
-"""A ``sitecustomize`` module that every Python interpreter under `tune run` loads at startup.
+"""A ``sitecustomize`` module that every Python interpreter under `tune run` or `tune verify` loads at startup.
 
-`tune run` puts this module's folder on PYTHONPATH. If the path has another ``sitecustomize`` module, that
-module is run afterwards.
+The module makes ebbtide wrap ``deepspeed.initialize`` if the interpreter imports DeepSpeed. Under `tune verify`, it
+also sets random seeds and has the training steps recorded.
+
+ebbtide puts this module's folder on PYTHONPATH. If the path has another ``sitecustomize`` module, that module is run
+afterwards.
 """
 
 import os

@@ -95,22 +95,24 @@ class Blocks:
 class Problem:
     """The linear program for the lower bound of an iteration's time: its variables, and the data of its constraints.
 
-    A way of updating is a combination of placement, parameter location and flags (`Way`). A fraction is a fraction of
-    all elements.
+    A way of updating is a combination of placement, parameter location and flags (`Way`). All fractions are fractions
+    of the rank's parameter elements.
 
     Attributes:
         given: The workload.
-        work: The workload that the program describes, `Workload.serial` of ``given``. Under any plan, its iteration
-            takes no longer than that of ``given``, so a lower bound for ``work`` is one for ``given`` too.
+        work: The workload from which times are computed, `Workload.serial` of ``given``: a ZeRO-3 workload with
+            iterations that take no longer than those of ``given`` under any plan. A lower bound for ``work`` is
+            therefore one for ``given`` too.
         ways: Ways of updating that plans may use.
         x: Variables of shape (blocks of layers, ways): the fraction that belongs to the block and is updated in this
             way.
         window: Variable: seconds from the gradient norm to the end of the next forward.
         waited: Variable: seconds for which forward and backward passes wait outside this window.
-        slots: For each kind of buffer, a variable: the fraction that all buffers of this kind hold together.
-        held: Kind of buffer for each way that can copy state to a buffer before the gradient norm is known.
+        slots: For each kind of buffer, a variable: the fraction that fits into all buffers of this kind together.
+        held: Dict from each way that can copy state to a buffer before the gradient norm is known, to the kind of this
+            buffer.
         early: For each way in ``held``, one variable per block: the fraction with state in the buffer when the gradient
-            norm is known.
+            norm becomes known.
         kept: For each way in ``held``, one variable per block: the fraction with state still in the buffer when the
             next forward has ended.
     """
@@ -139,9 +141,9 @@ class Problem:
     def mean(self, weight: float) -> list[Term]:
         """Return the terms that one kind of step adds to the linear program's objective, the mean seconds of a step.
 
-        Steps that clip gradients are one kind, and steps that do not are the other. The terms are the window, which
-        lasts from the gradient norm to the end of the next forward, and the time for which passes outside the window
-        wait. The passes' compute time outside the window is constant, so it is left out.
+        Steps that clip gradients are one kind, and steps that do not are the other. The terms are the time from the
+        gradient norm to the end of the next forward, and the time for which all other forwards and backwards wait for
+        copies or updates. The compute time of these other forwards and backwards is constant, so it is left out.
 
         Args:
             weight: Fraction of all steps that are of this kind.
@@ -160,16 +162,20 @@ class Problem:
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
-        """Return terms of the linear program: a resource's seconds of work for the updates of some blocks of layers.
+        """Return terms of the linear program: the seconds that a resource must work, for the updates of some blocks of
+        layers, between the moment ``least`` of a step and the next forward of these blocks.
 
-        Work counts only if it must be done between the moment ``least`` and the next forward of these blocks. A copy of
-        state into a buffer does not count if the state is in its buffer before the gradient norm is known.
+        Work that can be done outside of this time does not count:
+
+        - An op that can start before ``least``, or that may end after the next forward of these blocks.
+        - A copy of state into a buffer, if the state is in its buffer before the gradient norm is known.
+        - A copy of state out of a buffer, if the state is still in its buffer when the next forward ends. Copies out of
+          buffers count only if ``blocks`` are all blocks.
 
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
-            least: Moment of the step. Work that can start before this moment does not count.
-            blocks: Blocks of layers that are updated. If these are all blocks, copies of state out of a buffer count
-                too, except for state that is still in its buffer when the next forward ends.
+            least: Moment of the step.
+            blocks: Blocks of layers that are updated.
         """
         terms: list[Term] = []
         total = self.work.params
@@ -203,7 +209,8 @@ class Problem:
 
 
 def every_element_is_updated_once(p: Problem) -> None:
-    """Add the rule to the lower bound that each element of a block is updated in exactly one way, once per iteration.
+    """Add constraints to the linear program for the lower bound of an iteration's time: each parameter element of a
+    block of layers is updated in exactly one way.
 
     A way of updating is a combination of placement, parameter location and flags.
     """
@@ -241,17 +248,15 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: updates fit between the moment
     at which they can start and the next forward.
 
-    There is one constraint for each combination of a resource (a queue of ops or a shared capacity), a number k, and
-    one of three moments of the step. The moments are the end of the last layer's backward, the completion of the
-    gradients of the first k blocks of layers, and the gradient norm.
+    There is one constraint for each resource (a queue of ops or a shared capacity), each number k, and each of three
+    moments of the step. The moments are the end of the last layer's backward, the completion of the gradients of the
+    first k blocks of layers, and the gradient norm. Updates of these blocks that cannot start before the moment must
+    end before the next forward reaches the last layer of block k. The constraint: from the moment until then, there are
+    at least as many seconds as these updates, and copies of the blocks' parameters from host memory, occupy the
+    resource. `Problem.seconds` tells which copies of state count.
 
-    The constraint is about those updates of the first k blocks that cannot start before the moment. They must end
-    before the next forward reaches the last layer of block k. So the time in between is at least the time for which
-    these updates, and copies of the blocks' parameters from host memory, occupy the resource. `Problem.seconds` tells
-    which copies of state count.
-
-    If the moment is before the norm, the time in between includes waits of forward and backward. If forward and
-    backward use the resource completely, the time in between counts without the time for which they run.
+    If the moment is before the norm, the time for which forward and backward wait is added to these seconds. If forward
+    and backward use the resource completely, the seconds in which they run are left out.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -285,17 +290,19 @@ def backward_waits_for_gradients(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: backward waits for copies of
     gradients.
 
-    Blocks of layers are numbered in the order of forward, so backward ends with block 1. For each k, the constraint
-    is A <= B + C + D:
+    Blocks of layers are numbered in the order of forward, so backward ends with block 1. For each k, the constraint is
+    A <= B + C + D:
 
     - A: time to copy the gradients of blocks 1 to k to the host
-    - B: time of backward from the end of the last layer of block k (the last one in forward) to the end of backward
-    - C: waits of backward
-    - D: time to copy the gradients that are still to be copied when backward ends
+    - B: time from the first moment at which one of these gradients can be complete, the end of the backward of block
+      k's last layer, to the end of backward
+    - C: time for which backward waits for copies
+    - D: time of the copies that are still to be made when backward ends
 
-    The runtime limits the bytes of gradients that are being copied to the host (`EbbtideLoop._make_room`). So the
-    gradients of D take at most the larger of two sizes: the largest layer's gradient, or `GRADIENTS_UNDER_WAY_BYTES`
-    plus half of that gradient.
+    D is limited, because the runtime limits the bytes of gradients that are being copied to the host
+    (`EbbtideLoop._make_room`). The gradients of D take at most the larger of two sizes. One is the largest layer's
+    gradient. The other is the constant `GRADIENTS_UNDER_WAY_BYTES` plus the smaller of this constant and half of the
+    largest layer's gradient.
 
     The constraints are added for the last micro-batch alone, and for all micro-batches together. The last micro-batch
     also copies the gradient sums that the GPU accumulates.
@@ -317,16 +324,17 @@ def what_is_held_fits_into_memory(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: all data fits into each memory.
 
     The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Bytes that
-    are not linear in the program's variables, or that differ between plans, are replaced by lower bounds:
+    are not linear in the program's variables, or that differ between plans, are replaced by values that are never too
+    large:
 
-    - Buffers: only the state that they contain at two moments, when the gradient norm is known and when the next
-      forward ends (see `buffers_hold_what_is_in_them`).
-    - Host memory reserved for state in GPU memory: zero, because only plans that split DeepSpeed's subgroups reserve it
-      (`Workload.state_stays`).
-    - Gradients that are being copied to the host: in total at most the runtime's limit for them. If all gradients
-      together exceed this limit, each counts with an equal fraction of its bytes.
-    - GPU copies of parameters in host memory: two layers of mean size, although the GPU may hold the two largest
-      layers.
+    - Buffers: only the state that they contain when the gradient norm is known and when the next forward ends (see
+      `buffers_hold_what_is_in_them`).
+    - Host memory reserved for state that lives in GPU memory: zero, because only plans that split DeepSpeed's subgroups
+      reserve any (`Workload.state_stays`).
+    - Gradients that are being copied to the host: the bytes of all gradients, or the runtime's limit for such copies if
+      it is less. Each gradient counts with the same fraction of its bytes.
+    - GPU copies of parameters that live in host memory: two layers of mean size, although the GPU may hold the two
+      largest layers.
     """
     w = p.given
     held = Holding.of_workload(w.model_copy(update={"state_stays": False}))
