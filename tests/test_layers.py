@@ -249,7 +249,8 @@ def test_rooms_import_each_other_in_one_direction(package):
 
 
 def _room(module: str, package: str) -> str:
-    """Return the name of the subfolder of a package in which a module lies. Empty if the module is not in that
+    """Return the name that follows ``package`` in a module's dotted name, for example ``update`` for the module
+    ``simulator.update.way`` and the package ``simulator``. Return an empty string if the module is not below the
     package.
     """
     inside = module.removeprefix(f"{package}.") if module.startswith(f"{package}.") else ""

@@ -1,5 +1,5 @@
-"""Tests of what the profiler reports about links, clocks, NUMA nodes, limits and other processes, with
-made-up system files.
+"""Tests of what the profiler reports about links, clocks, NUMA nodes, the limit on locked memory, and other processes.
+The tests make up the system files that the profiler reads.
 """
 
 import sys

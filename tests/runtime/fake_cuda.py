@@ -105,7 +105,7 @@ class FakeStream:
             self._state.notify_all()
 
     def drain(self):
-        """Wait until the work that was issued to this fake stream so far has run, without counting a
+        """Wait until all work that was issued to this fake stream so far has run. This wait is not counted as a
         synchronization.
         """
         with self._state:

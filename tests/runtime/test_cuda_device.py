@@ -270,8 +270,8 @@ def test_threads_of_later_checkpoints_copy_on_the_same_streams(monkeypatch):
 
 
 class Counted:
-    """A fake CUDA event with a given time. Its `elapsed_time` is a float32 number of milliseconds, as on
-    CUDA, which is coarse when the device has run for long.
+    """A fake CUDA event that was recorded at a given time. `elapsed_time` returns milliseconds as a float32 number, as
+    CUDA does, so long times are coarse.
     """
 
     def __init__(self, at_s):

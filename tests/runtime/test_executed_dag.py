@@ -273,12 +273,11 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
 
 
 def test_a_sum_that_is_set_apart_has_arrived(monkeypatch):
-    """Check that the runtime waits for the copy of a gradient sum to host memory before it saves the sum to another
-    buffer.
+    """Check that the runtime saves a gradient sum only after the sum's copy from the GPU to host memory has ended.
 
-    First, a step is skipped. No update has waited for its gradient sum, so the copy of the sum to host memory may still
-    run. The next step has a single micro-batch and overwrites the buffer of the sum. The runtime saves the sum first,
-    because stock DeepSpeed would keep it and might add to it later.
+    First, a step is skipped. No update waits for the gradient sum of this step, so the copy of the sum to its host
+    buffer may still run. The next step has a single micro-batch, and overwrites this host buffer. The runtime saves the
+    old sum first, because stock DeepSpeed would keep the old sum and might add to it later.
 
     In this test a copy runs only when something waits for it, so that a missing wait shows.
     """

@@ -156,7 +156,7 @@ def test_what_auto_expects_is_what_its_plan_takes(model, name, about, slower):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_slow_link_shows_as_waits(only_rank, monkeypatch, stage):
     """Check that the runtime, while it watches training for ``plan="auto"``, records how long backward waits for
-    gradient copies over a slow link. Here each gradient waits for the copy of the gradient before.
+    gradient copies over a slow link. In this test each gradient waits until the previous gradient has been copied.
     """
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
     engine = start(stage=stage, accumulation=2)

@@ -21,7 +21,9 @@ DIMM_GIB = 256  # the largest DDR4 and DDR5 modules of servers; two to a channel
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
-    """Return the bytes per second of a PCIe link in one direction, before packet headers."""
+    """Return the bytes per second that a PCIe link carries in one direction. The bytes of packet headers are
+    included.
+    """
     return {4: 16e9, 5: 32e9}[generation] * lanes * 128 / 130 / 8
 
 

@@ -58,11 +58,13 @@ def test_below_zero_3_too(stage):
 
 
 def by_counting(layout):
-    """Return two numbers that are counted from a list of all ranks and their nodes.
+    """Count rings and groups of ranks that extend over several nodes, from a list of all ranks and their nodes. A test
+    compares the numbers with the simulator's formulas.
 
-    The first is the largest number of data-parallel rings that enter one node. Only nodes with ranks of the layout's
-    pipeline stage count. The second is the largest number of tensor-parallel groups that one node has in common with
-    other nodes. A test compares them with the simulator's formulas.
+    Returns:
+        Two numbers. The first is the largest number of data-parallel rings that connect one node with other nodes. Only
+        nodes that have ranks of pipeline stage ``layout.stage`` count for it. The second is the largest number of
+        tensor-parallel groups that one node shares with other nodes. All nodes count for it.
     """
     span = layout.data * layout.tensor
     node = {rank: rank // layout.gpus_per_node for rank in range(layout.gpus)}

@@ -55,12 +55,14 @@ def test_measured_shares_replace_equal_ones_for_that_number_of_ranks():
 
 
 def test_between_known_numbers_of_ranks_their_total_changes_evenly():
-    """Check that the bandwidth of all ranks together is interpolated between the numbers of ranks for which it was
-    measured.
+    """Check the bandwidth of all ranks together, for numbers of ranks at which it was not measured.
 
-    In this test, two ranks together reach 0.6 of the DRAM bandwidth, and four reach 0.8. So three ranks reach 0.7.
-    Eight ranks are more than were measured, and reach 0.8 like four. For links between host and GPU this is different:
-    beyond the measured numbers, each further rank adds as much bandwidth as the last measured ranks did.
+    For DRAM, two ranks reach 0.6 of the bandwidth together, and four ranks reach 0.8. Three ranks reach 0.7, because
+    the bandwidth is interpolated between measured numbers of ranks. Eight ranks reach 0.8, because the bandwidth stays
+    constant above the largest measured number.
+
+    For links between host and GPU, the bandwidth keeps growing above the largest measured number. Each further rank
+    adds as much bandwidth as each rank added between the two largest measured numbers.
     """
     shares = {2: {"dram": Quantity.exact(0.3)}, 4: {"dram": Quantity.exact(0.2)}}
     node = machine(rank_shares=shares)

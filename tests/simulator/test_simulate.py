@@ -299,8 +299,9 @@ def test_stocks_gradients_queue_on_one_stream_beside_backward():
     """Check the simulated gradient copies of stock DeepSpeed. They run one after the other on a single stream, and
     backward of the next layer does not wait for them.
 
-    Before a layer's gradients are copied, GPU kernels compute their norm and convert them to fp32. The kernels must
-    first wait 1 s for running matrix products, which is a third of the time of the layer's backward.
+    Before a layer's gradients are copied, GPU kernels compute their norm and convert them to fp32. These kernels start
+    1 s late, because the GPU is still busy with matrix products of backward. The simulator assumes that this delay is a
+    third of the time that backward of the layer takes, which is 3 s here.
     """
     found = stock(gradients="asynchronous")
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (5, 8)]
@@ -450,8 +451,10 @@ def test_a_missing_rate_is_named():
 
 
 def simpy_ends(schedule):
-    """Return the end of each op of a schedule in seconds as simpy computes it. simpy is an independent
-    reference: each lane is an in-order resource, and no bandwidth is shared.
+    """Return the time in seconds at which each op of a schedule ends, as computed by simpy.
+
+    simpy is a reference that is independent of ebbtide's simulator. Each lane (a queue of ops) runs one op at a time,
+    in the order of the schedule, and no bandwidth is shared.
     """
     import simpy
 

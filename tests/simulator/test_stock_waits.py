@@ -1,5 +1,5 @@
-"""Tests of simulated waits of stock DeepSpeed that occur only with several ranks: for each other's
-gradient copies, and for blocking gathers.
+"""Tests of simulated training with stock DeepSpeed on several ranks, in which ranks wait for each other's gradient
+copies and for gathers of parameters.
 """
 
 import pytest
@@ -73,13 +73,16 @@ def test_with_accumulation_others_copy_sixteen_bits_out_and_in_as_well(machine_b
 
 
 def test_with_overlap_comm_others_copy_beside_backward(machine_by_hand):
-    """Check a simulated iteration of one rank while other ranks copy gradients to the host, with `overlap_comm`. The
-    expected times are computed by hand.
+    """Check the simulated iteration time of one rank of stock DeepSpeed with `overlap_comm`, while other ranks copy
+    their gradients to the host.
 
-    The ranks copy one after the other. In each of the two layers, backward takes 1 s and the copies of the other ranks
-    take 4 s. If this rank has gradients in both layers, its own copies come last and backward waits for them: the
-    iteration takes 10 s. If this rank has no gradients in the last layer, backward of the first layer runs during the
-    copies of the other ranks: the iteration takes 9 s.
+    There are two layers. In each layer, backward takes 1 s and the other ranks' copies take 4 s. This rank's own copies
+    take only microseconds, but start after the other ranks' copies.
+
+    If this rank has gradients in both layers, backward waits for its own copies: 2 * (1 s + 4 s) = 10 s.
+
+    If this rank has no gradients in the last layer, backward of the first layer runs during the other ranks' copies:
+    1 s + 2 * 4 s = 9 s.
     """
     waiting = seconds("zero_offload", one_layer(1000, 10**9, beside=1.0), machine_by_hand)
     # Its own thousand elements of the last layer are behind the others' of this layer, and backward waits for them.

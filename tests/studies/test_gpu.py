@@ -108,9 +108,11 @@ def test_bits_are_compared_where_every_sum_has_one_order():
 
 @pytest.mark.parametrize(("variant", "pinned"), [("ebbtide", False), ("stock", True)])
 def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, variant, pinned):
-    """Check that a trial of the GPU suite under a plan switches off DeepSpeed's pinned memory. torch never
-    releases memory that it has pinned and rounds its size up to powers of two, and the plan pins memory of
-    its own.
+    """Check that a GPU trial of ebbtide turns DeepSpeed's ``pin_memory`` off, and that a GPU trial of stock DeepSpeed
+    turns it on.
+
+    A plan pins memory of its own. Memory that torch pins for DeepSpeed would be wasted, because torch never releases it
+    and rounds its size up to a power of two.
     """
     configs = []
 

@@ -1,5 +1,5 @@
-"""Tests of the study of the paper Breaking the Memory Wall: figures computed from samples, and one real
-run at a tiny size.
+"""Tests of `studies.memory_wall`, which repeats measurements of the paper "Breaking the Memory Wall". They check how
+results are computed from made-up samples, and run the study once at a tiny size.
 """
 
 import json

@@ -134,8 +134,8 @@ def test_stock_and_ebbtide_for_real(tmp_path, only_rank, monkeypatch):
     """Check the part of `studies.peers` that compares stock DeepSpeed with ebbtide, and with variants of ebbtide that
     have a feature turned off.
 
-    All of them really train, on the emulated device. ebbtide and its variants must give the same bits as stock
-    DeepSpeed with the same number of micro-batches per step. To save time, all of them train in this process.
+    All of them really train, on the emulated device. For each number of micro-batches per step, ebbtide and its
+    variants must give the same bits as stock DeepSpeed. To save time, all of them train in this process.
     `tests/studies/test_gpu.py` tests training in separate processes.
     """
     path = tmp_path / "peers.json"

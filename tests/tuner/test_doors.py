@@ -98,9 +98,10 @@ def test_an_estimate_is_the_quick_answer_of_every_other_door():
 
 
 def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
-    """Check that `what_if` in Python and over HTTP predict the time of `even_plan`, the plan of a quick search.
+    """Check that `what_if`, in Python and over HTTP, predicts the iteration time of the plan that the function
+    `even_plan` finds in a short plan search.
 
-    The values of GPU memory size and clip rate are varied.
+    The size of GPU memory and the fraction of steps that clip gradients are varied.
     """
     model, machine, sequence, _ = ASKED
     have = preset(machine)

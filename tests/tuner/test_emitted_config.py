@@ -1,4 +1,4 @@
-"""Tests of the DeepSpeed config that `tune plan --emit-deepspeed` writes: keys that the Trainer fills in
+"""Tests of the DeepSpeed config that `tune plan --emit-deepspeed` writes. Keys that Hugging Face's Trainer fills in
 stay `"auto"`, and keys that the plan decides are set.
 """
 

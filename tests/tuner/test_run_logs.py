@@ -155,13 +155,13 @@ def test_times_of_day_that_cannot_be_are_told_and_left_out(tmp_path):
     ],
 )
 def test_a_batch_that_the_log_contradicts_is_told(tmp_path, samples, timed, fits):
-    """Check that calibration prints a note if the given micro-batch size contradicts the samples per second in a run's
-    log.
+    """Check that calibration gives a note if the given batch size contradicts the samples per second in a run's log.
 
-    Micro-batch size and samples per second together give the time of an iteration. This time must be at least the time
-    that forward, backward and step take together, which is enough for two samples in this log. It must be at most the
-    time of an iteration according to the log's clock times. If the log has no clock times, it must be at most twice the
-    minimum.
+    The batch size divided by the samples per second is the time of an iteration. This time must not be shorter than
+    forward, backward and step together. In this log, a batch of one sample gives too short a time.
+
+    This time must also not be longer than an iteration takes according to the log's clock times. If the log has no
+    clock times, the limit is twice the time of forward, backward and step together.
     """
     described = Described(model="m", shape={"micro_batch": samples})
     (seen,) = seen_in(tmp_path, REAL if timed else without_times(REAL), described)

@@ -100,11 +100,11 @@ class _AsPython311:
 
 
 def test_members_of_enums_are_read_however_python_has_pickled_them(tmp_path):
-    """Check that a checkpoint load accepts ``getattr`` in a pickled file only if the result is a member of an
-    enum.
+    """Check that a checkpoint load accepts a call of ``getattr`` in a pickled file only if the call returns a member of
+    an enum.
 
-    The Python of Debian 12 writes DeepSpeed's ``zero_stage`` in this way, so refusing it would prevent any
-    resume.
+    Some versions of Python 3.11 pickle DeepSpeed's ``zero_stage`` as such a call. If every such call were refused, no
+    checkpoint written by these versions could be loaded.
     """
     from deepspeed.runtime.zero.config import ZeroStageEnum
 

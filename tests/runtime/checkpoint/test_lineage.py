@@ -29,8 +29,10 @@ RUNS, SAVES, BROKEN = 8, 3, 3
 
 
 def die_at(root, number):
-    """Kill the process before the change with the given number in the filesystem below ``root``, in whichever
-    thread the change is made.
+    """Kill the process just before the ``number``-th time that it opens, creates, links, renames or deletes a file or
+    folder below ``root``.
+
+    The operations of all threads are counted together.
     """
     left = [number]
 

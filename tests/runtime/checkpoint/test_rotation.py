@@ -1,5 +1,5 @@
-"""Tests of trainers that delete an older checkpoint while a newer one is being written, and are killed
-meanwhile.
+"""Tests of checkpoints when a trainer deletes an older checkpoint while a newer one is being written. In most tests the
+process is then killed.
 """
 
 import errno
@@ -66,15 +66,15 @@ def saved(folder, step):
 
 
 def rotate_while_saving(root, at, then, rotate=shutil.rmtree):
-    """Save the checkpoint of step 20 into its own folder, and delete the folder of step 10 while this save is paused.
-    Return the save's job after its end.
+    """Save the checkpoint of step 20, and delete the folder with the checkpoint of step 10 while this save is paused.
+    Return the save's job once the save has ended.
 
-    A trainer with one folder per checkpoint deletes an old checkpoint at this moment.
+    A trainer that keeps each checkpoint in a folder of its own may delete an older checkpoint during a save.
 
     Args:
         at: Name of the point of the save at which it pauses.
-        then: Function that is called after the pause.
-        rotate: Function that deletes the old folder.
+        then: Function that the save calls after its pause. It may do nothing, raise an error or kill the process.
+        rotate: Function that deletes the folder of step 10.
     """
     (root / "checkpoint-20").mkdir()
     gate = Gate(at, then)
@@ -308,10 +308,10 @@ def test_placed_before_it_is_durable(tmp_path):
 
 
 def test_placed_but_torn_by_the_machine(tmp_path):
-    """Check that the older checkpoint is restored if the newer one has its final name but its files are
-    damaged.
+    """Check that an older checkpoint, which a trainer has deleted, is restored if the files of the newer checkpoint are
+    damaged although they already have their final names.
 
-    A power failure may leave files that were not synced in this state.
+    A power failure can damage files that have not been synced to the drive.
     """
     saved(tmp_path / "checkpoint-10", 10)
 

@@ -80,11 +80,11 @@ def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
 @pytest.mark.parametrize(("stage", "extra"), [(1, {}), (2, {}), (2, FP32_SUMS)])
 @pytest.mark.parametrize("sums", [0, 1])
 def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
-    """Check that training copies each subgroup's gradients between host and GPU as often as the simulator predicts
-    for the plan.
+    """Check that training copies each subgroup's gradients between host and GPU as often as the simulator predicts for
+    the plan.
 
-    Under ZeRO-1, and if gradient sums have a wider dtype than the reduced gradients, DeepSpeed itself
-    accumulates gradients on the GPU. Both cases are included.
+    The test includes the two cases in which DeepSpeed itself accumulates gradients on the GPU. They are ZeRO-1, and
+    gradient sums in a wider dtype than the reduced gradients.
     """
     engine = attached(start(stage=stage, accumulation=3, extra=extra), ["host"], DEVICE, seed=None, device_sums=sums)
     own, seen = engine.optimizer._ebbtide, crossings(engine)
@@ -196,9 +196,10 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
 
 
 def windows(engine, lengths, behind=lambda number: None):
-    """Train optimizer steps with the given numbers of micro-batches. Return the training state and the losses.
+    """Train one optimizer step for each number in ``lengths``, with this number of micro-batches. Return the training
+    state and the losses.
 
-    The last micro-batch of each step is marked by an explicit call of DeepSpeed.
+    DeepSpeed's `set_gradient_accumulation_boundary` marks the last micro-batch of each step.
     """
     batches, losses = Batches(2, SIZES["tiny"].sequence), []
     for window, length in enumerate(lengths):

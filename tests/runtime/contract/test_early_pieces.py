@@ -242,12 +242,12 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
 
 @pytest.mark.parametrize("change", CHANGES[3:5])
 def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
-    """Check that a script may change optimizer state in host memory after the state was copied to the GPU for an
-    update, while this update still waits for the gradient norm.
+    """Check that an update uses a script's change to the optimizer state in host memory, although the state was copied
+    to the GPU before the change. The script makes the change while the update waits for the gradient norm.
 
-    The host's current state is then in a spare buffer. An early update of the step before, which started before
-    the gradient norm was known, wrote it there. When the script accesses DeepSpeed's tensor, the runtime first
-    copies the state from the spare buffer to this tensor.
+    Before the change, the latest state is in a spare buffer in host memory, because the previous step's update started
+    before its gradient norm was known. When the script accesses DeepSpeed's tensor, the runtime first copies the state
+    from the spare buffer to this tensor.
     """
     engine, _ = updating_early(whole(), ["device"])
     backwards = []

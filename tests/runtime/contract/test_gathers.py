@@ -192,14 +192,17 @@ def loaded(engine, folder, rank=0):
 
 
 def alive_as_stock(folder, rank=0):
-    """Train the same steps with stock DeepSpeed and under a plan, and save a checkpoint of each run. Then load each
-    checkpoint into an engine of the other kind, and train two micro-batches.
+    """Train the same steps with stock DeepSpeed and under a plan. Save a checkpoint in each of the two runs, and then
+    train two more micro-batches. Load each checkpoint into an engine of the other kind, and train these two
+    micro-batches again.
 
     Returns:
-        A list of all differences, empty if there are none. First come the indices of values that differ between the
-        first two runs. Then come the names of tensors that differ between the two engines after the load. The
-        list ends with 1 if the engine that loaded stock DeepSpeed's checkpoint has another last loss than the stock
-        run, and with 2 if its second to last loss differs.
+        A list of all differences, empty if there are none:
+
+        - The index of each value, such as a loss or a parameter, that differs between the two runs.
+        - The name of each tensor that differs between the two engines that have loaded a checkpoint.
+        - The number 1 if the last loss differs between the stock run and the engine that loaded its checkpoint.
+        - The number 2 if the second-to-last loss differs between the stock run and this engine.
     """
     pattern, locations = ["host", "device", "resident"], ["host", "host", "device"]
 

@@ -131,10 +131,10 @@ def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
 
 
 def test_the_device_is_asked_once_whether_a_shared_gradient_overflowed():
-    """Check that the runtime reads from the GPU only once per step whether gradients have overflowed. This applies
-    to gradients that lie partly in another rank's partition.
+    """Check that the runtime reads from the GPU only once per step whether any shared gradient has overflowed. A
+    gradient is shared if another rank owns a part of it.
 
-    With one read per gradient, backward would wait for the GPU at each of them.
+    With one read per shared gradient, backward would wait for the GPU at each of these gradients.
     """
     engine = attached(start(stage=2), MIX, DEVICE, None)
     optimizer = engine.optimizer

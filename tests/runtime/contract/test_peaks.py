@@ -131,8 +131,8 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
 
 
 def mapped_bytes():
-    """Return the total bytes of all mappings made by `mmap.mmap(-1, ...)` in this process, which Linux lists
-    under ``/dev/zero``.
+    """Return the total bytes of this process's memory mappings that were made by `mmap.mmap(-1, ...)`. Linux lists such
+    a mapping under ``/dev/zero``.
     """
     lines = Path("/proc/self/maps").read_text().splitlines()
     ends = [line.split()[0].split("-") for line in lines if "/dev/zero" in line]

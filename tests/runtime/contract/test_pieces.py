@@ -93,11 +93,11 @@ def test_pieces_end_with_parameters_and_with_vectors(groups, size):
 
 @pytest.mark.parametrize("pattern", [["host"], MIX])
 def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
-    """Check that a checkpoint which was saved under a plan that cuts DeepSpeed's subgroups into parts can be loaded
-    by stock DeepSpeed, and by an engine under another plan.
+    """Check that stock DeepSpeed, and an engine under another plan, can load a checkpoint that was saved under a plan
+    that cuts DeepSpeed's subgroups into parts.
 
-    The checkpoint holds DeepSpeed's whole subgroups. They are written directly from the memory that training
-    uses. No subgroup is put together in a copy first.
+    The checkpoint holds DeepSpeed's whole subgroups. Their parts are written directly from the memory that training
+    uses, and are not joined in a copy first.
     """
     saving = cut(coarse(), pattern)
     train(saving, 3)
@@ -324,8 +324,8 @@ def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
 
 @pytest.mark.parametrize("options", [{"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}])
 def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
-    """Check that ``plan="auto"`` does not cut DeepSpeed's subgroups into parts if the optimizer runs its own
-    Python step on each subgroup.
+    """Check that ``plan="auto"`` does not cut DeepSpeed's subgroups into parts if the optimizer, such as torch's AdamW,
+    runs its own Python step on each subgroup.
     """
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)

@@ -333,10 +333,10 @@ def test_resident_state_is_shown_below_zero_3():
 
 
 def test_a_steady_step_waits_for_no_gated_attribute(monkeypatch):
-    """Check that in a usual step DeepSpeed's own code reads none of the engine's attributes whose reads wait
-    for all updates.
+    """Check that DeepSpeed's own code never waits for all running updates in a usual training step.
 
-    Such a wait would end the overlap of updates with the forward pass.
+    A read of certain attributes of DeepSpeed's optimizer waits for these updates. If DeepSpeed read such an attribute
+    in every step, updates would not overlap with the forward pass.
     """
     from ebbtide.runtime.zero.stage3 import EbbtideStage3
 

@@ -80,10 +80,11 @@ def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
 
 @pytest.mark.parametrize("begin", [["host"], ["host", "device"], ["stored", "host"]])
 def test_training_goes_on_as_plans_take_state_to_storage(begin, tmp_path):
-    """Check that training goes on with the same results when the plan is changed to plans that move optimizer state
-    to a drive.
+    """Check that training has stock DeepSpeed's results although the plan changes several times during training, and
+    moves optimizer state to a drive and back.
 
-    A checkpoint is saved after each step. A new engine under the first plan then resumes from the last checkpoint.
+    A checkpoint is saved after each step. A new engine under the first plan resumes from the last checkpoint, and must
+    have stock DeepSpeed's results too.
     """
     later = {1: ["host", "stored"], 2: ["host"], 3: ["stored", "stored", "host"], 4: ["stored"]}
 
@@ -234,13 +235,13 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
 
 
 def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path, known_machine, monkeypatch):
-    """Check that ``plan="auto"`` counts the host buffers for state on a drive when it chooses how many subgroups
-    to put there. The DeepSpeed config offloads the optimizer to a drive.
+    """Check that ``plan="auto"`` counts host buffers when it chooses how many subgroups to move from host memory to a
+    drive. A subgroup on the drive needs such a buffer for its update. The DeepSpeed config offloads the optimizer to a
+    drive.
 
-    In the test, free host memory is too small for all state by a quarter of the largest subgroup's state. One
-    subgroup on the drive would save nothing, because it needs a host buffer of the same size. Two subgroups on
-    the drive can share one buffer, which saves enough. So the plan must have one buffer, and keep other
-    subgroups in host memory.
+    In the test, the state exceeds free host memory by a quarter of the largest subgroup's state. One subgroup on the
+    drive would save nothing, because its host buffer is as large as its state. Two subgroups on the drive can share one
+    buffer, which saves enough. So the plan must have one buffer, and leave other subgroups in host memory.
     """
     free_memory(monkeypatch, 10**12)
     session = on_a_drive(tmp_path / "all", "auto").optimizer._ebbtide

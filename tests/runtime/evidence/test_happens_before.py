@@ -221,10 +221,10 @@ def launched_behind_no_copy(self, *args, launch=Executor.launch, **kwargs):
 
 
 def brought_at_once(self, params, executor, bring=Partitions.bring):
-    """Return the parameters that `Partitions.bring` copies from host memory to the GPU, but without the waits for
-    the end of the copies.
+    """Start to copy parameters from host memory to the GPU as `Partitions.bring` does, but do not return the operations
+    that a caller must wait for. The caller may then use the parameters before the copies have ended.
 
-    A test replaces `bring` with this faulty function, and checks that a race is reported.
+    A test replaces `bring` with this faulty function, and checks that the race is reported.
     """
     return {p: (tensor, []) for p, (tensor, _) in bring(self, params, executor).items()}
 

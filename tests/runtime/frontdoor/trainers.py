@@ -263,11 +263,14 @@ OTHERS = {"sft": with_sft}
 def outcome(
     train: Callable[..., tuple[Any, list[Any]]], key: dict[str, Any] | None, **options: Any
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Call ``train`` to train an engine with the config key ``ebbtide`` set to ``key``, or with stock DeepSpeed if
-    ``key`` is None. Destroy the engine, and return ((state, losses), key).
+    """Train an engine with the function ``train``, destroy the engine, and return the results of training and a key.
 
-    If the argument ``key`` is None, the returned key holds a plan for an engine with the same subgroups.
-    Otherwise the returned key is the argument.
+    Args:
+        key: Value of the config key ``ebbtide``. None means that stock DeepSpeed trains.
+
+    Returns:
+        ((state, losses), key). After training with stock DeepSpeed, this key holds a plan for the engine's subgroups,
+        so that the next call can repeat the training under the plan. Otherwise the key is the argument ``key``.
     """
     engine, losses = train(key, **options)
     assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)

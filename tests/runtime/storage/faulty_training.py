@@ -101,12 +101,12 @@ def flipped(function, descriptor, data, offset):
 
 @dataclass
 class Case:
-    """A case of the tests: a training run on a drive that begins to fail at some time, followed by runs on a drive
-    without faults.
+    """A case of the tests: several training runs one after the other, with a drive that is faulty in one of the runs.
 
     Attributes:
-        at: Number of the training step before which the fault begins. -1: the fault begins before the engine is made.
-            None: the first run has no fault. The second run has one, which begins before the run loads a checkpoint.
+        at: Time from which the drive is faulty. A number of 0 or more: in the first run, before the training step with
+            this number. -1: in the first run, before the engine is made. None: in the second run, before this run loads
+            a checkpoint.
     """
 
     drive: Drive = field(default_factory=Drive)

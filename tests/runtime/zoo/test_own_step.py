@@ -91,8 +91,10 @@ def test_every_tensor_has_stocks_bits(name):
 
 
 def test_moments_that_follow_an_fp32_master_are_fp32_whatever_the_key_says():
-    """Check that the moments of an fp32 master are fp32 under a plan even with ``fp32_optimizer_states:
-    false`` in the config, which only sets the precision of the master itself.
+    """Check training under a plan with ``fp32_optimizer_states: false`` in the DeepSpeed config.
+
+    DeepSpeed then gives the moments the dtype of the master parameters. The masters are fp32 in this test, so the
+    moments must be fp32 too.
     """
     narrow = config({"type": "AdamW", "params": {**PARAMS, "fp32_optimizer_states": False}}, 3)
     ours = trained(narrow, {"plan": "auto", "device": "emulated"}, mixed=True)

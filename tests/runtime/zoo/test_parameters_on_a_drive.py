@@ -1,8 +1,8 @@
-"""Tests of ``offload_param.device: nvme`` in a DeepSpeed config: the plan places the optimizer state, and
-the parameters stay with DeepSpeed's swapper.
+"""Tests of plans with ``offload_param.device: nvme`` in the DeepSpeed config. The plan places the optimizer state, and
+DeepSpeed's swapper moves the parameters.
 
-DeepSpeed's op for drives takes minutes to build, so these tests are skipped where it has not been
-built. ``python -m tests.runtime.zoo`` builds it.
+The tests are skipped if DeepSpeed's ``async_io`` op has not been built, because its build takes minutes.
+``python -m tests.runtime.zoo`` builds the op.
 """
 
 from pathlib import Path

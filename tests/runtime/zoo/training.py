@@ -56,11 +56,11 @@ def trained(
 
     Args:
         config: A DeepSpeed config from `as_trained`, which adapts a published config to the test.
-        key: Value of the config key "ebbtide". None means stock DeepSpeed. `ebbtide.enable` must have been
-            called.
-        mixed: If True, switch to a plan with other placements and parameter locations during training. This
-            happens one step after the end of the measured steps of plan "auto", and at the same step with any other
-            ``key``. Stock DeepSpeed has no plan and does not switch.
+        key: Value of the config key "ebbtide", for which `ebbtide.enable` must have been called. None means stock
+            DeepSpeed.
+        mixed: If True, switch to a plan with other placements and parameter locations during training. The switch comes
+            one step after the steps that plan "auto" measures, whatever ``key`` is. Stock DeepSpeed has no plan and
+            does not switch.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -123,7 +123,9 @@ def _mix(engine: Any) -> None:
 
 
 def _state(engine: Any) -> list[torch.Tensor]:
-    """Return a list of the engine's parameters and the optimizer state of each master, in DeepSpeed's order."""
+    """Return one list with copies of tensors: first all parameters of the engine, and then each master parameter
+    followed by its optimizer state.
+    """
     from deepspeed.runtime.zero import GatheredParameters
 
     if hasattr(engine.optimizer, "wait"):
