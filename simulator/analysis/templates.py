@@ -17,7 +17,7 @@ from ebbtide.simulator.engines.kernel import Ints
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
-from ebbtide.simulator.schedules.peers import PRODUCTS_WAITED_FOR
+from ebbtide.simulator.schedules.stock_options import PRODUCTS_WAITED_FOR
 from ebbtide.simulator.update.footprint import base_by_kind, with_base
 from ebbtide.simulator.workload import Workload
 

@@ -13,7 +13,7 @@ from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, Machine, ShareName
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
 from ebbtide.simulator.rules import spelled
-from ebbtide.simulator.schedules.peers import FRESH_PASSES
+from ebbtide.simulator.schedules.stock_options import FRESH_PASSES
 
 # Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
 # tells what cannot be exceeded. Whether intervals from them hold is judged on published runs.

@@ -12,7 +12,8 @@ from typing import Literal, get_args
 from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
-from ebbtide.simulator.schedules.peers import FRESH_PASSES, PAGEABLE_PASSES, StockLoop, StockOptions
+from ebbtide.simulator.schedules.stock import StockLoop
+from ebbtide.simulator.schedules.stock_options import FRESH_PASSES, PAGEABLE_PASSES, StockOptions
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
 

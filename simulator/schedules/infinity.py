@@ -12,12 +12,12 @@ from typing import Literal, get_args
 
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
-from ebbtide.simulator.schedules.peers import (
+from ebbtide.simulator.schedules.stock import StockLoop
+from ebbtide.simulator.schedules.stock_options import (
     HOST_GRADIENT_BYTES,
     PAGEABLE_PASSES,
     Gradients,
     OverflowCheck,
-    StockLoop,
     StockOptions,
     checked_place,
 )

@@ -11,7 +11,9 @@ from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOptions, SentBack
 from ebbtide.simulator.schedules.infinity import InfinityLoop, InfinityOptions, Location, StateLocation
-from ebbtide.simulator.schedules.peers import DeviceLoop, Gradients, OverflowCheck, StockLoop, StockOptions
+from ebbtide.simulator.schedules.no_offload import DeviceLoop
+from ebbtide.simulator.schedules.stock import StockLoop
+from ebbtide.simulator.schedules.stock_options import Gradients, OverflowCheck, StockOptions
 from ebbtide.simulator.workload import Workload
 
 LARGEST_STRIDE = 100  # published runs have some that are larger than their number of subgroups

@@ -6,7 +6,8 @@ import pytest
 from ebbtide.simulator import Lane, Layer, OpKind, Plan, Quantity, Schedule, ScheduleBuilder, build_schedule, simulate
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.engines.reference import alone_s
-from ebbtide.simulator.schedules.peers import OVERFLOW_CHECK_S, WIDENING_S, StockLoop, StockOptions
+from ebbtide.simulator.schedules.stock import StockLoop
+from ebbtide.simulator.schedules.stock_options import OVERFLOW_CHECK_S, WIDENING_S, StockOptions
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -397,7 +398,7 @@ def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_n
     One gradient at a time is copied to float64. The largest gradient has 60 elements, so 60 * 8 bytes are
     allocated and freed again.
     """
-    from ebbtide.simulator.schedules.peers import DeviceLoop
+    from ebbtide.simulator.schedules.no_offload import DeviceLoop
 
     work = workload((60, 1)).model_copy(update={"parameters": ((60, 1),)})
     loop = DeviceLoop(work)

@@ -15,7 +15,7 @@ from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.estimates.blocks import ModelError
 from ebbtide.simulator.limits import Limits
-from ebbtide.simulator.schedules.peers import HOST_GRADIENT_BYTES
+from ebbtide.simulator.schedules.stock_options import HOST_GRADIENT_BYTES
 from ebbtide.simulator.update.footprint import Holding, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.update.recipes import Bytes

@@ -1,0 +1,120 @@
+"""The options that distinguish DeepSpeed's ways of ZeRO-3 offload, and the costs of their steps (version 0.19.8)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
+
+# Per parameter, beside the optimizer's state.
+HOST_GRADIENT_BYTES = 2 * FP32_BYTES  # `.grad` and the gradient partition buffer
+# DRAM traffic of stock's host passes beside the state's way both ways: unscale 8, the gradient 4
+# that the update reads, downcast 8.
+STOCK_PASS_BYTES = 20
+FP64_BYTES = 8
+PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and the link's own
+# Where the unpinned side was allocated for this copy: the kernel zeroes its pages first, and the
+# line that is written is fetched before.
+FRESH_PASSES = PAGEABLE_PASSES + 2
+WIDENING_BYTES = 10  # DRAM traffic: 2 read, and 4 written after the line was read
+# Seconds per element on one thread: PyTorch's check for infinities and NaNs (``isinf``, ``isnan``, each with ``any``)
+# and its conversion of bf16 to fp32 compute longer than memory takes. Measured here (AMD EPYC, Zen 5, torch 2.13).
+# Older cores take longer. Conversions of fp16 are bound by memory.
+OVERFLOW_CHECK_S: Mapping[str, float] = {"fp16": 3.6e-9, "bf16": 4.0e-9, "fp32": 4.0e-9}
+WIDENING_S: Mapping[str, float] = {"bf16": 1.6e-9}
+# DRAM traffic of the check per 16-bit element: the buffer is read four times, its absolute values and two masks are
+# written after their lines were read, and read once.
+OVERFLOW_CHECK_BYTES = 16
+# Of device memory, by the kernels behind the reductions: the norm in float64 (2 read, 8 written and
+# read), widening (2 read, 4 written).
+GRADIENT_KERNEL_BYTES = 18 + 6
+# These kernels start when the running product leaves the device free, and products last longer than
+# they do. A parameter's stream comes to that twice, before its reduction and behind its copies
+# (norm and widening), and waits half a product each time; its backward is three products.
+PRODUCTS_WAITED_FOR = 2 * 0.5 / 3
+# How many times as long torch's own Adam takes as DeepSpeedCPUAdam: PyTorch runs a dozen operations one by one, two of
+# them into fresh memory. DeepSpeed's documentation says 5 to 7 (deepspeed.ai/tutorials/zero-offload), its pull request
+# 735 had 56 s where 8.2 remained. One core of an AMD EPYC took 10 times as long (torch 2.13).
+TORCH_ADAM_PASSES = 6
+# DRAM traffic of one update by DeepSpeedCPUAdam: the state both ways and the gradient that it reads.
+ADAM_BYTES = 2 * ADAM.state_bytes + FP32_BYTES
+Updates = Literal["sequential", "interleaved", "with_backward"]
+Gradients = Literal["stock", "asynchronous", "widened_on_host", "unpinned", "unpinned_widened_on_host"]
+OverflowCheck = Literal["host", "host_fp16", "device"]
+UNPINNED: tuple[Gradients, ...] = ("unpinned", "unpinned_widened_on_host")
+WIDENED_ON_HOST: tuple[Gradients, ...] = ("widened_on_host", "unpinned_widened_on_host")
+
+
+def checked_place(value: str) -> None:
+    """Raise an error unless ``value`` is ``host``, ``host_fp16`` or ``device``.
+
+    This value says where DeepSpeed looks for infinities and NaNs in gradients: see ``overflow_check`` of
+    `StockOptions`.
+    """
+    if value not in get_args(OverflowCheck):
+        raise RuleError(
+            f"overflow_check must be one of {get_args(OverflowCheck)}, but got {value!r}", key="options.overflow_check"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StockOptions:
+    """The options that distinguish the offload strategies of DeepSpeed's ZeRO-3 from one another.
+
+    Attributes:
+        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied three times:
+            to a 16-bit host buffer, back to the GPU, and to the host again in fp32. ``asynchronous``: the GPU converts
+            to fp32, buffers are pinned, and the copies run on the stream of the reductions while backward of the next
+            layers runs (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async`` of Deep Optimizer States).
+            ``stock``: if a profile measured the time that the copies add to backward, this time is used, otherwise like
+            ``asynchronous``. ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the
+            host converts to fp32 through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a
+            16-bit GPU tensor to an fp32 host tensor). ``unpinned``: all three copies use unpinned memory, and backward
+            waits for each. ``unpinned_widened_on_host``: ``unpinned`` and ``widened_on_host`` together, as in DeepSpeed
+            before 0.19.5, which does not pin by default.
+        updates: Order of updates. ``sequential``: one subgroup after the other, with its copies, in the step.
+            ``interleaved``: CPU updates, copies and updates on the GPU run at the same time, in the step.
+            ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the copy of
+            new parameters to the GPU is left for the step.
+        host_ratio: Fraction of the subgroups whose state is in host memory (Twin-Flow's ``ratio``). DeepSpeed keeps the
+            first subgroups in GPU memory.
+        stride: ``n`` if the GPU updates every ``n``-th of the subgroups in host memory. 0 if it updates none of them.
+        staging_slots: Number of staging buffers. Each is GPU memory for the state of one subgroup.
+        result_copy: True if another process does the CPU updates, so that new masters are copied once more.
+        pageable_parameters: True if parameters are converted into newly allocated unpinned memory and copied from
+            there, as DeepSpeed does for any value of ``pin_memory``.
+        torch_adam: True if torch's own Adam updates on the CPU (``optimizer.params.torch_adam``, or a client's
+            optimizer with ``zero_force_ds_cpu_optimizer`` off) instead of DeepSpeedCPUAdam.
+        overflow_check: Place where ZeRO-3 looks for infinities and NaNs in gradients before the norm. ``device``: on
+            the GPU, while backward runs (DeepSpeed before 0.9.4). ``host``: in the host's 16-bit buffer (0.9.4 to
+            0.11.1). ``host_fp16``: like ``host``, but only for fp16 (since 0.11.2). Source: ``has_overflow`` and
+            ``_overflow_check_and_loss_scale_update`` of ``deepspeed/runtime/zero/stage3.py``.
+    """
+
+    gradients: Gradients = "stock"
+    updates: Updates = "sequential"
+    host_ratio: float = 1.0
+    stride: int = 0
+    staging_slots: int = 1
+    result_copy: bool = False
+    pageable_parameters: bool = True
+    torch_adam: bool = False
+    overflow_check: OverflowCheck = "host_fp16"
+
+    def __post_init__(self) -> None:
+        checked_place(self.overflow_check)
+        if not 0 <= self.host_ratio <= 1:
+            raise RuleError(
+                "ratio (fraction of the subgroups with optimizer state in host memory) must lie in [0, 1], but got "
+                f"{self.host_ratio}",
+                key="options.ratio",
+            )
+        if not (isinstance(self.stride, int) and self.stride >= 0):
+            raise RuleError(
+                "stride must be 0 (no staged updates) or a whole number >= 1 (every stride-th subgroup "
+                f"is staged to the GPU), but got {self.stride}",
+                key="options.stride",
+            )
+        if self.staging_slots < 1:
+            raise RuleError(f"staging_slots must be >= 1, but got {self.staging_slots}", key="options.staging_slots")
