@@ -7,9 +7,9 @@ Importing this package loads numpy, pydantic, scipy and numba. pandas and joblib
 
 from ebbtide.simulator.analysis.what_if import what_if
 from ebbtide.simulator.engines.reference import simulate
-from ebbtide.simulator.estimates.architecture import architecture
-from ebbtide.simulator.estimates.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.job import workload_from_model
+from ebbtide.simulator.estimates.models.architecture import architecture
+from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.presets import preset, preset_names
 from ebbtide.simulator.layer import Layer, MemoryPoint
 from ebbtide.simulator.machine import Machine

@@ -314,8 +314,8 @@ def _check_kinds(config: Mapping[str, Any] | None, config_path: str | None, mode
         BadInputError: A file belongs to another flag, which the message names, or the weights are
             quantized.
     """
-    from ebbtide.simulator.estimates.architecture import is_deepspeed, is_model, quantized
     from ebbtide.simulator.estimates.deepspeed_keys import read_file
+    from ebbtide.simulator.estimates.models.architecture import is_deepspeed, is_model, quantized
 
     if config is not None and is_model(config):
         raise BadInputError(f"--ds-config {config_path} is a model's config. Give it as --model.")

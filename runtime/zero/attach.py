@@ -37,8 +37,8 @@ from ebbtide.runtime.zero.host_memory import check_host_memory, on_the_host
 from ebbtide.runtime.zero.stage3_buffers import swapped
 from ebbtide.runtime.zero.steady import keep_flowing
 from ebbtide.runtime.zero.storing import storing_plan
-from ebbtide.simulator.estimates.blocks import ModelError
 from ebbtide.simulator.estimates.deepspeed_keys import read_file
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
 from ebbtide.simulator.timeline import Timeline

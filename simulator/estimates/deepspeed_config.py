@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ebbtide.simulator.estimates.blocks import ModelError
 from ebbtide.simulator.estimates.deepspeed_keys import AUTO, ZERO, at_least, loaded, section
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.estimates.offloading import Offloading, offloading
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS

@@ -11,7 +11,7 @@ from reprlib import repr as shortened
 from typing import Annotated, Any, Literal
 
 import hjson
-from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 AUTO = "auto"

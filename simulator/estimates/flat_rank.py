@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from ebbtide.simulator.estimates.blocks import Block
 from ebbtide.simulator.estimates.compute import Kernels
+from ebbtide.simulator.estimates.models.blocks import Block
 from ebbtide.simulator.estimates.rank import MODULES_OF_A_LAYER, Rank
 from ebbtide.simulator.update.subgroups import cut_flat
 from ebbtide.simulator.workload import Workload

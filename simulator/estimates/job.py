@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from ebbtide.simulator.estimates.architecture import architecture
-from ebbtide.simulator.estimates.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.collectives import Layout
 from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
 from ebbtide.simulator.estimates.deepspeed_keys import STATE, ZERO, at
 from ebbtide.simulator.estimates.flat_rank import FlatRank
 from ebbtide.simulator.estimates.hardware.sheets import SHEETS
+from ebbtide.simulator.estimates.models.architecture import architecture
+from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.offloading import Offloading, offloading, own_step_key, plan_obstacle
 from ebbtide.simulator.estimates.rank import Rank
 from ebbtide.simulator.estimates.training import Training

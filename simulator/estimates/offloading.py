@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ebbtide.simulator.estimates.blocks import ModelError
 from ebbtide.simulator.estimates.deepspeed_keys import (
     HELD,
     OPTIMIZER,
@@ -19,6 +18,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import (
     loaded,
     section,
 )
+from ebbtide.simulator.estimates.models.blocks import ModelError
 
 STORED = "ebbtide_state"  # under the config's nvme_path
 _MATRIX_OPTIMIZERS = ("muon", "lamb")

@@ -8,7 +8,8 @@ import math
 from functools import partial
 
 from ebbtide.simulator.estimates.collectives import LINK, PAIR
-from ebbtide.simulator.estimates.hardware.sheets import DOS, SHEETS, Sheet
+from ebbtide.simulator.estimates.hardware.sheet import Sheet
+from ebbtide.simulator.estimates.hardware.sheets import DOS, SHEETS
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, Machine, ShareName
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source

@@ -1,32 +1,19 @@
-"""An estimate of one rank in a training job under ZeRO-3: the rank's parameters, the times of its layers, the GPU
-memory that it uses, and the bytes that it receives from other nodes.
+"""An estimate of one rank in a training job under ZeRO-3: the times of its layers, and the bytes that it receives from
+other nodes.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
-from ebbtide.simulator.estimates.blocks import Architecture, Block
-from ebbtide.simulator.estimates.collectives import LINK, Layout, Links, passed_on, ring_s
-from ebbtide.simulator.estimates.compute import (
-    BACKWARD,
-    EAGER_STORED,
-    FORWARD,
-    STORED_SCORES,
-    STORED_SPLIT,
-    STORED_WHOLE,
-    Device,
-    Shape,
-    overlapped_s,
-    run_ahead_s,
-)
-from ebbtide.simulator.estimates.training import Training
+from ebbtide.simulator.estimates.collectives import LINK, Links, passed_on, ring_s
+from ebbtide.simulator.estimates.compute import BACKWARD, FORWARD, Device, Shape, overlapped_s, run_ahead_s
+from ebbtide.simulator.estimates.models.blocks import Block
+from ebbtide.simulator.estimates.rank_sizes import RankSizes, partitions_of
 from ebbtide.simulator.layer import Layer
-from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
 from ebbtide.simulator.update.subgroups import cut
-from ebbtide.simulator.workload import WIRE_BYTES, BaseKind, Workload
+from ebbtide.simulator.workload import Workload
 
 # Of a layer's forward, what the host issues for its backward without the recomputed forward: one
 # gradient per product's input and one per weight, and the hooks of the reduction.
@@ -38,21 +25,10 @@ MODULE_ISSUE_S = 1.5e-4  # of a machine that does not tell: DeepSpeed's hooks ta
 # ``__add_grad_to_ipg_bucket`` and ``reduce_scatter_coalesced``; below ZeRO-3 it is flattened, not
 # interleaved).
 AVERAGING_PASSES = 6
-# Number of parts of a chunked loss: 8 in torchtune. In Liger the vocabulary over the hidden size, so that the logits of
-# one part are as large as the input of the head (``fused_linear_cross_entropy.py``).
-LOSS_PARTS = 8
 
 
-@dataclass(frozen=True)
-class Rank:
+class Rank(RankSizes):
     """One rank of a training job under ZeRO-3, with the estimate of its times and memory."""
-
-    job: Training
-    machine: Machine
-
-    @property
-    def arch(self) -> Architecture:
-        return self.job.architecture
 
     def workload(self) -> Workload:
         blocks = self.stage_blocks
@@ -100,43 +76,6 @@ class Rank:
         """
         return 0.0 if self.machine.loop_s is None else self.machine.loop_s.median
 
-    @cached_property
-    def layout(self) -> Layout:
-        p = self.job
-        return Layout(self.machine.gpus_per_node, p.data_parallel, p.tensor_parallel, p.pipeline_parallel, p.stage)
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens in one micro-batch of one rank of a training job."""
-        return self.job.sequence * self.job.micro_batch
-
-    @cached_property
-    def stage_blocks(self) -> list[Block]:
-        """Return the blocks (embedding, layers, head) of a model in the pipeline stage of the simulated rank.
-
-        The first stage has the embedding, the last stage the head.
-        """
-        p, blocks = self.job, self.arch.blocks()
-        inner = blocks[1:-1]
-        first = p.stage * len(inner) // p.pipeline_parallel
-        last = (p.stage + 1) * len(inner) // p.pipeline_parallel
-        held = inner[first:last]
-        if p.stage == 0:
-            held = [blocks[0], *held]
-        if p.stage == p.pipeline_parallel - 1:
-            held = [*held, blocks[-1]]
-            if self.arch.tied and p.pipeline_parallel > 1:  # the last stage has a copy of the embedding
-                tied = (self.arch.vocabulary * self.arch.hidden,)
-                held[-1] = Block("head", (*held[-1].params, *tied), (*held[-1].split, True), held[-1].flops_per_token)
-        return held
-
-    def partitions(self, block: Block) -> tuple[int, ...]:
-        """Return a tuple of the number of elements that one rank holds of each parameter of a block (such as a layer).
-
-        Tensor parallelism divides parameters first, then ZeRO.
-        """
-        return _partitions(block.params, block.split, self.job.tensor_parallel, self.job.data_parallel)
-
     def layers(self, blocks: Sequence[Block]) -> tuple[Layer, ...]:
         """Return the layers of a workload, with their times and sizes, for a sequence of a model's blocks.
 
@@ -159,7 +98,7 @@ class Rank:
         index within the block.
         """
         tensor, recompute = self.job.tensor_parallel, self.job.recompute
-        whole = tuple(_partitions(block.params, block.split, tensor, 1) for block in blocks)
+        whole = tuple(partitions_of(block.params, block.split, tensor, 1) for block in blocks)
         again = tuple(recompute and bool(block.attention) for block in blocks)
         return _gathers(whole, again, self.job.gather_rules)
 
@@ -237,10 +176,6 @@ class Rank:
         """Return the seconds of a block's backward on the GPU for one micro-batch, including recomputation."""
         computed = self.device.seconds(block, self.shape, BACKWARD) + 2 * self.tensor_exchange_s(block)
         return computed + self.again(block) * self.device_s(block)
-
-    def again(self, block: Block) -> float:
-        """Return the fraction of a block's forward that its backward computes again (activation checkpointing)."""
-        return self.job.recompute_share if self.job.recompute and block.attention else 0.0
 
     def forward_s(self, block: Block) -> float:
         """Return the seconds of a block's forward for one micro-batch, for a block such as a transformer layer.
@@ -381,108 +316,6 @@ class Rank:
     def links(self) -> Links:
         return Links.of(self.machine)
 
-    @property
-    def wire(self) -> int:
-        return WIRE_BYTES[self.job.precision]
-
-    def activation_bytes(self, block: Block) -> int:
-        """Return the bytes that the forward of a block (embedding, layer or head) keeps in GPU memory for backward.
-
-        According to Korthikanti et al. (arXiv 2205.05198), a layer keeps s b h (34 + 5 a s / h) bytes, or 2 s b h
-        bytes with recomputation: sequence s, micro-batch b, hidden size h, heads a.
-        """
-        unit = self.tokens * self.arch.hidden * self.wire / 2
-        if block.name == "head":
-            return self._head_bytes(block)
-        if not block.attention:
-            return int(2 * unit)
-        again = self.again(block)
-        inputs = 2 * unit / (self.job.tensor_parallel if self.job.sequence_parallel else 1)
-        return int(again * inputs + (1 - again) * self._stored(unit))
-
-    def _head_bytes(self, block: Block) -> int:
-        """Return the bytes of GPU memory that the output head needs in addition to the memory of the gradient buckets.
-
-        The result is for the pass that needs more memory. The forward holds the logits in the parameters' precision,
-        and two fp32 copies. The backward holds the logits, one fp32 copy, the gradient of the head's weights, and the
-        gradient buckets. With a fused loss, only a part of the logits exists at a time. The memory of the buckets is
-        subtracted, because it is in use throughout the iteration.
-        """
-        logits = self.tokens * self.arch.vocabulary / self.job.tensor_parallel
-        if self.job.fused_loss:
-            logits /= max(LOSS_PARTS, math.ceil(self.arch.vocabulary / self.arch.hidden))
-        forward = (self.wire + 4 + 4) * logits
-        gradients = self.wire * self.whole_elements(block)
-        backward = (self.wire + 4) * logits + gradients + self.backward_bytes()
-        return int(max(forward, backward) - self.backward_bytes())
-
-    def _stored(self, unit: float) -> float:
-        t = self.job.tensor_parallel
-        whole = STORED_WHOLE / t if self.job.sequence_parallel else STORED_WHOLE
-        stored = STORED_SCORES[self.job.kernels]
-        heads_per_hidden = self.arch.heads / self.arch.hidden / t
-        scores = 0.0 if self.job.flash_attention else stored * heads_per_hidden * self.job.sequence
-        widened = EAGER_STORED if self.job.kernels == "eager" else 0
-        return unit * (whole + STORED_SPLIT / t + scores + widened)
-
-    def base_bytes(self, blocks: Sequence[Block]) -> int:
-        """Return the bytes of one rank's GPU memory that are in use throughout an iteration, without optimizer state.
-
-        They are for the rank's parameters and gathered parameters, and for DeepSpeed's flat gradient bucket and the
-        gradients that wait for their reduction (`backward_bytes`). With recomputation, they are also for the
-        activations of the last recomputed layer.
-        """
-        held = self.bucket_bytes(self.held_elements(blocks)) + self.backward_bytes()
-        return held + sum(self.base_parts(blocks).values())
-
-    def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
-        """Return the bytes of one rank's GPU memory that are in use throughout an iteration, as a dict by kind.
-
-        The kinds are ``parameters`` and, with recomputation, ``activations``: those of the last recomputed layer,
-        which stay until the next iteration replaces them. Gradient buckets are not included.
-        """
-        held = self.held_elements(blocks) + self.gathered_elements(blocks)
-        parts: dict[BaseKind, int] = {"parameters": held * self.wire}
-        if self.job.recompute:  # its activations stay until the next iteration's take their place
-            parts["activations"] = int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
-        return parts
-
-    def whole_elements(self, block: Block) -> int:
-        """Return the number of a block's parameter elements that all data-parallel ranks hold together.
-
-        Each rank's partition is rounded up, so the number includes padding.
-        """
-        return sum(self.partitions(block)) * self.job.data_parallel
-
-    def held_elements(self, blocks: Sequence[Block]) -> int:
-        return sum(sum(self.partitions(block)) for block in blocks)
-
-    def gathered_elements(self, blocks: Sequence[Block]) -> int:
-        """Return the largest number of parameter elements that ZeRO-3 has gathered in one rank's GPU memory at a time.
-
-        It is at most ``stage3_max_live_parameters`` plus the elements of the embedding and the head, which are never
-        released. With a single data-parallel rank it is 0.
-        """
-        if self.job.data_parallel == 1:
-            return 0
-        ends = [block for block in blocks if not block.attention]
-        live = self.job.max_live_parameters + self.held_elements(ends) * self.job.data_parallel
-        return min(live, self.held_elements(blocks) * self.job.data_parallel)
-
-    def bucket_bytes(self, held: int) -> int:
-        """Return the bytes of DeepSpeed's flat gradient bucket, which is allocated once."""
-        return self.wire * min(self.job.reduce_bucket_elements, held * self.job.data_parallel)
-
-    def backward_bytes(self) -> int:
-        """Return the bytes of GPU memory that gradients take during backward while they wait for DeepSpeed to reduce
-        them.
-
-        These are a bucket of gradients, and the fp32 copy of the largest parameter's gradient.
-        """
-        blocks = self.stage_blocks
-        largest = max(n for block in blocks for n in self.partitions(block))
-        return self.bucket_bytes(self.held_elements(blocks)) + 4 * largest
-
     def provenance(self) -> str:
         notes = [f"estimated from the config of {self.arch.name}, sequence {self.job.sequence}"]
         notes += self.job.told
@@ -516,9 +349,3 @@ def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], 
     for block, again in zip(reversed(modules), reversed(recomputed), strict=True):
         played += [*(block if again else ()), *reversed(block)]
     return gathered(played, rules)
-
-
-@lru_cache(maxsize=4096)
-def _partitions(params: tuple[int, ...], split: tuple[bool, ...], tensor: int, data: int) -> tuple[int, ...]:
-    held = (math.ceil(n / tensor) if whole else n for n, whole in zip(params, split, strict=True))
-    return tuple(math.ceil(n / data) for n in held)

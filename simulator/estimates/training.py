@@ -3,11 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Self
 
-from ebbtide.simulator.estimates.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.compute import FLASH_VERSIONS, KERNELS, FlashVersion, Kernels
 from ebbtide.simulator.estimates.deepspeed_config import PREFETCH_BUCKET_ELEMENTS, REDUCE_BUCKET_ELEMENTS, unread
 from ebbtide.simulator.estimates.deepspeed_keys import ZERO
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
+from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.offloading import Offloading
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM

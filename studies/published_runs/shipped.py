@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbtide.simulator import Machine, Workload, build_strategy, preset, workload_from_model
 from ebbtide.simulator.engines.compiled import simulate_fast
-from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.tuner.calibrate.calibration import Calibrated, Observation, calibrate, predicted_s

@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 from ebbtide.simulator import build_strategy, preset, simulate, workload_from_model
 from ebbtide.simulator.engines.reference import capacities
-from ebbtide.simulator.estimates.blocks import ModelError
 from ebbtide.simulator.estimates.collectives import Layout
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

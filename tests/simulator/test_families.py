@@ -10,8 +10,8 @@ import sys
 
 import pytest
 from ebbtide.simulator import ModelError, architecture
-from ebbtide.simulator.estimates.families import FAMILIES
-from ebbtide.simulator.estimates.modules import built
+from ebbtide.simulator.estimates.models.families import FAMILIES
+from ebbtide.simulator.estimates.models.modules import built
 
 FALCON_40B = {"new_decoder_architecture": True, "num_kv_heads": 8, "num_attention_heads": 64, "hidden_size": 4096}
 VARIANTS = [

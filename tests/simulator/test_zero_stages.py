@@ -21,7 +21,7 @@ from ebbtide.simulator import (
     simulate,
     workload_from_model,
 )
-from ebbtide.simulator.estimates.architecture import architecture
+from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.update.footprint import footprint
 
 from tests.machines import machine, workload

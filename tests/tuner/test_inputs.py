@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ebbtide.simulator import Plan, preset, workload_from_model
-from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 
 from tests.tuner.test_cli import run

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbtide.simulator.estimates.blocks import ModelError
 from ebbtide.simulator.estimates.deepspeed_keys import at
 from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.engines.reference import capacities
-from ebbtide.simulator.estimates.blocks import ModelError
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedules.stock_options import HOST_GRADIENT_BYTES
 from ebbtide.simulator.update.footprint import Holding, moved_out

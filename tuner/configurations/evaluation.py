@@ -9,10 +9,10 @@ from typing import Any
 from ebbtide.simulator import Machine, Workload, build_strategy
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
-from ebbtide.simulator.estimates.architecture import architecture
-from ebbtide.simulator.estimates.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.deepspeed_config import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
+from ebbtide.simulator.estimates.models.architecture import architecture
+from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.calibrate.interval import workload_interval_s

@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from ebbtide.simulator.estimates.architecture import KEYS, is_deepspeed, language_model, quantized
 from ebbtide.simulator.estimates.compute import FlashVersion, Kernels
-from ebbtide.simulator.estimates.families import FAMILIES, family_numbers
 from ebbtide.simulator.estimates.launchers import Launcher
-from ebbtide.simulator.estimates.modules import DESCRIBE
+from ebbtide.simulator.estimates.models.architecture import KEYS, is_deepspeed, language_model, quantized
+from ebbtide.simulator.estimates.models.families import FAMILIES, family_numbers
+from ebbtide.simulator.estimates.models.modules import DESCRIBE
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, shortened

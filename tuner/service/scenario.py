@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from ebbtide.simulator.estimates.architecture import KEYS, is_model, language_model
 from ebbtide.simulator.estimates.deepspeed_config import BATCHES
-from ebbtide.simulator.estimates.families import MODELS as MODELS
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
+from ebbtide.simulator.estimates.models.architecture import KEYS, is_model, language_model
+from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError, broken, spelled

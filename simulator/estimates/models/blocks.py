@@ -81,7 +81,7 @@ class Architecture(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltArchitecture(Architecture):
-    """The architecture of a model as read from the model's torch modules, see `ebbtide.simulator.estimates.modules`."""
+    """The architecture of a model, read from its torch modules (`ebbtide.simulator.estimates.models.modules`)."""
 
     held: tuple[Block, ...]
 

@@ -3,7 +3,7 @@
 A family gives the parts of a layer, such as matrices and norms, because a config does not list them. The parts are in
 the order of the newest stable transformers library. There, a mixture-of-experts layer stacks the same matrix of all
 experts, such as the up projection, into one parameter. Other families are read by transformers
-(`ebbtide.simulator.estimates.modules`).
+(`ebbtide.simulator.estimates.models.modules`).
 """
 
 from collections.abc import Callable, Mapping

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ebbtide.simulator.estimates.blocks import Architecture, DescribedArchitecture, ModelError
-from ebbtide.simulator.estimates.families import ALL, MODELS, family_numbers
-from ebbtide.simulator.estimates.modules import built, built_from, is_module
+from ebbtide.simulator.estimates.models.blocks import Architecture, DescribedArchitecture, ModelError
+from ebbtide.simulator.estimates.models.families import ALL, MODELS, family_numbers
+from ebbtide.simulator.estimates.models.modules import built, built_from, is_module
 from ebbtide.simulator.rules import RuleError, spelled
 
 # Our name -> how configs call it, first found first taken.
@@ -45,12 +45,12 @@ def architecture(model: Model) -> Architecture:
     Args:
         model: The name of a known model ("Llama 3 8B"), a ``torch.nn.Module`` (live or on the ``meta``
             device), a Hugging Face config (the object, its dict, its ``config.json`` or the folder with it),
-            or a description. Configs of families that `ebbtide.simulator.estimates.families` does not know are
+            or a description. Configs of families that `ebbtide.simulator.estimates.models.families` does not know are
             built by the transformers library. A description has the keys ``layers, hidden, heads, vocabulary``.
             Other keys are needed if the model differs from Llama: ``kv_heads, head_size, ffn, gated, fused,
             bias, tied, positions, norm_params, norms, experts, experts_per_token``. If layers have other parts,
             give ``layout`` instead of ``gated``, ``fused`` and ``norms``. It lists the parts in the order of
-            their parameters, by the names in `ebbtide.simulator.estimates.blocks`, such as
+            their parameters, by the names in `ebbtide.simulator.estimates.models.blocks`, such as
             ``"norm qkv o norm up down"``.
 
     Raises:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ebbtide.simulator.estimates.blocks import Architecture, Block, BuiltArchitecture, ModelError
-from ebbtide.simulator.estimates.families import FAMILIES
+from ebbtide.simulator.estimates.models.blocks import Architecture, Block, BuiltArchitecture, ModelError
+from ebbtide.simulator.estimates.models.families import FAMILIES
 
 # What configs call the experts that a token visits, of all of its layer's.
 PER_TOKEN = (

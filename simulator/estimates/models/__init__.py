@@ -1,0 +1,1 @@
+"""The architecture of models: the sizes and the work of their layers, without a measurement."""
