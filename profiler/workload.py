@@ -38,8 +38,9 @@ def check_engine(engine: Any) -> None:
     kind = type(engine.optimizer).__name__
     if not hasattr(engine.optimizer, "fp16_partitioned_groups_flat_numel"):
         raise ValueError(
-            "the engine must run ZeRO-3 (zero_optimization.stage: 3; for ZeRO-1 and 2 use "
-            f"ebbtide.runtime.initialize(plan='auto') in training), but its optimizer is {kind}"
+            f"an engine to profile must run ZeRO-3, but got an engine with the optimizer {kind}. Set "
+            "zero_optimization.stage to 3. For ZeRO-1 and 2, train with ebbtide.runtime.initialize(plan='auto'), "
+            "which needs no profile"
         )
     if kind not in _STOCK_OPTIMIZERS:
         raise ValueError(

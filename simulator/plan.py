@@ -174,8 +174,8 @@ class Plan(Shown, Page):
             )
         if Slot.STAGING in taken and not self.staging_slots:
             raise RuleError(
-                "plan.staging_slots must be >= 1 if a subgroup has placement 'device', but "
-                f"got staging_slots={self.staging_slots}",
+                "plan.staging_slots must be >= 1 if a subgroup has placement 'device', because the subgroup's state is "
+                f"copied to a staging buffer on the GPU for its update, but got staging_slots={self.staging_slots}",
                 key="staging_slots",
             )
         if self.prefetch > self.staging_slots:

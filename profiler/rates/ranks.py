@@ -102,9 +102,10 @@ def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
     """Raise ValueError if fewer than 2 ranks are requested, or more than this machine has cores (or GPUs, on CUDA)."""
     most = min(cores, torch.cuda.device_count()) if cuda else cores
     if not 2 <= ranks <= most:
-        of = "cores and GPUs" if cuda else "cores"
+        of = "the number of cores or of GPUs, whichever is smaller" if cuda else "the number of cores"
         raise ValueError(
-            f"ranks that measure at once must be 2 to {most}, the number of {of}, but got {ranks} (--ranks)"
+            f"--ranks, the number of ranks that measure at the same time, must be at least 2 and at most {most} "
+            f"({of}), but got {ranks}"
         )
 
 

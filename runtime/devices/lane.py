@@ -66,7 +66,8 @@ class Completion:
         """
         if not self.issued.wait(WAIT_DEADLINE_S):
             raise BackgroundError(
-                f"{self.label!r} was not started within {WAIT_DEADLINE_S:.0f} s: a background thread hangs"
+                f"the operation {self.label!r} was not started within {WAIT_DEADLINE_S:.0f} s: a background thread of "
+                "ebbtide hangs. Stop the training and resume it from the newest checkpoint"
             )
         if self.error is not None:
             first_line, *_ = str(self.error).splitlines() or [""]

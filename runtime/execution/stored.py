@@ -95,9 +95,9 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
     if not covered and int(os.environ.get("RANK") or 0) == 0:
         logger.warning(
             "ebbtide: %s, but the drives hold the optimizer state of only %d checkpoint%s%s. "
-            "Older checkpoints cannot be loaded any more. To keep more checkpoints, set checkpoint.keep to their "
-            "number before the first save to a new folder, or copy a checkpoint with `tune checkpoint export` before "
-            "the next save.",
+            "Older checkpoints cannot be loaded any more. To keep more, start training with a larger checkpoint.keep "
+            "and an empty storage folder (plan.storage_dir or nvme_path). Or copy each checkpoint with `tune "
+            "checkpoint export` before the next save.",
             f"the trainer keeps {most or 'all'} checkpoints" if limit is not None else "checkpoint.keep is 0",
             number,
             "s" * (number > 1),

@@ -250,7 +250,10 @@ def staging_slots(
             break
     if len(slots) < wanted:
         logger.warning(
-            "there is GPU memory for only %d of the plan's %d staging buffers (plan.staging_slots)", len(slots), wanted
+            "GPU memory suffices for only %d of the plan's %d staging buffers (plan.staging_slots). Training goes on, "
+            "but may be slower than predicted. Make a plan that uses less GPU memory (tune plan --gpu-memory)",
+            len(slots),
+            wanted,
         )
     return slots
 

@@ -76,9 +76,10 @@ def recounts(op: Any) -> bool:
     ]
     if len(equal) != 1:
         raise UnknownRoundingError(
-            "DeepSpeed's cpu_adam op must compute Adam's bias correction as DeepSpeed 0.18.6 does or as later "
-            f"releases do, but {getattr(op, '__file__', op)} matches {'both' if equal else 'neither'}. "
-            "Delete that file so that DeepSpeed builds it again, or train without a plan"
+            "ebbtide cannot tell how DeepSpeed's cpu_adam op computes Adam's bias correction: "
+            f"{getattr(op, '__file__', op)} gives the results of "
+            f"{'both DeepSpeed 0.18.6 and' if equal else 'neither DeepSpeed 0.18.6 nor'} later releases. "
+            "Delete this file so that DeepSpeed builds the op again, or train without a plan"
         )
     return equal[0]
 

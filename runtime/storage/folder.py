@@ -219,8 +219,9 @@ def _refuse(directory: Path, field: str, found: object, wanted: object) -> None:
     if field == "extents" and isinstance(found, int) and isinstance(wanted, int):  # one more than are kept
         raise StorageError(
             f"{directory} has room for the stored state of {found - 1} checkpoints, but checkpoint.keep asks for "
-            f"{wanted - 1}. Set checkpoint.keep to {found - 1}. For another number, export the checkpoint "
-            "(`tune checkpoint export`), then give an empty directory"
+            f"{wanted - 1}. Set checkpoint.keep to {found - 1}. To keep another number, export the checkpoint (`tune "
+            "checkpoint export`), choose an empty storage folder (plan.storage_dir or nvme_path), and resume from the "
+            "exported checkpoint"
         )
     had, wants = (f"{value!s:.80}" for value in (found, wanted))
     raise StorageError(

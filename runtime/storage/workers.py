@@ -52,7 +52,12 @@ class Telling:
 
     def stuck(self, stuck_s: float) -> None:
         if stuck_s >= self._next_s:
-            logger.warning(_STUCK + " (error after %.0f s)", self._what, stuck_s, self._deadline_s)
+            logger.warning(
+                _STUCK + " (training ends with an error after %.0f s without progress)",
+                self._what,
+                stuck_s,
+                self._deadline_s,
+            )
             self._next_s = 2 * stuck_s
 
 
@@ -116,8 +121,8 @@ class Transfer:
                 telling.stuck(stuck_s)
                 if stuck_s > deadline_s:
                     self._error = StorageError(
-                        f"{what} must make progress within {deadline_s:g} s, but no block arrived for "
-                        f"{stuck_s:.1f} s: the drive hangs. Check the drive, then resume"
+                        f"no block of {what} was read or written for {stuck_s:.1f} s (limit: {deadline_s:g} s): the "
+                        "drive hangs. Check the drive, then resume training"
                     )
                     break
                 self._condition.wait(min(1.0, deadline_s / 4))

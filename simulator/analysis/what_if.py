@@ -183,7 +183,11 @@ def _tell_without_effect(table: pd.DataFrame, changes: Mapping[str, Sequence[flo
         same = table.groupby(["strategy", "gpu_memory_bytes", *others])[results].nunique()
         if (same <= 1).to_numpy().all():
             named = ", ".join(table.strategy.unique())
-            warnings.warn(f"{name} has no effect on {named} with this workload", stacklevel=4)
+            warnings.warn(
+                f"changing {name} has no effect on {named} for this workload: step time and memory stay the same. "
+                f"Leave {name} out of the what-if",
+                stacklevel=4,
+            )
 
 
 def grid(

@@ -179,7 +179,9 @@ class Offloading:
         if self.parameters == "nvme":
             raise ModelError(f"{HELD}.device must be none or cpu to be simulated, but got 'nvme'")
         if beyond and self.optimizer in (None, "none"):
-            raise ModelError(f"offload_optimizer.device must be cpu or nvme with {beyond}, but got {self.optimizer!r}")
+            raise ModelError(
+                f"offload_optimizer.device must be cpu or nvme if the config sets {beyond}, but got {self.optimizer!r}"
+            )
         if self.ratio < 1 and zero_stage < 3:
             raise ModelError(
                 f"{STATE}.ratio must be 1 under ZeRO-{zero_stage}, since DeepSpeed has Twin-Flow "

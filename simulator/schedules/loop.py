@@ -49,9 +49,8 @@ class TrainingLoop(ABC):
         if passes > MOST_PASSES:
             most = max(1, MOST_PASSES // (2 * iterations * len(w.layers)))
             raise RuleError(
-                f"gradient_accumulation_steps must be at most {most:,} for {len(w.layers):,} "
-                f"layers and {iterations} iterations to be simulated one by one, but got "
-                f"{w.gradient_accumulation_steps:,}. Simulate fewer (--accumulation): "
+                f"gradient_accumulation_steps must be at most {most:,} to simulate {iterations} iterations of "
+                f"{len(w.layers):,} layers, but got {w.gradient_accumulation_steps:,}. Lower --accumulation: "
                 "further micro-batches only repeat earlier ones",
                 key="accumulation",
             )

@@ -101,8 +101,8 @@ class Child(Forked):
         status = self.ended(limit_s)
         if status:
             raise RuntimeError(
-                f"a run that the study does not kill must succeed within {limit_s:g} s, but ended with exit status "
-                f"{status} ({-signal.SIGKILL}: killed after this time). Its output: {self.output}"
+                f"a training run must succeed within {limit_s:g} s, but ended with exit status {status} "
+                f"({-signal.SIGKILL} if it was still running after {limit_s:g} s). Its output: {self.output}"
             )
 
     def kill(self) -> None:

@@ -82,5 +82,8 @@ def medians(rows: Sequence[dict[str, float]], warmup: int = 0) -> dict[str, floa
     """
     kept = rows[warmup:]
     if not kept:
-        raise ValueError(f"at least one step after {warmup} of warm-up is needed, got {len(rows)}")
+        raise ValueError(
+            f"at least one step must be measured, but the run has {len(rows)} steps, of which the first {warmup} are "
+            "left out as warm-up"
+        )
     return {name: statistics.median(row[name] for row in kept) for name in kept[0]}

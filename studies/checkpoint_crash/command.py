@@ -289,9 +289,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--homes",
         choices=tuple(RESUMED_WITH),
-        help="kind of training run that is killed in all trials (default: each kind in turn). host: all 16-bit "
-        "parameters in host memory. mixed: some of them there. stored: a part of the optimizer state on a drive. "
-        "guessed: early updates, before the gradient norm is known. Empty text: DeepSpeed's own optimizer",
+        help="kind of training run to kill in every trial (default: each kind in turn). host: all 16-bit parameters "
+        "are kept in host memory. mixed: every other subgroup's 16-bit parameters are kept in host memory, the others "
+        "on the GPU. stored: part of the optimizer state is on a drive. guessed: all updates start before the gradient "
+        "norm is known. Empty text: DeepSpeed trains without a plan",
     )
     options = parser.parse_args(arguments)
     console = Console()

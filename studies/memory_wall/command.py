@@ -302,8 +302,8 @@ def _link_share(row: dict[str, float | int | None], capacity: float | None) -> f
 def _number(value: float | int | None) -> float:
     if value is None:
         raise ValueError(
-            "the rate of copies to or from the GPU must be measured, to compute the used share of the link's "
-            "bandwidth, but got None"
+            "a value that the study compares with a claim of the paper must be a number, but got None, which means "
+            "that the value was not measured. Run the study on a machine with a GPU"
         )
     return float(value)
 

@@ -47,8 +47,8 @@ def main() -> None:
         "--few",
         type=int,
         default=20,
-        help="number of further random pairs (a machine and a workload) with few subgroups, for which the tuner's "
-        "plan is compared with the best plan, found by exhaustive search",
+        help="number of random pairs (a machine and a workload with few subgroups), in addition to --pairs. For each "
+        "such pair, the tuner's plan is compared with the best plan, which an exhaustive search finds",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(

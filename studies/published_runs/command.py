@@ -79,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         help="file with published runs. The machine presets are calibrated on these runs before the prediction "
         "(default: no calibration)",
     )
-    parser.add_argument("--predict", metavar="CSV", help="published runs to predict (default: those of the repository)")
+    parser.add_argument(
+        "--predict",
+        metavar="CSV",
+        help="file with published runs of offloaded training to predict (default: "
+        "studies/data/published_offload_runs.csv)",
+    )
     parser.add_argument(
         "--training",
         metavar="CSV",
@@ -92,12 +97,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="also calibrate with N random triples of runs, and predict all other runs",
+        help="also repeat N times: calibrate on three random runs of the file --calibrate, and predict other runs",
     )
     parser.add_argument(
         "--before",
         metavar="PATH",
-        help="result file of this command with an earlier simulator, to compare prediction errors with",
+        help="result file that this command wrote with an earlier version of the simulator. The prediction errors in a "
+        "cross-validation are compared between that version and this one",
     )
     return parser
 

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stage in options.stages:
         for ranks in options.ranks:
             group = trained(stage, ranks, options.rounds, cases, right)
-            console.print(f"ZeRO-{stage}, {ranks} rank(s): number of training runs judged by tune verify: {group}")
+            console.print(f"ZeRO-{stage}, {ranks} rank(s): tune verify judged {group} training runs")
         if not options.no_overhead:
             overheads[f"zero{stage}"] = overhead_pct(stage)
     versions = [] if options.no_versions else known_versions()

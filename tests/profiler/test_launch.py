@@ -154,9 +154,9 @@ def test_runs_that_cannot_be(changes, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lr", "1"], "--train-script SCRIPT must be given if --continue or arguments of the script are given"),
-        (["--continue"], "must come before these arguments, but got only --continue"),
-        (["--ranks", "10000"], "the number of cores, but got 10000 (--ranks)"),
+        (["--lr", "1"], "must come after --train-script SCRIPT, but got only --lr 1"),
+        (["--continue"], "must come after --train-script SCRIPT, but got only --continue"),
+        (["--ranks", "10000"], "(the number of cores), but got 10000"),
         (["--seconds", "90"], "at most 60 (--seconds), but got 90"),
         (["--train-script", "nope.py"], "must be a file, but got nope.py (--train-script)"),
         (["--train-script", __file__, "-o", "/no/where.json"], "where.json: /no is not a folder"),

@@ -45,5 +45,5 @@ def test_phases_are_told_apart_and_the_gap_between_steps_is_not_counted(monkeypa
 def test_medians_leave_the_warm_up_out():
     rows = [{"iteration": s} for s in (50.0, 1.0, 3.0, 2.0)]
     assert medians(rows, warmup=1) == {"iteration": 2.0}
-    with pytest.raises(ValueError, match="after 4 of warm-up"):
+    with pytest.raises(ValueError, match="has 4 steps, of which the first 4 are left out"):
         medians(rows, warmup=4)

@@ -130,7 +130,7 @@ def configs(tmp_path):
         (["--model", "ds.json"], "is a DeepSpeed config. Give it as --ds-config."),
         (["--model", "qlora.json"], "quantization_config must be absent"),
         (["--model", "model.json", "--mtbf", "4"], "a duration with its unit"),
-        (["--model", "model.json", "--mtbf", "4s"], "check its unit"),
+        (["--model", "model.json", "--mtbf", "4s"], "Check the unit of --mtbf"),
     ],
 )
 def test_what_is_mixed_up_is_refused_before_any_search(configs, arguments, told, monkeypatch):

@@ -417,7 +417,7 @@ ALONE = [
     ("profile --iterations 2", "--iterations .* only with --train-script"),
     ("profile --drive d --train-script train.py", "--drive .* only without --train-script"),
     ("profile --seconds 2 --train-script train.py", "--seconds .* only without --train-script"),
-    ("profile --continue", "--train-script SCRIPT must be given if --continue"),
+    ("profile --continue", "must come after --train-script SCRIPT, but got only --continue"),
     ("SEARCH --no-offload --free offload", "--no-offload fixes it"),
     ("SEARCH --zero-stage 2 --free zero_stage", "--zero-stage fixes"),
     ("SEARCH --micro-batch 2 --ds-config one.json", "must agree with"),

@@ -86,8 +86,8 @@ def profile(
         return
     if arguments or go_on:
         raise BadInputError(
-            "--train-script SCRIPT must be given if --continue or arguments of the script are given, and must come "
-            f"before these arguments, but got only {' '.join(arguments) or '--continue'}"
+            "--continue and the arguments of a training script must come after --train-script SCRIPT, but got only "
+            f"{' '.join(arguments) or '--continue'}. Give --train-script SCRIPT first"
         )
     written = output or "machine.json"
     machine_profile(written, storage_dir, drive, seconds, ranks, fresh, as_json)

@@ -36,27 +36,27 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option(
     "--global-batch",
     type=click.IntRange(min=1),
-    help="Number of samples per optimizer step. Without it, the search may change the batch size "
-    "(accumulation up to 16), and with it what the model learns.",
+    help="Number of samples per optimizer step (default: train_batch_size in --ds-config). If neither gives a number, "
+    "the search may change the batch size (accumulation up to 16), which changes what the model learns.",
 )
 @click.option("--gpus", type=click.IntRange(min=1), help="Largest number of GPUs to use (default: one node).")
 @click.option(
     "--micro-batch",
     type=click.IntRange(min=1),
-    help="Fix the micro-batch size (default: the size in --ds-config). If --ds-config gives no size, the search tries "
-    "several sizes, or only size 1 if --free lists settings to search, but not micro_batch.",
+    help="Micro-batch size (default: the size in --ds-config). If neither gives a size, the search tries several "
+    "sizes. With a --free that does not list micro_batch, the search uses size 1.",
 )
 @click.option(
     "--accumulation",
     type=click.IntRange(min=1),
-    help="Fix the number of micro-batches per step (default: the number in --ds-config). If --ds-config gives no "
-    "number, the search tries several numbers, or only 1 if --free lists settings to search, but not accumulation.",
+    help="Number of micro-batches per step (default: the number in --ds-config). If neither gives a number, the search "
+    "tries several numbers. With a --free that does not list accumulation, the search uses 1.",
 )
 @click.option(
     "--zero-stage",
     type=click.IntRange(1, 3),
-    help="Fix the ZeRO stage (default: the stage in --ds-config). If --ds-config gives no stage, the search tries all "
-    "stages, or only ZeRO-3 if --free lists settings to search, but not zero_stage.",
+    help="ZeRO stage (default: the stage in --ds-config). If neither gives a stage, the search tries all stages. With "
+    "a --free that does not list zero_stage, the search uses ZeRO-3.",
 )
 @click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
 @click.option("--no-offload", is_flag=True, help="Do not offload.")

@@ -81,7 +81,9 @@ def verify(
         if deterministic:
             raise
         names = ", ".join(error.operations)
-        click.echo(f"{names} has no deterministic kernel: running again with the script's own kernels", err=True)
+        click.echo(
+            f"torch has no deterministic kernel for {names}: running again with torch's normal kernels", err=True
+        )
         result = compared(False)
     click.echo("\n".join(screen(result)))
     if json_file is not None:

@@ -127,9 +127,9 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
         result["offload"] = ("zero_optimization.offload_optimizer.device", _word(moved))
         if result["offload"][1] is None:
             raise ValueError(
-                "tune search supports offload_optimizer cpu with offload_param none or cpu, and offload_optimizer nvme "
-                "with offload_param cpu, but got offload_optimizer "
-                f"{moved.optimizer!r} with offload_param {moved.parameters!r} in --ds-config"
+                "tune search supports offload_optimizer.device 'cpu' (with offload_param.device 'none' or 'cpu') and "
+                "'nvme' (with offload_param.device 'cpu'), but --ds-config has offload_optimizer.device "
+                f"{moved.optimizer!r} with offload_param.device {moved.parameters!r}"
             )
     return {knob: pair for knob, pair in result.items() if pair[1] not in (None, AUTO)}
 

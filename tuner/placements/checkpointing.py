@@ -173,10 +173,9 @@ def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_
 def _check_progress(failures: Failures, cost: CheckpointCost, goodput: float) -> None:
     if goodput < LEAST_GOODPUT:
         raise RuleError(
-            "mtbf_s (--mtbf) must leave time to train between failures, but with "
-            f"{failures.mtbf_s:g} s, a restart of {failures.restart_s:g} s (--restart) and "
-            f"{cost.persist_s:.1f} s until a checkpoint is durable, only {goodput:.1%} of "
-            "the time would be progress: check its unit (4h, 30m, 90s)",
+            f"mtbf_s (--mtbf) must leave time to train between failures, but with {failures.mtbf_s:g} s, only "
+            f"{goodput:.1%} of the time would be progress. A restart takes {failures.restart_s:g} s (--restart), and a "
+            f"checkpoint becomes durable after {cost.persist_s:.1f} s. Check the unit of --mtbf (4h, 30m, 90s)",
             key="mtbf_s",
         )
 

@@ -124,8 +124,8 @@ def summary_of(run: Run) -> dict[str, Any]:
     timeline = timeline_of(run)
     if timeline.iteration_s < SHORTEST_S:
         raise RuleError(
-            f"spans must describe training with at least {SHORTEST_S:g} s per iteration, but got "
-            f"{timeline.iteration_s:g} s per iteration",
+            f"the spans of a run must give an iteration time of at least {SHORTEST_S:g} s, but give "
+            f"{timeline.iteration_s:g} s. Check that start_s and end_s of the spans are in seconds",
             "spans",
         )
     prediction = run.plan.prediction if run.plan else None

@@ -179,7 +179,7 @@ class Commit:
             real.write_durably(a.target / synced_name(a.rank), b"")
             return
         for rank in range(1, a.world_size):
-            for _ in self._polls(lambda rank=rank: f"rank {rank}'s fsync"):  # type: ignore[misc]
+            for _ in self._polls(lambda rank=rank: f"rank {rank} did not report its files as synced"):  # type: ignore[misc]
                 if (a.target / synced_name(rank)).exists():
                     break
         for name in (*(rank_manifest_name(r) for r in range(a.world_size)), GLOBAL_NAME):
@@ -230,7 +230,7 @@ class Commit:
         def missing() -> list[int]:
             return sorted(set(range(a.world_size)) - set(votes))
 
-        for _ in self._polls(lambda: f"the votes of all ranks (missing: rank {missing()})"):
+        for _ in self._polls(lambda: f"ranks {missing()} did not report their files as written"):
             for rank in missing():
                 with contextlib.suppress(FileNotFoundError):
                     votes[rank] = self._files.read(a.staging / rank_manifest_name(rank))
@@ -293,7 +293,7 @@ class Commit:
 
     def _await_outcome(self) -> None:
         a = self._attempt
-        for _ in self._polls(lambda: "rank 0's commit", extra_s=OUTCOME_GRACE_S):
+        for _ in self._polls(lambda: "rank 0 did not commit the checkpoint", extra_s=OUTCOME_GRACE_S):
             if self.is_committed():
                 self._await_latest()
                 return
@@ -333,8 +333,8 @@ class Commit:
             time.sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.3)
         raise CheckpointError(
-            f"checkpoint {self._attempt.tag!r}: {what()} must come within {deadline_s:g} s "
-            f"(checkpoint.deadline_s; {grace.GRACE_S:g} s after a SIGTERM), but did not. "
+            f"checkpoint {self._attempt.tag!r} failed: within {deadline_s:g} s (checkpoint.deadline_s; "
+            f"{grace.GRACE_S:g} s after a SIGTERM), {what()}. "
             "A rank died, hangs or is slow. This rank committed nothing"
         )
 

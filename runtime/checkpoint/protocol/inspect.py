@@ -121,8 +121,8 @@ def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], lis
             expected = (rank, page.nonce, page.step, page.tag)
             if belongs_to != expected:
                 raise ManifestError(
-                    "this manifest belongs to another checkpoint or rank: "
-                    f"its (rank, nonce, step, tag) is {belongs_to}, but {expected} is expected"
+                    f"the manifest of rank {rank} belongs to another checkpoint or rank: (rank, nonce, step, tag) must "
+                    f"be {expected}, but is {belongs_to}. Load another checkpoint"
                 )
             records.extend(manifest.files)
         except (OSError, ManifestError) as error:

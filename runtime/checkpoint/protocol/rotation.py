@@ -128,8 +128,8 @@ class Note:
         with self._keeping:
             if self._over.is_set():
                 raise FileNotFoundError(
-                    "the files of a checkpoint that is deleted during a save can be kept only until this save ends, "
-                    f"but the save of {self._tag!r} has already ended"
+                    f"the files of the deleted checkpoint {folder} are not kept: ebbtide keeps such files only while a "
+                    f"save runs, to restore them if the save fails, but the save of {self._tag!r} has already ended"
                 )
             number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
             place = self._path.parent / f"{KEPT}{self._nonce}_{number}"

@@ -180,10 +180,10 @@ class BlockWriter:
         self._notice_dead_writers()
         if waited > self._deadline_s:
             raise CheckpointError(
-                f"the drive must write a block of the checkpoint within {self._deadline_s:g} s "
-                f"(checkpoint.deadline_s), but wrote none for {waited:.1f} s while an optimizer update waited. Check "
-                "the drive. If the drive is only slow, raise checkpoint.copy_budget_bytes: more unwritten state is "
-                "then copied to host memory, so that updates wait less"
+                f"the drive wrote no block of the checkpoint for {waited:.1f} s (limit: checkpoint.deadline_s, "
+                f"{self._deadline_s:g} s), while an optimizer update waited to overwrite state that was not yet "
+                "written. Check the drive. If the drive is only slow, raise checkpoint.copy_budget_bytes: more "
+                "unwritten state is then copied to host memory, so that updates wait less"
             )
 
     # -- the writers' side

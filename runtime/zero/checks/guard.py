@@ -50,8 +50,8 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
     if where != "cpu" and stored_at(config) is None:
         raise ConfigError(
-            "zero_optimization.offload_optimizer.device must be 'cpu', or 'nvme' with an nvme_path "
-            f"under ZeRO-3, but got {where!r} under ZeRO-{stage}"
+            "zero_optimization.offload_optimizer.device must be 'cpu', or 'nvme' with an nvme_path (ZeRO-3 only), but "
+            f"got {where!r} under ZeRO-{stage}"
         )
     obstacle = plan_obstacle(read)
     if obstacle:

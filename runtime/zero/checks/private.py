@@ -86,8 +86,8 @@ def check_members(optimizer: Any) -> None:
     ]
     if missing:
         raise UnsupportedDeepSpeedError(
-            f"DeepSpeed {installed}'s {type(optimizer).__name__} must have {missing}, but has not: "
-            f"ebbtide was tested with DeepSpeed >= {TESTED[0]} and < {TESTED[1]}"
+            f"DeepSpeed {installed} does not fit ebbtide: its {type(optimizer).__name__} lacks {missing}. Install a "
+            f"version that ebbtide was tested with: pip install 'deepspeed>={TESTED[0]},<{TESTED[1]}'"
         )
 
 

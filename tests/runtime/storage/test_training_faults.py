@@ -23,7 +23,7 @@ SAID = {  # text in the error of the faulty run; empty if the run must succeed
     "short": "",
     "stalls": "",
     "stall of a sync": "",
-    "hang": "must make progress within 2 s, but no block arrived for",
+    "hang": "(limit: 2 s): the drive hangs",
     "torn, all reads checked": "is damaged: its hash is not the one that was written",
     "flipped, all reads checked": "is damaged: its hash is not the one that was written",
     "torn at the end": "",
