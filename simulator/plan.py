@@ -16,8 +16,9 @@ from ebbtide.simulator.prediction import PHASES, Prediction
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.order import UpdateOrder, issue_order, order_of
-from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, Slot
-from ebbtide.simulator.update.recipes import Placement as Placement  # public here, defined there
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
+from ebbtide.simulator.update.steps import Placement as Placement  # public here, defined there
 from ebbtide.simulator.update.way import ParameterLocation as ParameterLocation
 from ebbtide.simulator.update.way import Way as Way
 from ebbtide.simulator.workload import TrainedAs

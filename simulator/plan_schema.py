@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.rules import RuleError, explain
-from ebbtide.simulator.update.recipes import Placement
+from ebbtide.simulator.update.steps import Placement
 from ebbtide.simulator.update.way import ParameterLocation, Way
 from pydantic import Field, GetCoreSchemaHandler, ValidationError, model_validator
 from pydantic_core import CoreSchema, core_schema

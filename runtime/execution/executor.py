@@ -19,7 +19,8 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Lane as LaneName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.update.issue import Issue
-from ebbtide.simulator.update.recipes import RECIPES, Queue, Recipe, Slot, Step, Wait, slot_limits
+from ebbtide.simulator.update.recipes import RECIPES, Recipe, slot_limits
+from ebbtide.simulator.update.steps import Queue, Slot, Step, Wait
 
 # Crossings that need no copy where device and host memory are one, and who does their work there.
 WRITTEN_BY = {OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H}

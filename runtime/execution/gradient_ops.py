@@ -11,7 +11,7 @@ from ebbtide.runtime.devices.lane import Completion, Lane
 from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.simulator.schedule import Lane as LaneName
 from ebbtide.simulator.schedule import Op, OpKind
-from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
+from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 
 KEPT_PARTS = 65536  # of one step, for the measured timeline
 

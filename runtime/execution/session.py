@@ -23,7 +23,7 @@ from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps
 from ebbtide.simulator.plan import ParameterLocation, Placement, Plan, PlanError
 from ebbtide.simulator.timeline import Timeline
-from ebbtide.simulator.update.footprint import keeps_window
+from ebbtide.simulator.update.holding import keeps_window
 from ebbtide.simulator.update.order import FORWARD, order_of
 from ebbtide.simulator.update.pausing import UNKNOWN, PauseRule
 from ebbtide.simulator.update.recipes import RECIPES

@@ -13,7 +13,7 @@ from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.update.way import ways
 from ebbtide.simulator.workload import Workload
 

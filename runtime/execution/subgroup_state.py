@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.simulator.plan import ParameterLocation, Placement
-from ebbtide.simulator.update.footprint import slot_elements
-from ebbtide.simulator.update.recipes import RECIPES, Queue
+from ebbtide.simulator.update.holding import slot_elements
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import Queue
 
 logger = logging.getLogger("ebbtide")
 

@@ -15,7 +15,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.timeline import Timeline
-from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.update.way import ways
 from ebbtide.simulator.workload import Workload
 

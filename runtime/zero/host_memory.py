@@ -12,7 +12,8 @@ from ebbtide.runtime.kernels.rules import RULES, rule_class
 from ebbtide.runtime.zero.checks.guard import ConfigError
 from ebbtide.simulator.estimates.deepspeed_keys import at
 from ebbtide.simulator.plan import Placement, Plan
-from ebbtide.simulator.update.footprint import Holding, summed_elements, tallies
+from ebbtide.simulator.update.footprint import summed_elements, tallies
+from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")

@@ -18,7 +18,8 @@ from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.windows import OneBuffer, Windows, ZeroSlice
 from ebbtide.simulator.timeline import Timeline
-from ebbtide.simulator.update.recipes import RECIPES, Queue
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import Queue
 from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import WireDtype, ZeroStage
 

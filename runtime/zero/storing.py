@@ -22,7 +22,7 @@ from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
-from ebbtide.simulator.update.recipes import HOST_SLOTS
+from ebbtide.simulator.update.steps import HOST_SLOTS
 
 logger = logging.getLogger("ebbtide")
 

@@ -14,8 +14,9 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.settings import settings
 from ebbtide.simulator.schedules.strategies import build_strategy, shared_plan
-from ebbtide.simulator.update.footprint import ByKind, Holding, footprint, slots_within, tallies
-from ebbtide.simulator.update.recipes import Slot
+from ebbtide.simulator.update.footprint import footprint, slots_within, tallies
+from ebbtide.simulator.update.holding import ByKind, Holding
+from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 

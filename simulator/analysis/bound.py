@@ -16,8 +16,9 @@ from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.update.footprint import Holding
-from ebbtide.simulator.update.recipes import RECIPES, Placement
+from ebbtide.simulator.update.holding import Holding
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import Placement
 from ebbtide.simulator.update.way import PLACEMENT_CODES, Way, ways
 from ebbtide.simulator.workload import Workload
 

@@ -11,9 +11,10 @@ from itertools import accumulate
 from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.update.footprint import Holding
+from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.pausing import StepTimes
-from ebbtide.simulator.update.recipes import Bytes, Placement, recipe_of
+from ebbtide.simulator.update.recipes import recipe_of
+from ebbtide.simulator.update.steps import Bytes, Placement
 from ebbtide.simulator.update.way import EARLY_PLACEMENTS
 from ebbtide.simulator.workload import Workload
 

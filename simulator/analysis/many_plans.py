@@ -17,9 +17,11 @@ from ebbtide.simulator.engines.schedule_arrays import build
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedules.tape import record
-from ebbtide.simulator.update.footprint import Amounts, Holding, fetched_elements, moved_out
+from ebbtide.simulator.update.footprint import fetched_elements, moved_out
+from ebbtide.simulator.update.holding import Amounts, Holding
 from ebbtide.simulator.update.order import arrival_order
-from ebbtide.simulator.update.recipes import HOST_SLOTS, Slot, early_limits
+from ebbtide.simulator.update.recipes import early_limits
+from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
 from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, SUMMED, plain_ways
 from ebbtide.simulator.workload import Workload

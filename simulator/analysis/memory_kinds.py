@@ -7,7 +7,7 @@ from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult
 from ebbtide.simulator.engines.kernel import Floats
 from ebbtide.simulator.schedule import KINDS, Kind, OpKind, freed_of, taken_for
-from ebbtide.simulator.update.footprint import ByKind
+from ebbtide.simulator.update.holding import ByKind
 from ebbtide.simulator.update.tiers import TIERS
 
 

@@ -19,7 +19,7 @@ from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op
 from ebbtide.simulator.schedules.planned_loop import Part
 from ebbtide.simulator.schedules.tape import Place
-from ebbtide.simulator.update.recipes import Bytes, Slot, Step
+from ebbtide.simulator.update.steps import Bytes, Slot, Step
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED, ways
 from ebbtide.simulator.workload import Workload
 

@@ -41,8 +41,8 @@ from ebbtide.simulator.engines.recipe_arrays import (
 )
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.tape import What
-from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
-from ebbtide.simulator.update.recipes import Wait
+from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
+from ebbtide.simulator.update.steps import Wait
 
 _WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
     int(w) for w in (Wait.NORM, Wait.GRADIENT, Wait.PREVIOUS, Wait.SUM, Wait.LAST)

@@ -7,10 +7,12 @@ from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedule import OpKind, Schedule
 from ebbtide.simulator.schedules.loop import ALL_CORES
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
-from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint_by_kind
+from ebbtide.simulator.update.footprint import footprint_by_kind
+from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.order import arrival_order
-from ebbtide.simulator.update.recipes import Bytes, Step, Wait, slot_limits
+from ebbtide.simulator.update.recipes import slot_limits
+from ebbtide.simulator.update.steps import Bytes, Step, Wait
 from ebbtide.simulator.workload import Workload
 
 

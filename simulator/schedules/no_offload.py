@@ -5,7 +5,7 @@ from ebbtide.simulator.schedules.loop import TrainingLoop
 from ebbtide.simulator.schedules.stock_options import FP64_BYTES
 from ebbtide.simulator.update.footprint import with_base
 from ebbtide.simulator.update.optimizer import FP32_BYTES
-from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.update.steps import Bytes
 
 
 class DeviceLoop(TrainingLoop):

@@ -24,7 +24,7 @@ from ebbtide.simulator.schedules.stock_options import (
 )
 from ebbtide.simulator.update.footprint import with_base
 from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
-from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.workload import Workload
 
 

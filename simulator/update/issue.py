@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from ebbtide.simulator.update.recipes import Recipe, Slot, Step, Wait, early_limits
+from ebbtide.simulator.update.recipes import Recipe, early_limits
+from ebbtide.simulator.update.steps import Slot, Step, Wait
 
 Op = TypeVar("Op")  # an op's number, or its completion
 Add = Callable[[Step, int, list[Op]], Op]

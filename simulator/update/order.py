@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.update.recipes import RECIPES, Placement, Queue
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import Placement, Queue
 from pydantic import BaseModel, ConfigDict
 
 Spans = tuple[tuple[int, int], ...]

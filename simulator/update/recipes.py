@@ -9,166 +9,29 @@ computed from the same ops and from `Bytes`, the bytes per parameter that ops mo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import IntFlag, StrEnum
 from functools import cached_property
-from typing import Literal, Self
 
 from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.schedule import Lane, OpKind
-from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
-from ebbtide.simulator.update.tiers import TIERS, Memory
-from ebbtide.simulator.workload import Workload
-
-Placement = Literal["host", "device", "resident", "stored"]
-PARAMETER_SLOTS = 2  # buffers in which new parameters wait for their copy to the other memory
-HOST_SLOTS = 3  # where a plan says nothing else: one read into, one updated, one written from
-
-
-class Queue(StrEnum):
-    """The queue to which a subgroup's update belongs: updates on the CPU ("host") or updates on the GPU ("device").
-
-    The subgroups of a queue are updated one after the other, in the plan's order.
-    """
-
-    HOST = "host"
-    DEVICE = "device"
-
-
-class Slot(StrEnum):
-    """An enumeration of the kinds of buffers that subgroups use in turn for their updates, such as staging buffers in
-    GPU memory.
-    """
-
-    STAGING = "staging"  # device memory, for the state of a staged update
-    PARAMETER = "parameter"  # host memory, for parameters on their way to the device
-    OUTGOING = "outgoing"  # device memory, for parameters on their way to the host
-    STATE = "state"  # host memory, for a stored subgroup's state
-
-    @property
-    def memory(self) -> Memory:
-        """Return the memory (host or device) that contains buffers of this kind."""
-        return "host" if self in (Slot.PARAMETER, Slot.STATE) else "device"
-
-    @property
-    def ahead(self) -> bool:
-        """Return True if a buffer of this kind may be filled for the next optimizer step as soon as the buffer is free.
-
-        That is not so for buffers in GPU memory, because activations need the memory until the end of their
-        backward.
-        """
-        return self.memory == "host"
-
-    @property
-    def holds_state(self) -> bool:
-        """Return True if a buffer of this kind holds the fp32 state of a subgroup, and False if it holds parameters."""
-        return self in (Slot.STAGING, Slot.STATE)
-
-
-class Wait(IntFlag):
-    """The events that an op of a subgroup's update waits for, in addition to the previous op of its lane.
-
-    A lane is a queue of ops, such as a copy direction.
-    """
-
-    NORM = 1  # only then the factor that unscales and clips is known
-    GRADIENT = 2  # complete, where the update reads it
-    PREVIOUS = 4  # the recipe's step before; a gradient's first one: what reduces it
-    GATE = 8  # a checkpoint that still reads the live state
-    SUM = 16  # of the micro-batches before, on the host: there is one from the second on
-    LAST = 32  # micro-batch: in the others there is no such step
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """The bytes per parameter that the ops of an update copy, read or write, for one workload.
-
-    The amount of work of each op is computed from them.
-
-    Attributes:
-        state: Bytes of fp32 optimizer state.
-        staged: Bytes of optimizer state that are copied to the GPU or read from a drive for an update.
-        wire: Bytes of the parameter itself, in the training precision.
-        gradient: Bytes of an accumulated gradient.
-        host_traffic: Bytes of host memory traffic of ebbtide's fused update on the CPU.
-        adams: Cost of an update relative to Adam's. It is a ratio, not a number of bytes. See `OptimizerState.adams`.
-    """
-
-    state: int
-    staged: int
-    wire: int
-    gradient: int
-    host_traffic: int
-    adams: float
-
-    @classmethod
-    def of(cls, workload: Workload) -> Self:
-        optimizer = workload.optimizer_state
-        gradient, wire = workload.grad_bytes_per_param, workload.wire_bytes
-        traffic = optimizer.host_traffic_bytes(gradient, wire)
-        return cls(
-            optimizer.state_bytes, optimizer.staged_bytes, wire, gradient, traffic, optimizer.adams(gradient, wire)
-        )
-
-
-Amount = Callable[[Bytes], float]
-
-
-def _nothing(_: Bytes) -> float:
-    return 0.0
-
-
-def _adams(amounts: Bytes) -> float:
-    return amounts.adams
-
-
-def _unfused(amounts: Bytes) -> float:
-    """Return the bytes of host memory traffic per parameter of DeepSpeed's unscale, update and conversion passes.
-
-    The unscale pass reads and writes the fp32 gradient. The update reads the gradient, and reads and writes the state.
-    The conversion reads the fp32 master and writes the 16-bit parameter. The CPU reads each cache line of the 16-bit
-    parameter before it writes to the line, so the parameter counts twice.
-    """
-    return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step of a recipe: one op in the sequence of ops for a subgroup's gradient or update.
-
-    Attributes:
-        rate: Name of the machine's speed at which the op runs, such as a copy bandwidth.
-        work: Function that returns the op's work per parameter, such as the bytes of a copy.
-        waits: Events that the op waits for.
-        dram: Function that returns the op's host memory traffic per parameter, in bytes.
-        takes: Kind of buffer that the op writes to. The op waits until such a buffer is free.
-        gives_back: Kind of buffer that becomes free when the op ends.
-        threads: True if the op runs on the plan's CPU threads.
-        device_share: Fraction of the GPU's compute that the op takes.
-        early: True if the op may fill its buffer before the gradient norm is known. `early_limits` returns how many
-            buffers of each kind may be filled this early. An op that fills a buffer in GPU memory starts during
-            backward. An op that fills a buffer in host memory may already start after the previous optimizer step.
-        publishes: True if a forward may read the subgroup's new parameters after the op.
-        overwrites: True if the op overwrites state, so that it must wait for checkpoints that still read the state.
-    """
-
-    kind: OpKind
-    lane: Lane
-    rate: RateName
-    work: Amount
-    waits: Wait
-    dram: Amount = _nothing
-    takes: Slot | None = None
-    gives_back: Slot | None = None
-    threads: bool = False
-    device_share: float = 0.0
-    early: bool = False
-    publishes: bool = False
-
-    @property
-    def overwrites(self) -> bool:
-        return Wait.GATE in self.waits
+from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.update.steps import (
+    HOST_SLOTS,
+    PARAMETER_SLOTS,
+    Amount,
+    Bytes,
+    Placement,
+    Queue,
+    Slot,
+    Step,
+    Wait,
+    every_element,
+    into,
+    out_of,
+    unfused_passes,
+)
+from ebbtide.simulator.update.tiers import Memory
 
 
 @dataclass(frozen=True)
@@ -259,36 +122,10 @@ class Recipe:
         return next(i for i, step in enumerate(self.steps) if Wait.NORM in step.waits)
 
 
-def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return an op that copies from host memory to the GPU or to storage, as part of a recipe (the ops of an update).
-
-    The op reads host memory, so it uses DRAM bandwidth.
-
-    Args:
-        lane: Lane (queue of ops) of the copy, if it is not the usual one for copies to that memory.
-    """
-    way = TIERS[memory].into
-    assert way is not None
-    return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
-
-
-def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return an op that copies from GPU memory or storage to host memory, as part of a recipe (the ops of an update).
-
-    The op writes to host memory, so it uses DRAM bandwidth.
-
-    Args:
-        lane: Lane (queue of ops) of the copy, if it is not the usual one for copies from that memory.
-    """
-    way = TIERS[memory].out_of
-    assert way is not None
-    return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
-
-
 def _host_update(
     waits: Wait,
     rate: RateName = "host_adam_params_per_s",
-    work: Amount = _adams,
+    work: Amount = every_element,
     dram: Amount = lambda b: b.host_traffic,
 ) -> Step:
     # The kernel writes the parameters to a slot whose last copy must have left.
@@ -301,7 +138,7 @@ def _device_update(waits: Wait) -> Step:
         OpKind.UPDATE_DEVICE,
         Lane.DEVICE_UPDATE,
         "device_adam_params_per_s",
-        _adams,
+        every_element,
         Wait.NORM | Wait.GRADIENT | waits,
         device_share=1.0,
         publishes=True,
@@ -319,7 +156,6 @@ _PARAMETERS_TO_DEVICE = into(
     gives_back=Slot.PARAMETER,
     publishes=True,
 )
-
 _PARAMETERS_OUT = out_of(
     "device", OpKind.PARAMETER_D2H, lambda b: b.wire, Wait.PREVIOUS, gives_back=Slot.OUTGOING, publishes=True
 )
@@ -353,7 +189,6 @@ GRADIENT_TO_HOST = (
     into("device", OpKind.GRADIENT_H2D, lambda b: b.gradient, Wait.PREVIOUS | Wait.SUM, Lane.H2D_GRADIENTS),
     out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS, Lane.D2H_GRADIENTS),
 )
-
 # With parameters that live on the device; `recipe_of` has those of the others too.
 RECIPES: Mapping[Placement, Recipe] = {
     "host": Recipe(
@@ -390,7 +225,6 @@ RECIPES: Mapping[Placement, Recipe] = {
         ),
     ),
 }
-
 # Stock's host passes in the place of the fused kernel: unscale, update, downcast, together at the
 # machine's stock rate. For the question what fusing them saves; the runtime does not run it.
 UNFUSED_HOST = Recipe(
@@ -402,8 +236,8 @@ UNFUSED_HOST = Recipe(
         _host_update(
             Wait.GATE,
             "stock_host_adam_params_per_s",
-            lambda b: _unfused(b) / _unfused(replace(b, state=ADAM.state_bytes)),
-            _unfused,
+            lambda b: unfused_passes(b) / unfused_passes(replace(b, state=ADAM.state_bytes)),
+            unfused_passes,
         ),
         _PARAMETERS_TO_DEVICE,
     ),

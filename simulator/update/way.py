@@ -10,7 +10,8 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple
 
-from ebbtide.simulator.update.recipes import RECIPES, Placement, Recipe, Slot, recipe_of
+from ebbtide.simulator.update.recipes import RECIPES, Recipe, recipe_of
+from ebbtide.simulator.update.steps import Placement, Slot
 
 # A way's code is the sum of these.
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}

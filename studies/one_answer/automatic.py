@@ -25,7 +25,7 @@ from ebbtide.simulator.engines.compiled import SimResult, compile_schedule, simu
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.plan import ParameterLocation, Way
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.recipes import HOST_SLOTS
+from ebbtide.simulator.update.steps import HOST_SLOTS
 
 WAITED_FOR = (OpKind.GRADIENT_D2H, OpKind.PARAMETER_FETCH)
 PASSES = (OpKind.FORWARD, OpKind.BACKWARD)

@@ -10,7 +10,7 @@ from itertools import combinations_with_replacement
 
 from ebbtide.simulator.analysis.bound import problem
 from ebbtide.simulator.plan import Placement
-from ebbtide.simulator.update.recipes import Slot
+from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.tuner.candidates.candidate import Candidate, turned
 from ebbtide.tuner.candidates.moves import CHOICES, STAGED

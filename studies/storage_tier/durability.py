@@ -83,7 +83,7 @@ def host_bytes(engine: Any) -> dict[str, Any]:
     from ebbtide.simulator import Workload
     from ebbtide.simulator.layer import Layer
     from ebbtide.simulator.update.footprint import footprint
-    from ebbtide.simulator.update.recipes import PARAMETER_SLOTS
+    from ebbtide.simulator.update.steps import PARAMETER_SLOTS
 
     session = engine.optimizer._ebbtide
     sizes = session.engine.sizes()

@@ -18,7 +18,8 @@ import psutil
 import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.replan.observed import observed_workload
-from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, footprint
+from ebbtide.simulator.update.footprint import footprint
+from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from studies.bench.forked import Child

@@ -20,7 +20,7 @@ from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.zero.windows import Windows, ZeroSlice
 from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule
 from ebbtide.simulator.update.order import order_of
-from ebbtide.simulator.update.recipes import Slot
+from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import ways
 from ebbtide.tuner.candidates.moves import STAGED
 from hypothesis import given, settings

@@ -9,7 +9,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.optimizer import OPTIMIZERS
-from ebbtide.simulator.update.recipes import Slot
+from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import EARLY, of_codes, ways
 
 from tests.machines import node

@@ -13,7 +13,8 @@ from collections import Counter
 import pytest
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.update.issue import Issue
-from ebbtide.simulator.update.recipes import Slot, Wait, slot_limits
+from ebbtide.simulator.update.recipes import slot_limits
+from ebbtide.simulator.update.steps import Slot, Wait
 from ebbtide.simulator.update.way import Way, ways
 
 from tests.simulator.recorded_schedules import CASES, PATH, digest

@@ -14,7 +14,8 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.update.order import UpdateOrder, compact, issue_order, order_of
-from ebbtide.simulator.update.recipes import RECIPES, Queue
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import Queue
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError

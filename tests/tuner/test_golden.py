@@ -25,8 +25,9 @@ from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedules.strategies import build_strategy
-from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
-from ebbtide.simulator.update.recipes import Slot, recipe_of, slot_limits
+from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
+from ebbtide.simulator.update.recipes import recipe_of, slot_limits
+from ebbtide.simulator.update.steps import Slot
 
 from tests.tuner.golden import CASES, case, planned, recorded
 

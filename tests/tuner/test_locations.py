@@ -9,7 +9,7 @@ from ebbtide.simulator import build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import GIB, Limits
-from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES
+from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.tuner.candidates.candidate import Candidate, seconds_of
 from ebbtide.tuner.placements.memory import ImpossibleError

@@ -11,7 +11,8 @@ import numpy as np
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.plan import ParameterLocation, Placement, Plan
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder, issue_order
-from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import HOST_SLOTS
 from ebbtide.simulator.update.way import EARLY, LOCATION_CODES, PLACEMENT_CODES, SUMMED, of_codes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.moves import ALLOWED, CAN_BE_EARLY, PLACEMENTS, STAGED, Codes, placements_of

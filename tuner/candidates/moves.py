@@ -13,7 +13,8 @@ import numpy as np
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder
-from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES, Queue, Recipe, Slot
+from ebbtide.simulator.update.recipes import RECIPES, Recipe
+from ebbtide.simulator.update.steps import HOST_SLOTS, Queue, Slot
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, plain_ways
 from numpy.typing import NDArray
 

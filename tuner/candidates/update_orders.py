@@ -18,7 +18,8 @@ from itertools import accumulate
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder, compact
-from ebbtide.simulator.update.recipes import RECIPES, Bytes, Placement, Queue
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import Bytes, Placement, Queue
 from ebbtide.simulator.workload import Workload
 
 

@@ -16,9 +16,10 @@ from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedules.stock_options import HOST_GRADIENT_BYTES
-from ebbtide.simulator.update.footprint import Holding, moved_out
+from ebbtide.simulator.update.footprint import moved_out
+from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.optimizer import FP32_BYTES
-from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.update.tiers import TIERS
 from ebbtide.simulator.update.way import plain_ways
 from ebbtide.simulator.workload import Workload

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement, product
 
 from ebbtide.simulator.plan import ParameterLocation, Placement
-from ebbtide.simulator.update.recipes import PARAMETER_SLOTS
+from ebbtide.simulator.update.steps import PARAMETER_SLOTS
 from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.candidates.moves import HOST, STORED
 from ebbtide.tuner.placements.fit import Fit, roomiest

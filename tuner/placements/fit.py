@@ -15,8 +15,8 @@ import numpy as np
 from ebbtide.simulator.limits import MIB, Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Placement
-from ebbtide.simulator.update.footprint import Holding
-from ebbtide.simulator.update.recipes import Queue
+from ebbtide.simulator.update.holding import Holding
+from ebbtide.simulator.update.steps import Queue
 from ebbtide.simulator.update.way import Way, plain_ways
 from ebbtide.simulator.workload import Workload
 

@@ -14,7 +14,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Placement
-from ebbtide.simulator.update.recipes import HOST_SLOTS
+from ebbtide.simulator.update.steps import HOST_SLOTS
 from ebbtide.simulator.update.way import EARLY, EARLY_PLACEMENTS, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import (

@@ -12,7 +12,8 @@ from functools import lru_cache
 from itertools import permutations
 
 from ebbtide.simulator.plan import ParameterLocation, Placement
-from ebbtide.simulator.update.recipes import HOST_SLOTS, RECIPES
+from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.steps import HOST_SLOTS
 from ebbtide.simulator.update.way import EARLY, EARLY_PLACEMENTS, PARAMETERS_ON_HOST
 from ebbtide.tuner.candidates.candidate import Candidate, able_early, turned, waiting
 from ebbtide.tuner.candidates.moves import PLACEMENTS, STAGED, STORED

@@ -10,7 +10,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.storage import shares
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.recipes import Bytes
+from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.candidates.moves import HOST, STORED

@@ -13,7 +13,8 @@ from enum import IntEnum
 from ebbtide.simulator.engines.reference import alone_s, capacities, demands
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import Lane, Op, OpKind
-from ebbtide.simulator.update.recipes import Bytes, Recipe, Slot, Step, Wait
+from ebbtide.simulator.update.recipes import Recipe
+from ebbtide.simulator.update.steps import Bytes, Slot, Step, Wait
 from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 

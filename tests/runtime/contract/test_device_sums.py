@@ -14,7 +14,8 @@ from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 from ebbtide.simulator import build_schedule
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.schedule import OpKind
-from ebbtide.simulator.update.footprint import GRADIENTS_UNDER_WAY_BYTES, Holding, footprint, tally
+from ebbtide.simulator.update.footprint import footprint, tally
+from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES, Holding
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.workload import Workload
 

@@ -19,7 +19,8 @@ from ebbtide.runtime.zero.cuts import cuts_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
 from ebbtide.simulator.layer import Layer
-from ebbtide.simulator.update.footprint import Holding, footprint, moved_out, tally
+from ebbtide.simulator.update.footprint import footprint, moved_out, tally
+from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.workload import Workload

@@ -20,7 +20,8 @@ from ebbtide.runtime.storage.hulls import list_checkpoints
 from ebbtide.runtime.storage.reader import stored_problems
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator import CheckpointPlan, OpKind
-from ebbtide.simulator.update.footprint import Holding, tally
+from ebbtide.simulator.update.footprint import tally
+from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.optimizer import ADAM
 
 from studies.bench.bits import differences

@@ -21,7 +21,7 @@ from ebbtide.runtime.execution.gradients import GradientBuffers
 from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.runtime.zero.fetches import Partitions
 from ebbtide.simulator.update.issue import Issue
-from ebbtide.simulator.update.recipes import Slot, Wait
+from ebbtide.simulator.update.steps import Slot, Wait
 
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for

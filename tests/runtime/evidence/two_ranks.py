@@ -9,7 +9,7 @@ import os
 import pytest
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.execution.executor import Executor
-from ebbtide.simulator.update.recipes import Slot, Wait
+from ebbtide.simulator.update.steps import Slot, Wait
 
 from studies.bench.many_engines import freeze_heap
 from tests.runtime import fake_cuda
