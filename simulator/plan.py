@@ -40,23 +40,23 @@ class CheckpointPlan(Page):
     Attributes:
         interval_steps: Number of optimizer steps between two automatic checkpoints. 0: checkpoints are written only
             when the script saves.
-        mode: Moment at which the save of a checkpoint returns. ``lazy``: immediately. The files are then written from
-            the live state, and a subgroup's state is copied before an update overwrites the state. ``in_place``: when
-            the files have their final names, so that the files survive a killed process. After the return, the files
-            are synced to survive a power failure. ``sync``: when the files survive a power failure. ``auto``:
-            ``in_place`` if the trainer looks for the files itself (Trainer, Accelerate, Lightning), otherwise
-            ``lazy``. With a trainer that looks for the files, ``lazy`` means ``in_place`` too, unless `tune run` or
-            ``ebbtide.enable()`` cleans up after a killed save.
-        busy: What a save does while the previous checkpoint is still being written: ``wait`` for it, ``skip`` the
-            save, or ``replace`` the unfinished checkpoint.
+        mode: Moment at which the save of a checkpoint returns. ``lazy``: immediately. The files are written in the
+            background, and state is copied before an update overwrites it. ``in_place``: when the files have their
+            final names, so that they survive a killed process. They are synced afterwards, to survive a power failure.
+            ``sync``: when the files survive a power failure. ``auto``: ``in_place`` if a trainer library (Trainer,
+            Accelerate, Lightning) looks for the files itself, otherwise ``lazy``. With such a library, ``lazy`` needs
+            `tune run` or ``ebbtide.enable()``, which clean up after a killed save. Without them, ``lazy`` means
+            ``in_place``.
+        busy: What a save does while the previous checkpoint is still being written: ``wait`` for it, ``skip`` the save,
+            or ``replace`` the unfinished checkpoint.
         copy_budget_bytes: Host memory reserved for copies of state that is updated before it is written.
         write_bytes_per_s: Limit for the rate of checkpoint writes. None: no limit.
         writers: Number of concurrent writes to the disk while a checkpoint is written.
-        keep: Number of completed checkpoints that are kept in ``dir``, the newest first. 0: all. If a plan stores
-            optimizer state on drives, ``keep`` is also the number of checkpoints for which the drives keep that state.
-            If ``keep`` is 0, this number is the Trainer's ``save_total_limit``. If the Trainer has no such limit, the
-            drives keep the state of one checkpoint, or of two with ``load_best_model_at_end``. At the start, the log
-            states the number of checkpoints whose state is kept. Older checkpoints with stored state cannot be loaded.
+        keep: Number of completed checkpoints that are kept in ``dir``, the newest first. 0: all. Drives with optimizer
+            state keep the state of the same number of checkpoints. If ``keep`` is 0, they keep that of
+            ``save_total_limit`` checkpoints, a setting of the Trainer. Without this setting, they keep that of one
+            checkpoint, or of two with ``load_best_model_at_end``. An older checkpoint with state on drives cannot be
+            loaded. The log states the number at the start.
         deadline_s: Seconds without progress of storage or of other ranks after which a checkpoint is given up with an
             error. For drives with stored optimizer state, a value above 300 counts as 300.
         dir: Folder of automatic checkpoints.

@@ -35,9 +35,10 @@ class StorageRates(Page):
 
     @classmethod
     def together(cls, drives: "Mapping[str, StorageRates]") -> Self:
-        """Return the storage rates of several drives that are used together, each for a part of every subgroup's state.
+        """Return the rates of several drives together, as if they were one drive.
 
-        The parts are those of the function `shares`. A read or write ends when its last part has ended.
+        Each drive holds a part of every subgroup's state, and all drives work at the same time. The function `shares`
+        gives the sizes of the parts. A read or write ends when the last drive has finished its part.
         """
         part = shares(drives)
         each = [(drives[name], part[name]) for name in drives]

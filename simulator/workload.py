@@ -313,10 +313,12 @@ class Workload(Shown, Page):
         """Return a ZeRO-3 workload with iterations that take no longer than this workload's, under any plan.
 
         The result is used to compute lower bounds and to choose the order of updates. Below ZeRO-3, a step waits for
-        all of its updates, so forward does not overlap updates. The returned workload therefore has its forward before
-        any gradient is complete: the time of forward, the idle time of the pipeline and the exchange of parameters are
-        added to the last layer's backward, which runs first. If gradients leave the GPU only once per step, all passes
-        before the last micro-batch's backward are added too.
+        all of its updates, so that forward never overlaps updates. The returned workload must not overlap them either.
+        So these times are moved to the last layer's backward, which runs before any gradient is complete: the time of
+        forward, the idle time of the pipeline and the exchange of parameters. If gradients leave the GPU only once per
+        step, all passes before the last micro-batch's backward are moved there too.
+
+        A ZeRO-3 workload is returned unchanged.
         """
         if self.zero_stage == 3:
             return self

@@ -58,11 +58,16 @@ def train(door: str, size: str, overlap: bool, folder: Path, orders: Iterable[st
 
 
 def engine_through(door: str, size: str, overlap: bool) -> Any:
-    """Return the DeepSpeed engine of a process that is started by `tune run` or calls ebbtide's library, as
-    ``door`` says.
+    """Build and return the DeepSpeed engine for one of the two ways to use ebbtide that the study compares.
 
-    The study compares the speed of one process of each kind, under the same plan. The plan updates all
-    optimizer state on the host and keeps one checkpoint.
+    The study compares their speed under the same plan. The plan updates all optimizer state on the host and keeps one
+    checkpoint.
+
+    Args:
+        door: The way: "library" for a process that calls ebbtide's library, "tune run" for a process that `tune run`
+            started.
+        size: Name of the model's size.
+        overlap: True if updates may overlap the next forward.
     """
     from ebbtide.simulator import CheckpointPlan, Plan, Way
     from ebbtide.simulator.update.subgroups import cut

@@ -3,13 +3,14 @@
     python -m studies.overlap --json overlap.json
 
 The lower bound is a time that no plan can beat: ``backward + max(forward, U*)``, where ``U*`` is the shortest time in
-which the machine could do all updates (`ebbtide.simulator.analysis.bound`). DeepSpeed, copies and arithmetic are
-real. The duration of each layer, copy and update is given (`studies.trials.emulated_training`). The durations are
-chosen so that neither the CPU alone nor the device alone could update all state within one forward.
+which the machine could do all updates (`ebbtide.simulator.analysis.bound`). DeepSpeed, copies and arithmetic are real.
+The duration of each layer, copy and update is given (`studies.trials.emulated_training`). The durations are chosen so
+that neither the CPU alone nor the device alone could update all state within one forward.
 
-The time of DeepSpeed's Python code counts, except where a GPU would run a kernel at the same time. Stride k and
-Twin-Flow, two published placements, run on the same device with ebbtide's kernels and gradient copies. So only
-placement and timing are compared.
+DeepSpeed's Python code takes time too. While a GPU runs a kernel, this code already prepares the next one, so the
+emulated duration of a kernel is shortened by the time of its preparation. Stride k and Twin-Flow, two published
+placements, run on the same device with ebbtide's kernels and gradient copies. So only placement and timing are
+compared.
 
 The second part measures plans with early updates, which start before the gradient norm is known. All updates together
 take 0.5, 1 and 2 times as long as forward and backward. The iteration time is compared with the lower bound of plans

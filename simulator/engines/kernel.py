@@ -62,21 +62,22 @@ _NEVER = -1
 class _Notes(NamedTuple):
     """The working arrays of one run of the compiled simulator.
 
-    A lane is a queue of ops. Ops of one lane form a class if they use the same amount of each shared capacity, such as
-    DRAM bandwidth. The speeds of the running ops follow from their classes, so they are cached by these classes.
+    A lane is a queue of ops that run one after the other. Ops of one lane form a class if they use the same amount of
+    each shared capacity, such as DRAM bandwidth. The classes of all running ops determine the ops' speeds, so speeds
+    are cached. A cache key consists of the class numbers of the running ops, in four bits per lane.
 
     Attributes:
         after_first, after: See `run`.
-        queue: All ops, sorted by lane and in order of issue. A lane runs its ops one after the other.
+        queue: All ops, sorted by lane and in order of issue.
         met, ended: For each op, the number of its dependencies that have ended, and whether the op itself has ended.
         head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops in ``queue``.
         busy, running, left: For each lane, whether it runs an op, which op it runs, and the seconds that this op still
             needs at full speed.
-        bits: For each lane, the class number of its running op, at the lane's own four bits of a cache key. All lanes'
-            bits together are the key for the cached speeds.
-        growing, room: Arrays for `max_min`.
-        classes: For each lane, the number of different classes among its ops so far.
-        known: For each lane and class, the amounts of the shared capacities that an op of the class uses.
+        bits: For each lane, its part of the cache key: the class number of its running op, shifted to the lane's four
+            bits.
+        growing, room: Working arrays of `max_min`, which computes the speeds of running ops.
+        classes: For each lane, the number of classes that its ops have had so far.
+        known: For each lane and class, the amount of each shared capacity that an op of the class uses.
     """
 
     after_first: Ints

@@ -52,9 +52,10 @@ class RecipeArrays:
             WORK and DRAM per parameter. The last five columns (T_WAITS to T_PUBLISHES) hold attributes of the op's
             `Step`: the events that the op waits for, the kind of buffer that it fills, the kind of buffer that it
             frees, whether it may run early, and whether a forward may read the new parameters after it.
-        ways: One row for each way of updating, at the index `Way.code`. Its five numbers are positions in ``rows``: the
-            update's ops before the gradient norm from W_FIRST to W_BEFORE, its ops after the norm from W_BEFORE to
-            W_LAST, and the gradient's ops from W_GRADIENT_FIRST to W_GRADIENT_LAST.
+        ways: One row for each way of updating, at the index `Way.code`. The row has five columns with positions in
+            ``rows``, which are the ends of three ranges of ops. The range from column W_FIRST to column W_BEFORE has
+            the update's ops before the gradient norm. W_BEFORE to W_LAST has the update's ops after the norm.
+            W_GRADIENT_FIRST to W_GRADIENT_LAST has the gradient's ops.
         threaded: Positions in ``rows`` of the ops that run on the plan's CPU threads.
     """
 
@@ -110,18 +111,17 @@ def _waits(step: Step) -> list[int]:
 
 
 class Program(NamedTuple):
-    """A simulated training iteration that was recorded as arrays, so that the schedule of any plan can be built from
-    them.
+    """A simulated training iteration, recorded as arrays from which the schedule of any plan can be built.
 
-    An entry of the recording is an op that does not depend on the plan, or a marker, where ops of the plan are
+    An entry of the recording is an op that does not depend on the plan, or a marker at which ops of the plan are
     inserted. Some markers stand for a part of a gradient: one layer's contribution to one subgroup's gradient.
 
     Attributes:
         places: One row for each entry, and a last row for the end: shape (entries + 1, X_COLUMNS). A row has the
             entry's kind, the part of a gradient if the entry is a marker for one, and the index in ``refs`` at which
             the entry's dependencies begin.
-        refs: Dependencies of all entries, one entry after the other: the numbers of what an entry waits for
-            (`Place.refs`).
+        refs: Dependencies of all entries, one entry after the other. A number in this array stands for an entry or for
+            an op of a subgroup's update, see `Place.refs`.
         rows: Ops of the entries: shape (entries, OP_COLUMNS). The row of a marker contains only zeros.
         parts: Number of parts of gradients.
     """

@@ -71,14 +71,18 @@ class _Given(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The state of a schedule while its ops are appended to arrays. An op is given by its number, and -1 means no op.
+    """The state of a plan's schedule while it is built, by appending ops to arrays.
+
+    Ops that do not depend on the plan are made from a recorded training iteration: a list of entries, where an entry is
+    an op, or a marker at which ops of the plan are inserted. In these arrays, an op is given by its number, and -1
+    means no op.
 
     Attributes:
         ops, after_first, after: Arrays of the schedule, see `ebbtide.simulator.engines.kernel.run`.
         n: Counters, such as the number of ops so far (`_N_OPS`).
-        done: Three lists of ops in one array. First, for each entry of the recorded iteration (an op, or a marker for
-            ops that depend on the plan), the newest op that was made from this entry. Second, for each subgroup, the op
-            after which its updated parameters are ready. Third, for each subgroup, the last op of its update.
+        done: Three lists of ops in one array. First, for each entry of the recorded iteration, the newest op that was
+            made from this entry. Second, for each subgroup, the op after which its updated parameters are ready. Third,
+            for each subgroup, the last op of its update.
         on_host: For each subgroup, the newest op that copied a part of its gradient to the host.
         early: For each subgroup, the newest op of its update that runs before the gradient norm is known.
         begun: For each subgroup, the number of ops of its update that run before the gradient norm is known.
@@ -87,7 +91,7 @@ class _Made(NamedTuple):
         coming: Subgroups with updates that take a buffer before the gradient norm is known, in the order in which they
             take it.
         sent: Ops that copy gradients to the host, in the order in which they were appended.
-        free: For each kind of buffer, a queue of free buffers. A buffer is represented by the op that frees it.
+        free: For each kind of buffer, a queue of free buffers. A buffer is represented by the op that freed it.
         head, tail: For each kind of buffer, the positions in ``free`` at which the queue begins and ends.
         left: For each kind of buffer, how many more buffers may be filled before the gradient norm is known.
             `_add_first` counts this number down.

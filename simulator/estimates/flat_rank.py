@@ -156,14 +156,15 @@ class FlatRank(Rank):
     def waiting_bytes(self, made: Workload) -> int:
         """Return by how many bytes gradients that wait for their reduction raise the GPU memory peak of a backward.
 
-        They are the sum of:
+        The bytes are the sum of two parts. One is a buffer for the largest parameter's gradient. The other depends on
+        the ZeRO stage:
 
-        - A buffer for the largest parameter's gradient.
-        - Under ZeRO-2, the gradients of the rank's slice, if they are accumulated in a wider data type than the
+        - ZeRO-2: the gradients of the rank's slice, but only if they are accumulated in a wider data type than the
           parameters'.
-        - Under ZeRO-1, all gradients, which stay until the single reduction of a step. If they are accumulated in a
-          wider data type, they exist in both types after each backward. In a step with one micro-batch, only the bytes
-          beyond those of the activations count, because backward frees activations while gradients appear.
+        - ZeRO-1: all gradients, because they stay until the single reduction of a step. If they are accumulated in a
+          wider data type, they exist in both types after each backward. In a step with a single micro-batch, backward
+          frees activations while gradients appear. Only the bytes by which the peak exceeds that of the activations
+          then count.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self._made_bytes * largest

@@ -195,11 +195,11 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 
 
 def _passes_bytes_per_s(rate: float) -> float:
-    """Return the host memory bandwidth of DeepSpeed's CPU update, in bytes/s, from a published speed.
+    """Return the host memory bandwidth that DeepSpeed's CPU update uses, in bytes/s, computed from a published speed.
 
-    The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory. The
-    bandwidth is computed in two ways: as if one CPU core limits the copy, and as if DRAM bandwidth limits the copy like
-    the update. The larger result is returned.
+    The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory. The copy
+    is limited by one CPU core or by DRAM bandwidth, whichever is slower. The result is computed for both cases. The
+    slower case leaves less time for the update, so it gives the larger bandwidth, which is returned.
 
     Args:
         rate: Published number of parameters per second that one rank updates and copies.

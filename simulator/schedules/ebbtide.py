@@ -135,10 +135,12 @@ class EbbtideLoop(PlannedLoop):
             self.issue.gradient(subgroup)
 
     def _make_room(self, op: int) -> None:
-        """Count a copy of gradients to the host that was appended to the schedule, and limit the copies in progress.
+        """Limit the copies of gradients to the host that are in progress, after a new copy was appended to the
+        schedule.
 
-        The training thread of the schedule waits for the oldest copies until the others take little enough: at most
-        `GRADIENTS_UNDER_WAY_BYTES` plus half of the oldest of them. It does not wait for the newest copy.
+        The training thread of the schedule waits for the oldest copy, then for the next one, and so on. It stops when
+        the remaining copies have at most `GRADIENTS_UNDER_WAY_BYTES` plus half the bytes of the oldest remaining copy.
+        It does not wait for the new copy.
         """
         self.under_way.append((op, self.out.ops[op].work))
         left = sum(size for _, size in self.under_way)

@@ -66,9 +66,14 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        """Append ops to the schedule for one layer's gradients of a micro-batch, after they are reduced over the ranks.
+        """Append to the schedule what a strategy does with one layer's gradients in a micro-batch, such as copies to
+        the host.
 
-        Called during backward for each layer, the last layer first.
+        The gradients are already reduced over the ranks. The method is called during backward for each layer, the last
+        layer first.
+
+        Args:
+            after: Op that must end first.
         """
 
     @abstractmethod

@@ -1,8 +1,8 @@
 """The base of simulated training loops under a plan: forward, backward, gradient reductions and waits for updates.
 
-The ops of a subgroup's gradient and update are added by subclasses: by the builder of schedules
-(`ebbtide.simulator.schedules.ebbtide`), and by the compiled simulator by way of a recorded iteration
-(`ebbtide.simulator.schedules.tape`). Forward and backward are written only here.
+Subclasses add the ops of subgroups' gradients and updates. One subclass builds a plan's schedule
+(`ebbtide.simulator.schedules.ebbtide`). Another one records an iteration with markers in place of these ops
+(`ebbtide.simulator.schedules.tape`). The compiled simulator inserts each plan's ops there.
 """
 
 from abc import abstractmethod

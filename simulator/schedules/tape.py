@@ -35,10 +35,13 @@ class Place:
         part: Part of a gradient that a GRADIENT marker stands for.
         added_to: True if gradients of earlier micro-batches are already in host memory.
         boundary: True in the last micro-batch.
-        refs: Numbers of what this entry waits for. This entry is number i of n entries, and a plan has m subgroups. A
-            number r < i means entry r of the same iteration, and i <= r < n means entry r of the previous iteration. A
-            number n <= r < n + m means the op after which subgroup r - n has new parameters. A larger number means the
-            last op of the update of subgroup r - n - m.
+        refs: What this entry waits for, as numbers r. If this entry is number i of n entries, and the plan has m
+            subgroups, r means:
+
+            - r < i: entry r of the same iteration.
+            - i <= r < n: entry r of the previous iteration.
+            - n <= r < n + m: the op after which subgroup r - n has new parameters.
+            - n + m <= r: the last op of the update of subgroup r - n - m.
     """
 
     what: What

@@ -180,8 +180,8 @@ class Issue(Generic[Op]):
     def _updated(self, late: set[int]) -> list[int]:
         """Return all subgroups in the order in which their updates are issued once the gradient norm is known.
 
-        If a subgroup in ``late`` needs a staging buffer (GPU memory for one subgroup), the subgroups that already have
-        a staging buffer come first.
+        Usually this is the plan's order. If a subgroup in ``late`` needs a staging buffer (GPU memory for one
+        subgroup), the subgroups that already hold a staging buffer come first, because their updates free the buffers.
 
         Args:
             late: Subgroups with an early update that was not issued before the norm, or was dropped. Their whole update
@@ -242,9 +242,10 @@ class Issue(Generic[Op]):
     def _take(self, step: Step, subgroup: int, waits: list[Op]) -> Op:
         """Issue an op of a subgroup's update. If the op needs a buffer, it waits for the op that freed the buffer.
 
-        An op that copies state to the GPU also waits until the subgroup's state is back on the host, if that is later.
-        This matters if the step clips, so that the subgroup's early update is dropped. The state is then copied to the
-        GPU a second time in the step, perhaps into a buffer that has long been free.
+        An op that copies state to the GPU also waits until the latest copy of this state back to the host has ended.
+        This matters if the step clips: the subgroup's early update is dropped, and its state is copied to the GPU a
+        second time in the step. The buffer for this second copy may have become free before the state was back on the
+        host.
         """
         if step.takes is not None:
             buffer = self._free[step.takes].popleft()

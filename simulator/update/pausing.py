@@ -45,7 +45,9 @@ class StepTimes(NamedTuple):
 
     @property
     def costs(self) -> float:
-        """Return the time that early updates cost in a step that clips, as a fraction of the time without them."""
+        """Return by how much early updates lengthen a step that clips, as a fraction of the step's time without early
+        updates.
+        """
         return max(0.0, (self.wrong_s - self.plain_s) / self.plain_s)
 
     def mean_s(self, clip_rate: float) -> float:

@@ -128,16 +128,18 @@ class Run:
 def model_of(run: Run) -> dict[str, Any]:
     """Return the shape of the model that a published run trained, as `workload_from_model` takes it.
 
-    The launch script that was published with the logs names swiglu, rmsnorm, untied embeddings, no biases and
-    separate key-value heads. Megatron-LM fuses the matrix products of queries, keys and values into one, and those of
-    the MLP's gate and up projections into another one. The MLP size (8/3 of the hidden size) and the four key-value
-    heads are the defaults of Megatron-DeepSpeed's example script. They fit the number of parameters that follows from
-    the logged memory of runs on 1 to 16 ranks: 5.90 billion for the model called 7B, and 11.19 billion for 13B.
+    The sources of the values:
 
-    The logged number of layers and hidden size may contradict the model's name, such as 13B. Then the hidden size is
-    the largest multiple of 512 for which a model with the logged number of layers has no more parameters than the
-    name says. For 20B, this is 6144, the hidden size of GPT-NeoX with 64 heads. The logged memory agrees with this
-    size.
+    - The launch script that was published with the logs: swiglu, rmsnorm, untied embeddings, no biases, and separate
+      key-value heads.
+    - Megatron-LM: the matrix products of queries, keys and values are fused into one, and those of the MLP's gate and
+      up projections into another one.
+    - The defaults of Megatron-DeepSpeed's example script: the MLP size (8/3 of the hidden size) and the four key-value
+      heads. They fit the number of parameters that follows from the logged memory of runs on 1 to 16 ranks: 5.90
+      billion for the model called 7B, and 11.19 billion for 13B.
+    - The log: the number of layers and the hidden size. If they contradict the model's name, such as 13B, the hidden
+      size is instead the largest multiple of 512 for which the model has no more parameters than the name says. For
+      20B, this is 6144, the hidden size of GPT-NeoX with 64 heads. The logged memory agrees with this size.
     """
     hidden = run.labelled_hidden if run.contradicted else run.hidden
     heads = run.heads if hidden % run.heads == 0 else max(1, hidden // 128)

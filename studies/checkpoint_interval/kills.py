@@ -32,8 +32,8 @@ def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: F
 
 
 def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
-    """Return the predicted number of training steps between two failures that the second failure does not undo,
-    because a checkpoint contains them.
+    """Return the predicted number of training steps that are kept from the time between two failures: those that a
+    checkpoint contains when the second failure comes.
 
     Args:
         gap_s: Seconds between the two failures.
@@ -114,16 +114,17 @@ def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
 
 
 def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any]]:
-    """Add to the results of each failure the time of an iteration shortly before this failure, without a checkpoint in
-    progress.
+    """Add to each failure in the results the usual time of an iteration around this failure, from which goodput is
+    computed.
 
-    The study trains once with each checkpoint interval, and kills all these trainings after the same times. So the
-    n-th failures of all trainings get the same iteration time. It is the median over the iterations of all trainings
-    between failures n - 1 and n without a checkpoint in progress. If fewer than `QUIET_STEPS` such iterations were
+    The study trains once with each checkpoint interval, and kills all these trainings after the same times. So the n-th
+    failures of all trainings get the same iteration time: the median over the iterations of all trainings between
+    failures n - 1 and n during which no checkpoint was in progress. If fewer than `QUIET_STEPS` such iterations were
     measured, the iteration time is ``usual_s``.
 
     Args:
-        rows: Results, one dict for each checkpoint interval.
+        rows: Results, one dict for each checkpoint interval, with a list of its failures. The failures are changed in
+            place.
         usual_s: Iteration time if too few iterations were measured, in seconds.
     """
     for turn in zip(*(row["failures"] for row in rows), strict=True):
@@ -135,12 +136,12 @@ def with_speed(rows: list[dict[str, Any]], usual_s: float) -> list[dict[str, Any
 
 
 def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict[str, Any]:
-    """Return the goodput (useful training per time) with one checkpoint interval, measured and predicted.
+    """Return the results with one checkpoint interval, with the measured and the predicted goodput added.
 
-    Goodput is the number of useful steps, divided by the number of steps that training without failures and
-    checkpoints would make in the same time. This second number is the sum over all periods between failures. Each
-    period has its own measured iteration time, because other load changes the machine's speed. The prediction assumes
-    failures at the same times as in the measurement.
+    Goodput is the number of useful steps, divided by the number of steps that training without failures and checkpoints
+    would make in the same time. The divisor is added up over the periods before the failures. Each period has its own
+    measured iteration time, because other load changes the machine's speed. The prediction assumes failures at the same
+    times as in the measurement.
 
     Args:
         row: Results with this interval: the useful steps, and for each failure the length of the period before it and

@@ -81,8 +81,10 @@ class Suite:
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
 
     def trials(self, arguments: Mapping[str, Sequence[str]]) -> dict[str, Figures]:
-        """Run one training per name, with the arguments of this name, and return the results by name in the
-        same order.
+        """Run several trainings, and return their results by the trainings' names, in the same order.
+
+        Args:
+            arguments: For each training, its name and its arguments.
         """
         if self.at_once == 1:  # here, where an interrupt ends the trial that runs
             return {name: self.trial(name, *own) for name, own in arguments.items()}

@@ -235,14 +235,14 @@ class Trial:
         """Train some steps of a sequence under a plan. Add their times, and the outcomes of their early updates, to
         ``to``.
 
-        A sequence is a series of training steps that clip at a given rate or in bursts. Early updates start before
-        the gradient norm is known.
+        A sequence is a series of training steps that clip at a given rate or in bursts. Early updates start before the
+        gradient norm is known. Each call first trains `WARM_UP` steps, which do not clip and are not measured.
 
         Args:
             clips: Function that returns True if the step with the given number clips.
             number: Number of the first trained step in the sequence.
-            to: Measurements so far. They also have the rule that pauses early updates (`PauseRule`). This rule does
-                not count the steps of the warm-up.
+            to: Measurements of the sequence so far, and its rule that pauses early updates (`PauseRule`). The rule
+                ignores the steps of the warm-up.
             always: True if early updates are never paused.
         """
         bench = self._bench
@@ -334,11 +334,10 @@ class _Steps:
     def iteration_s(self) -> float:
         """Return the mean time of an iteration in seconds, made robust against disturbances of the machine.
 
-        An iteration is measured from the end of one step's backward to the end of the next step's backward. So its
-        time depends on the early updates of both steps. Iterations form one group if their first steps had the same
-        outcome (early updates kept, early updates redone, or none) and if their second steps agree in having early
-        updates. The result is the mean of the groups' median times, weighted by the number of iterations in each
-        group.
+        An iteration is measured from the end of one step's backward to the end of the next step's backward. So its time
+        depends on the early updates of both steps. Iterations are grouped by two facts: whether the first step's early
+        updates were kept, were redone or did not exist, and whether the second step has early updates. The result is
+        the mean of the groups' median times, weighted by the number of iterations in each group.
         """
         kinds: dict[tuple[bool | None, bool], list[float]] = defaultdict(list)
         for periods, outcomes in zip(self.periods, self.outcomes, strict=True):

@@ -101,10 +101,9 @@ def _host_room_bytes(work: Workload, machine: Machine) -> int:
 
 
 def _storing(work: Workload, plan: Plan, room_bytes: int) -> Plan:
-    """Return the plan with as few subgroups on a drive as ``room_bytes`` of host memory allow, as ebbtide's
-    runtime does.
+    """Return the plan with as many subgroups in host memory as ``room_bytes`` allow, and all others on a drive.
 
-    The other subgroups are in host memory.
+    ebbtide's runtime divides subgroups in this way too.
     """
     count = len(work.subgroups)
     for stored in range(count + 1):

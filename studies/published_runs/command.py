@@ -122,12 +122,11 @@ def _cross_validation_of(path: str | None) -> dict[str, Any]:
 
 
 def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return prediction errors of published runs by an earlier version of the simulator and by this
-    version.
+    """Return the prediction errors of an earlier version of the simulator and of this version, on published runs.
 
-    The errors are from a cross-validation: a machine is calibrated without the runs of one group, such as
-    those with one model size, and then these runs are predicted. The list has a row for each kind of group
-    (such as ``model``), testbed and predicted quantity.
+    The errors are from a cross-validation: a machine is calibrated without the runs of one group, such as those with
+    one model size, and then these runs are predicted. The result is a list. A row has the errors of both versions for
+    one way to form the groups (such as by ``model``), one testbed and one predicted quantity.
     """
     return [
         {
