@@ -121,8 +121,9 @@ class Rank(RankSizes):
         """Return the largest number of parameter elements that ZeRO-3 gathers at once, for a job with one data-parallel
         rank.
 
-        If a plan keeps all parameters in host memory, GPU memory holds this number of them at a time. The result is
-        None below ZeRO-3, and with several data-parallel ranks, for which `base_bytes` counts gathered parameters.
+        A plan that keeps all parameters in host memory needs GPU memory for this number of elements. The result is None
+        below ZeRO-3. It is also None with several data-parallel ranks, because `base_bytes` already includes their
+        gathered parameters.
         """
         if self.job.zero_stage < 3 or self.job.data_parallel > 1:
             return None
@@ -224,13 +225,15 @@ class Rank(RankSizes):
 
     @property
     def reduced_beside(self) -> float:
-        """Return the fraction of the time of gradient reductions over the ranks that overlaps with backward.
+        """Return the fraction of the time of gradient reductions that overlaps with backward.
 
-        NCCL runs gathers and reductions in the order of their launch, because both belong to one process group. So a
-        gather that is launched after a reduction waits for the reduction, and backward waits for the gather. Only
-        parameters that were prefetched let backward go on (DeepSpeed, ``__reduce_and_partition_ipg_grads`` and
-        ``PartitionedParameterCoordinator.fetch_sub_module``). The fraction is the size of the prefetch bucket divided
-        by the size of the reduction's bucket, at most 1.
+        The fraction is the size of the prefetch bucket divided by the size of the reduction bucket, at most 1. The
+        reason: NCCL runs gathers and reductions in the order of their launch, because both belong to one process group.
+        So a gather that is launched after a reduction waits for the reduction, and backward waits for the gather.
+        Meanwhile, backward goes on only with parameters that were prefetched (DeepSpeed,
+        ``__reduce_and_partition_ipg_grads`` and ``PartitionedParameterCoordinator.fetch_sub_module``).
+
+        The result is 0 if the job does not overlap communication with backward.
         """
         if not self.job.overlaps_comm:
             return 0.0

@@ -146,10 +146,12 @@ class RankSizes:
         return sum(sum(self.partitions(block)) for block in blocks)
 
     def gathered_elements(self, blocks: Sequence[Block]) -> int:
-        """Return the largest number of parameter elements that ZeRO-3 has gathered in one rank's GPU memory at a time.
+        """Return an estimate of the largest number of parameter elements that ZeRO-3 has gathered in one rank's GPU
+        memory at a time.
 
-        It is at most ``stage3_max_live_parameters`` plus the elements of the embedding and the head, which are never
-        released. With a single data-parallel rank it is 0.
+        It is ``stage3_max_live_parameters`` plus the elements of the embedding and the head, which are never released,
+        but not more than all elements of ``blocks``. With a single data-parallel rank it is 0, because the rank's own
+        partition has all parameters.
         """
         if self.job.data_parallel == 1:
             return 0

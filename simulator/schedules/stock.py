@@ -252,7 +252,9 @@ class StockLoop(TrainingLoop):
 
     @property
     def checks_on_host(self) -> bool:
-        """Return True if the host looks for infinities and NaNs in its buffer of gradients, before the norm."""
+        """Return True if the simulated DeepSpeed checks the gradients in host memory for infinities and NaNs, on the
+        CPU and before the gradient norm is computed.
+        """
         place = self.options.overflow_check
         return place == "host" or (place == "host_fp16" and self.workload.wire_dtype == "fp16")
 

@@ -64,20 +64,26 @@ class StockOptions:
 
     Attributes:
         gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied three times:
-            to a 16-bit host buffer, back to the GPU, and to the host again in fp32. ``asynchronous``: the GPU converts
-            to fp32, buffers are pinned, and the copies run on the stream of the reductions while backward of the next
-            layers runs (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async`` of Deep Optimizer States).
-            ``stock``: if a profile measured the time that the copies add to backward, this time is used, otherwise like
-            ``asynchronous``. ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the
-            host converts to fp32 through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a
-            16-bit GPU tensor to an fp32 host tensor). ``unpinned``: all three copies use unpinned memory, and backward
-            waits for each. ``unpinned_widened_on_host``: ``unpinned`` and ``widened_on_host`` together, as in DeepSpeed
-            before 0.19.5, which does not pin by default.
+            to a 16-bit host buffer, back to the GPU, and to an fp32 host buffer. The versions differ in three
+            properties: whether the GPU or the host converts to fp32, whether host buffers are pinned, and what waits
+            for the copies.
+
+            - ``asynchronous``: the GPU converts, buffers are pinned, and the copies run on the stream of the reductions
+              while backward of the next layers runs (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async``
+              of Deep Optimizer States).
+            - ``stock``: if a profile measured the time that the copies add to backward, this time is used, otherwise
+              like ``asynchronous``.
+            - ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the host converts
+              through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit GPU tensor to an
+              fp32 host tensor).
+            - ``unpinned``: all three copies use unpinned memory, and backward waits for each.
+            - ``unpinned_widened_on_host``: ``unpinned`` and ``widened_on_host`` together, as in DeepSpeed before
+              0.19.5, which does not pin by default.
         updates: Order of updates. ``sequential``: one subgroup after the other, with its copies, in the step.
             ``interleaved``: CPU updates, copies and updates on the GPU run at the same time, in the step.
             ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the copy of
             new parameters to the GPU is left for the step.
-        host_ratio: Fraction of the subgroups whose state is in host memory (Twin-Flow's ``ratio``). DeepSpeed keeps the
+        host_ratio: Fraction of the subgroups with state in host memory (Twin-Flow's ``ratio``). DeepSpeed keeps the
             first subgroups in GPU memory.
         stride: ``n`` if the GPU updates every ``n``-th of the subgroups in host memory. 0 if it updates none of them.
         staging_slots: Number of staging buffers. Each is GPU memory for the state of one subgroup.
