@@ -136,11 +136,12 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
 
 
 def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
-    """Return the number and the sizes of a plan's subgroups for each placement and parameter location.
+    """Count a plan's subgroups and their elements for each combination of placement and parameter location.
 
     Returns:
-        Two results of `tally`. The first is for the subgroups with updates that wait for the gradient norm, the second
-        for those with early updates.
+        A pair of results. The first is for the subgroups with updates that wait for the gradient norm, the second for
+        those with early updates. Each result is a tuple of three lists with one number per combination (see `tally`):
+        the number of subgroups, their total elements, and the elements of the largest one.
     """
     every = [(size, way.placement, way.parameters, way.early) for size, way in zip(sizes, plan.ways, strict=True)]
     first, second = (

@@ -117,10 +117,11 @@ class Holding:
 
     @cached_property
     def per_param(self) -> Mapping[Memory, tuple[int, ...]]:
-        """Return the bytes per parameter in each memory, for all kinds of data in ``rows`` together.
+        """Return the bytes per parameter in each memory, added up over the kinds of data in ``rows``.
 
-        The result is a dict by memory. Each value is a tuple with one number for each of `plain_ways`, the combinations
-        of placement and parameter location.
+        Returns:
+            A dict by memory. Each value is a tuple with one number for each of `plain_ways`, the combinations of
+            placement and parameter location.
         """
         return {
             memory: tuple(map(sum, zip(*(row for (m, _), row in self.rows.items() if m == memory), strict=True)))
