@@ -69,6 +69,8 @@ from ebbtide.runtime.hardware.launcher import LOCAL_SIZES, remove_left_buffers
 from filelock import FileLock
 from hypothesis import settings
 
+from tests.prepared import Prepared
+
 # In CI the examples are always the same, so that a failed run can be replayed. No example has a deadline.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("dev", deadline=None)
@@ -128,10 +130,22 @@ FIRST = (
 )
 
 
+PREPARED = pytest.StashKey()
+
+
 def pytest_configure(config):
-    """End a pytest worker process directly at exit, because freeing all modules and engines takes seconds."""
+    """Start the process that forks itself for tests, once for all pytest workers. End a worker directly at exit,
+    because freeing all modules and engines takes seconds.
+    """
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
+    else:
+        config.stash[PREPARED] = Prepared()
+
+
+def pytest_unconfigure(config):
+    if PREPARED in config.stash:
+        config.stash[PREPARED].close()
 
 
 def pytest_sessionfinish():

@@ -1,11 +1,7 @@
-"""Training with ``plan="auto"`` on two ranks in a simulated container with a memory limit, run by
-torchrun.
-"""
+"""Training with ``plan="auto"`` on two ranks (see `forked_ranks`) in a simulated container with a memory limit."""
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import ebbtide.runtime
 import torch
@@ -34,8 +30,8 @@ def contained(folder):
     usable.ROOT = folder
 
 
-def main():
-    folder, stage = Path(sys.argv[1]), int(sys.argv[2])
+def main(folder, stage):
+    stage = int(stage)
     asked, better = [], auto.better_plan
 
     def note(workload, machine, current, device_bytes, host_bytes):
@@ -69,6 +65,3 @@ def main():
     }
     engine.destroy()
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
-
-
-main()

@@ -1,67 +1,58 @@
-"""Two ranks of a job, forked from a process that has all imports done.
+"""Two ranks of a job, forked from a process that has all imports done (`tests.prepared`).
 
-    python -m tests.runtime.forked_ranks MODULE FOLDER
+Each rank runs ``main(folder)`` of a module. With torchrun, the start and the imports of three processes would take most
+of the time of a test.
 
-Each rank runs ``main(folder)`` of the module. With torchrun, the start and the imports of a second
-rank would take four seconds.
+    python -m tests.runtime.forked_ranks MODULE FOLDER ARGUMENTS
 """
 
 import importlib
-import os
+import signal
 import subprocess
 import sys
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
-from studies.bench.forked import Forked
+from tests.prepared import Started
 
 RANKS = 2
 LIMIT_S = 400  # a hang would run into it; compiling on a fresh machine does not
 
 
-def launch(module, folder, environment):
-    """Run a module in a process that forks two ranks, wait until this process ends, and return its
-    `subprocess.CompletedProcess`. The captured output includes the output of every failed rank.
+def launch(module, folder, environment, *arguments):
+    """Run ``main`` of a module on two ranks, wait until both end, and return a `subprocess.CompletedProcess` with the
+    output of both. If a rank fails, the other is terminated, as torchrun does.
     """
-    return subprocess.run(
-        [sys.executable, "-m", "tests.runtime.forked_ranks", module, str(folder)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["-m", "tests.runtime.forked_ranks", module, folder, *arguments]
+    port = free_port()
+    ranks = [Started(words, env=environment | variables(rank, port)) for rank in range(RANKS)]
+    with ThreadPoolExecutor(RANKS) as pool:
+        waiting = [pool.submit(rank.wait, LIMIT_S) for rank in ranks]
+        for one in as_completed(waiting):
+            if one.exception() or one.result().returncode:
+                for rank in ranks:
+                    rank.send_signal(signal.SIGTERM)
+    remove_shared_buffers(port)
+    ended = [one.result() for one in waiting]
+    output = ("".join(rank.stdout for rank in ended), "".join(rank.stderr for rank in ended))
+    return subprocess.CompletedProcess(words, next((r.returncode for r in ended if r.returncode), 0), *output)
 
 
-def work(module, folder, rank, port):
-    os.environ.update(
-        RANK=f"{rank}",
-        LOCAL_RANK=f"{rank}",
-        WORLD_SIZE=f"{RANKS}",
-        LOCAL_WORLD_SIZE=f"{RANKS}",
-        LOCAL_SIZE=f"{RANKS}",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=f"{port}",
-    )
-    import deepspeed
-
-    deepspeed.init_distributed()
-    module.main(folder)
+def variables(rank, port):
+    """Return the environment variables of a rank."""
+    made = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+    made |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"), RANKS)
+    return {name: str(value) for name, value in made.items()}
 
 
 def main():
-    from studies.bench.many_engines import answer_once
-    from studies.checkpoints.run import warm_up
+    import deepspeed
 
-    folder, port = Path(sys.argv[2]), free_port()
-    warm_up()
     module = importlib.import_module(sys.argv[1])
-    answer_once()
-    ranks = [Forked(partial(work, module, folder, rank, port), folder / f"rank{rank}.log") for rank in range(RANKS)]
-    failed = [one for one in ranks if one.ended(LIMIT_S)]
-    remove_shared_buffers(port)
-    sys.exit("\n".join(one.output for one in failed) or None)
+    deepspeed.init_distributed()
+    module.main(Path(sys.argv[2]), *sys.argv[3:])
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ functions that train with dropout, which draws from these generators.
 import functools
 import os
 import random
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import deepspeed
 import ebbtide.profiler
@@ -17,7 +15,6 @@ import pytest
 import torch
 
 from studies.bench.byte_gpt import ds_config
-from studies.bench.rank import become_only_rank
 
 STEPS = 6  # "auto" switches after four
 QUICK = {"seconds": 0.2, "elements": 20_000}  # for a measurement whose result does not matter
@@ -81,20 +78,15 @@ def losses(plan, stage):
     return found
 
 
-def compare(stage, folder):
-    """Print, as one rank under torchrun, whether two runs with ``plan="auto"`` have the losses of stock
+def main(folder, stage):
+    """Print, as one of two ranks (see `forked_ranks`), whether two runs with ``plan="auto"`` have the losses of stock
     DeepSpeed.
     """
-    become_only_rank()
-    deepspeed.init_distributed()
+    stage = int(stage)
     stock = losses(None, stage)
     with pytest.MonkeyPatch.context() as patch:
-        measure_quickly(patch, Path(folder))
+        measure_quickly(patch, folder)
         same = [losses("auto", stage) == stock for _ in ("measured", "cached")]
     print(f"rank {os.environ['RANK']}: {same}", flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    compare(int(sys.argv[1]), sys.argv[2])

@@ -4,36 +4,19 @@ plan keeps to the memory of their container.
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 
-from tests.runtime.contract.test_ranks import DEADLINE_S
+from tests.runtime.forked_ranks import launch
 
-SCRIPT = Path(__file__).with_name("auto_two_ranks.py")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks' devices are emulated")
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_ranks_come_to_one_plan(deepspeed_ops, tmp_path, child_environment, stage):
-    port = free_port()
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port)]
-    try:
-        done = subprocess.run(
-            [sys.executable, *launch, str(SCRIPT), str(tmp_path), str(stage)],
-            env={**child_environment, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
-    finally:
-        remove_shared_buffers(port)
+    done = launch("tests.runtime.auto_two_ranks", tmp_path, child_environment, stage)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     for key in ("ways", "order", "expected_s"):

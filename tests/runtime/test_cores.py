@@ -3,8 +3,6 @@ left to the training thread.
 """
 
 import os
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -14,6 +12,8 @@ from ebbtide.runtime.execution.session import threads_of
 from ebbtide.runtime.hardware import cores
 from ebbtide.runtime.hardware.launcher import LOCAL_SIZES, local_ranks
 from ebbtide.simulator import Plan
+
+from tests.prepared import run
 
 GPU = "0000:3b:00.0"
 
@@ -198,9 +198,8 @@ def test_the_update_has_its_threads_under_torchrun():
     updates obey this variable, and ebbtide's do not.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    told = subprocess.run(
-        [sys.executable, "-c", OWN_THREADS], env=environment, check=True, capture_output=True, text=True, timeout=120
-    )
+    told = run(["-c", OWN_THREADS], env=environment, timeout=400)
+    assert told.returncode == 0, told.stderr
     assert told.stdout.split()[-1] == "3"
 
 

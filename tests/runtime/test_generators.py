@@ -1,17 +1,15 @@
 """Tests that nothing in ebbtide draws from the random generators that training draws from."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import ebbtide.runtime
 import pytest
 import torch
-from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 from ebbtide.runtime.replan.measuring import measured_machine
 from ebbtide.runtime.zero.attach import session_of, switch_plan
 
+from tests.runtime.forked_ranks import launch
 from tests.runtime.generators import engine_with_dropout, losses, measure_quickly, unchanged
 
 ROOT = Path(__file__).parents[2]
@@ -120,21 +118,7 @@ def test_two_ranks_draw_alike(deepspeed_ops, tmp_path, child_environment):
     """Check that two ranks with dropout and ``plan="auto"`` have stock DeepSpeed's losses, although only the
     first rank of a node measures the machine.
     """
-    port = free_port()
-    command = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(port), "-m"]
-    environment = {**child_environment, "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", *command, "tests.runtime.generators", "3", str(tmp_path)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-    finally:
-        remove_shared_buffers(port)
+    done = launch("tests.runtime.generators", tmp_path, child_environment, 3)
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
         f"rank {rank}: [True, True]" for rank in (0, 1)
     ], done.stdout + done.stderr[-3000:]

@@ -2,9 +2,9 @@
 for the result.
 """
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.prepared import Started
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -42,19 +42,9 @@ dist.destroy_process_group()
 
 
 def test_one_rank_of_a_node_measures(tmp_path, child_environment):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path)],
-            cwd=ROOT,
-            env=child_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    told = [process.communicate(timeout=120) for process in ranks]
-    said = [out.strip().splitlines()[-2:] for out, _ in told]
+    ranks = [Started(["-c", RANK, rank, tmp_path], env=child_environment, cwd=ROOT) for rank in (0, 1)]
+    told = [rank.wait(400) for rank in ranks]
+    said = [rank.stdout.strip().splitlines()[-2:] for rank in told]
     failed = (
         'plan="auto" measures the machine before training, but the measurement failed (rank 0: OSError: planted). '
         'Fix the cause, or give a plan file instead of "auto"'

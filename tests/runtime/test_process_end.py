@@ -3,12 +3,12 @@ code and soon, whatever the threads do.
 """
 
 import ast
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.prepared import run
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,9 +97,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
 def test_a_process_ends_with_its_own_exit_code_while_background_threads_compute(script):
     lines = BEGIN + textwrap.dedent(script) + "\nprint('over', flush=True)\nsys.exit(3)"
-    done = subprocess.run(
-        [sys.executable, "-c", lines], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(["-c", lines], cwd=ROOT, finalize=True, timeout=400)
     assert done.returncode == 3, done.stderr
     assert "over" in done.stdout
     assert "terminate called" not in done.stderr

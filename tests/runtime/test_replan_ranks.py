@@ -2,8 +2,6 @@
 and one plan.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +9,7 @@ from ebbtide.runtime.replan.auto import _agreed, _medians
 from ebbtide.simulator.update.pausing import PauseRule
 
 from tests.machines import workload
+from tests.prepared import Started
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -43,19 +42,9 @@ dist.destroy_process_group()
 
 
 def test_all_ranks_come_to_the_same_plan(tmp_path, child_environment):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path)],
-            cwd=ROOT,
-            env=child_environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    told = [process.communicate(timeout=120) for process in ranks]
-    said = [out.strip().splitlines()[-3:] for out, _ in told]
+    ranks = [Started(["-c", RANK, rank, tmp_path], env=child_environment, cwd=ROOT) for rank in (0, 1)]
+    told = [rank.wait(400) for rank in ranks]
+    said = [rank.stdout.strip().splitlines()[-3:] for rank in told]
     failed = "rank 0 could not plan for all ranks: OSError: planted"
     assert said == [["2 1 8.0 16.0", "plan of rank 0", failed]] * 2, told
 

@@ -4,8 +4,6 @@ import itertools
 import json
 import mmap
 import os
-import subprocess
-import sys
 from collections import deque
 
 import ebbtide.runtime
@@ -27,6 +25,7 @@ from ebbtide.simulator.workload import Workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.conftest import RANK_VARIABLES
+from tests.prepared import run
 from tests.runtime.contract.test_bits import two_groups
 from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, plan_for, start, train
 
@@ -243,13 +242,7 @@ def measured(tmp_path_factory, deepspeed_ops):
     """Run `tests.runtime.measured_memory`, and return the folder with its results, one file per case."""
     folder = tmp_path_factory.mktemp("measured")
     environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.measured_memory", str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run(["-m", "tests.runtime.measured_memory", folder], env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

@@ -1,15 +1,12 @@
 """Training on two ranks, with stock DeepSpeed and under plans of ebbtide. The placements may differ between the
-ranks. torchrun starts this script.
+ranks (see `forked_ranks`).
 """
 
 import json
 import os
-import sys
 import threading
 import time
-from pathlib import Path
 
-import deepspeed
 import ebbtide.runtime
 import pytest
 import torch
@@ -17,7 +14,7 @@ from ebbtide.simulator.schedule import OpKind
 
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT
-from studies.bench.many_engines import answer_once, freeze_heap
+from studies.bench.many_engines import freeze_heap
 from tests.runtime.contract.test_bits import EVERY_PASS
 from tests.runtime.contract.test_gathers import alive_as_stock
 from tests.runtime.contract.training import DEVICES, attached, device_of, start, train
@@ -161,10 +158,8 @@ def a_gather_ahead_holds_nobody_up():
     return order[0] == "asked for ahead" and len(order) > 2
 
 
-def main():
-    deepspeed.init_distributed()
-    answer_once()
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+def main(folder):
+    rank = os.environ["RANK"]
     found = compare("default") | compare("no persistent", stage3_param_persistence_threshold=0, **AWAY)
     found |= compare("gathered ahead", speculate=9, accumulation=2, **AWAY, **EVERY_PASS)
     found |= compare(
@@ -212,6 +207,3 @@ def main():
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     run(MIX, fail=True)
     (folder / f"trained{rank}.json").write_text("{}")  # not reached
-
-
-main()

@@ -6,11 +6,10 @@ resumed run has stock DeepSpeed's results too.
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
+from tests.prepared import run
 from tests.runtime.storage.faulty_training import RESUMED_STEPS, STEPS
 
 INTACT = "Checkpoints that were committed before this failure are intact"
@@ -43,13 +42,7 @@ DAMAGED = {"torn, all reads checked", "torn at the end", "flipped master"}  # on
 @pytest.fixture(scope="module")
 def found(deepspeed_ops, tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.storage.faulty_training", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-    )
+    done = run(["-m", "tests.runtime.storage.faulty_training", folder], timeout=400)
     assert (folder / "found.json").exists(), done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 

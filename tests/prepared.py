@@ -1,0 +1,249 @@
+"""A process that has imported torch and DeepSpeed, and forks itself for tests that start Python.
+
+The imports take two to three seconds of a core in each new process. A forked process has them done. It is the right
+one for a test of what a program does. A test of imports, of a launcher or of the start of Python needs a new process
+from `subprocess`.
+
+`tests.conftest` starts the process before all tests. Without a request, it imports nothing.
+
+    python -m tests.prepared SOCKET
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+ADDRESS = "TESTS_PREPARED"  # environment variable with the path of the socket
+LARGEST_REQUEST = 2**20
+STACKS_S = 0.5  # for writing where each thread of a process is
+MODULES = ("setuptools", "tests.runtime.contract.training", "deepspeed.module_inject.auto_ep_layer")
+
+
+class Started:
+    """A Python program that runs in a process forked from the prepared one. Its output goes to temporary files.
+
+    Args:
+        words: Arguments of Python: ``-c`` and the program, or ``-m`` and the module, then the program's arguments.
+        env: The environment variables of the process. None means those of this process.
+        cwd: The working directory of the process. None means that of this process.
+        finalize: True if the interpreter is finalized at the end of the process. This frees all modules, which takes
+            most of a second. Without it, the process ends after its threads and its `atexit` functions.
+    """
+
+    def __init__(self, words, *, env=None, cwd=None, finalize=False):
+        self.words = [str(word) for word in words]
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 - closed with this object
+        env = dict(os.environ) if env is None else env
+        request = {"words": self.words, "env": env, "cwd": str(cwd or Path.cwd()), "finalize": finalize}
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.connection.connect(os.environ[ADDRESS])
+        descriptors = [file.fileno() for file in self._files]
+        socket.send_fds(self.connection, [json.dumps(request).encode()], descriptors)
+
+    def send_signal(self, number):
+        """Send a signal to the process, unless it has ended."""
+        with contextlib.suppress(OSError):
+            self.connection.send(str(int(number)).encode())
+
+    def wait(self, timeout=None):
+        """Wait until the process ends, and return its `subprocess.CompletedProcess` with the output as text.
+
+        Raises:
+            subprocess.TimeoutExpired: If the process has not ended after ``timeout`` seconds. Its standard error then
+                shows where each of its threads was. The process is killed.
+        """
+        self.connection.settimeout(timeout)
+        try:
+            told = self.connection.recv(1000)
+        except TimeoutError:
+            self.send_signal(signal.SIGUSR1)
+            time.sleep(STACKS_S)
+            raise subprocess.TimeoutExpired(self.words, timeout, *self._output()) from None
+        finally:
+            self.connection.close()  # the prepared process kills a child whose connection is closed
+        if not told:
+            raise RuntimeError("the process `tests.prepared` has ended: its traceback is in the output of pytest")
+        return subprocess.CompletedProcess(self.words, int(told), *self._output())
+
+    def _output(self):
+        for file in self._files:
+            file.seek(0)
+        return [file.read().decode(errors="replace") for file in self._files]
+
+
+def run(words, *, env=None, cwd=None, finalize=False, timeout=None):
+    """Run a Python program in a process forked from the prepared one, and return its `subprocess.CompletedProcess`.
+    The arguments are those of `Started`.
+    """
+    return Started(words, env=env, cwd=cwd, finalize=finalize).wait(timeout)
+
+
+class Prepared:
+    """The prepared process as the process that started it sees it."""
+
+    def __init__(self):
+        self._folder = tempfile.TemporaryDirectory(prefix="prepared-")
+        path = str(Path(self._folder.name) / "socket")
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "tests.prepared", path]
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self._process.stdout.readline() == b"ready\n"
+        os.environ[ADDRESS] = path
+
+    def close(self):
+        """End the prepared process, and with it all processes that it has forked."""
+        os.environ.pop(ADDRESS, None)
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._folder.cleanup()
+
+
+# -- in the prepared process -----------------------------------------------------------------------
+
+
+def main():
+    made = serve(sys.argv[1])
+    if made is None:
+        os._exit(0)
+    request, files = made
+    become(request, files)
+    if request["finalize"]:
+        execute(*request["words"])
+        return
+    status = 0
+    try:
+        execute(*request["words"])
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+class Child(NamedTuple):
+    """A process that was forked for a request."""
+
+    pid: int
+    connection: socket.socket  # closed by a test that no longer waits
+    descriptor: int  # can be read when the process has ended
+
+    def kill(self):
+        """Kill the process, and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self):
+        """Wait for the end of the process, and tell the test its exit code."""
+        _, status = os.waitpid(self.pid, 0)
+        with contextlib.suppress(BrokenPipeError):  # no test waits any more
+            self.connection.send(str(os.waitstatus_to_exitcode(status)).encode())
+        self.connection.close()
+        os.close(self.descriptor)
+
+
+def serve(path):
+    """Fork a process for each request, until standard input ends. Return the request in a forked process, and None in
+    the prepared process.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(path)
+    listener.listen(64)
+    print("ready", flush=True)
+    children = set()
+    while True:
+        watched = {one: child for child in children for one in (child.connection, child.descriptor)}
+        ready, _, _ = select.select([sys.stdin, listener, *watched], [], [])
+        if sys.stdin in ready:
+            for child in children:
+                child.kill()
+            return None
+        for child in {watched[one] for one in ready if one in watched}:
+            if child.descriptor not in ready:
+                if number := child.connection.recv(100):
+                    os.kill(child.pid, int(number))
+                    continue
+                child.kill()
+            child.reap()
+            children.remove(child)
+        if listener in ready:
+            connection, _ = listener.accept()
+            message, files, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 2)
+            prepare()
+            pid = os.fork()
+            if not pid:
+                os.setsid()
+                for child in children:
+                    os.close(child.descriptor)
+                    child.connection.close()
+                listener.close()
+                connection.close()
+                return json.loads(message), files
+            for file in files:
+                os.close(file)
+            children.add(Child(pid, connection, os.pidfd_open(pid)))
+
+
+def prepare():
+    """Import once what most programs of the tests import, and load DeepSpeed's compiled ops."""
+    if MODULES[-1] in sys.modules:
+        return
+    from studies.bench.many_engines import answer_once
+    from studies.checkpoints.run import warm_up
+
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a forked process may use the GPU
+    for module in MODULES:
+        importlib.import_module(module)
+    warm_up()
+    answer_once()
+
+
+def become(request, files):
+    """Give this forked process what a new one would have: environment, folder and output."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for descriptor, number in zip((nothing, *files), range(3), strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    faulthandler.register(signal.SIGUSR1)
+
+
+def execute(kind, program, *arguments):
+    """Run ``python -m program`` or ``python -c program`` in this process."""
+    sys.path[0] = str(Path.cwd())
+    sys.argv = [program if kind == "-m" else kind, *arguments]
+    if kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(compile(program, "<string>", "exec"), vars(sys.modules["__main__"]))
+
+
+if __name__ == "__main__":
+    main()
