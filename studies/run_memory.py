@@ -2,15 +2,17 @@
 
     python -m studies.run_memory --json run_memory.json
 
-In this study, DeepSpeed's buffers are not page-locked. A plan that uses page-locked memory must therefore copy each
-of these buffers to new memory, and both exist for a while. Without a GPU, an emulated device makes the same copies.
-All memory of the emulated device is in the process's resident set before anything is measured, so it does not count
-later.
+The peak of an action, such as attaching a plan, is the sum of two numbers. The first is the host memory that ebbtide
+holds for the plan after the action. The second is the resident memory that was in use during the action but not after
+it. `*_device_bytes_per_param` is the device memory that ebbtide holds after the action.
 
-The peak of an action, such as attaching a plan, is the sum of two numbers: the host memory that ebbtide holds for the
-plan after the action, and the resident memory that was in use during the action but not after it.
-`*_device_bytes_per_param` is the device memory that ebbtide holds after the action. With ZeRO-1 and 2, DeepSpeed's
-flat buffers stay in host memory. So state that a plan keeps on the device takes memory on the host and on the device.
+In this study, DeepSpeed's buffers are not page-locked. A plan that uses page-locked memory must therefore copy each of
+these buffers to a new one, and the old and the new buffer exist together for a while. With ZeRO-1 and 2, DeepSpeed's
+flat buffers always stay in host memory. Optimizer state that a plan keeps on the device then takes memory on the host
+too.
+
+Without a GPU, an emulated device makes the same copies. All memory of the emulated device is in use before the first
+measurement, so it is part of no peak.
 """
 
 import argparse
@@ -54,10 +56,10 @@ class Peak(NamedTuple):
 
 
 class PageLocking(EmulatedDevice):
-    """An emulated device with host buffers on separate memory pages, as page-locked buffers are.
+    """An emulated device that lets a study measure a plan's host memory as the resident set of the process.
 
-    The memory of the device itself is touched when the device is built, and is never given back. So
-    using it does not change the resident set of the process.
+    Host buffers are on separate memory pages, as page-locked buffers are. The memory that stands for GPU memory is
+    touched when the device is built, and is never given back. So using it does not change the resident set.
 
     Attributes:
         used_bytes: Bytes of the device's memory that are in use.

@@ -95,7 +95,14 @@ def _split(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:
 
 
 def pairs_by_testbed(pairs: Sequence[Pair]) -> dict[str, Any]:
-    """Return, by testbed, how well predictions rank two published runs that differ only in the strategy."""
+    """Return, by testbed, how well predictions tell which of two published runs is faster. The two runs differ only in
+    the strategy.
+
+    Returns:
+        A dict by testbed, with three entries for each. ``pairs``: number of pairs of runs. ``ranked_rightly_pct``:
+        percentage of the pairs in which the run that was predicted to be faster was faster. ``median_ratio_error_pct``:
+        median error of the predicted ratio of the two times, in percent. Without a pair, only ``pairs`` is there.
+    """
     return {name: _strategies(own) for name, own in _split(pairs).items()}
 
 
@@ -186,14 +193,14 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
     """Cross-validate ebbtide's 90% prediction intervals of the iteration time on published runs, for each testbed
     (machine).
 
-    A campaign is a series of published runs by one source. For each campaign, the intervals are scaled until they hold
-    nine in ten runs of the testbed's other campaigns. Then the runs of this campaign that lie in their scaled intervals
-    are counted. A testbed with a single campaign is left out.
+    A campaign is a series of published runs by one source. One campaign of a testbed after the other is left out. The
+    intervals are scaled so that they hold nine in ten runs of the other campaigns. Then those runs of the left-out
+    campaign are counted that lie in their scaled intervals. A testbed with a single campaign is not judged.
 
     Returns:
         A dict by testbed, with three entries for each. ``n``: number of runs. ``held_pct``: percentage of the runs that
-        lie in their scaled intervals. ``scale``: factor for the logarithmic width of the intervals, with which they
-        would hold nine in ten of all runs on the testbed, without cross-validation.
+        lie in their intervals when their campaign is left out. ``scale``: factor for the logarithmic width of the
+        intervals, with which they hold nine in ten of all runs on the testbed, without leaving any out.
     """
     result = {}
     for name in testbeds(runs):

@@ -169,12 +169,11 @@ class Prediction:
         low_s, high_s: Ends of the interval that is expected to hold the iteration times of nine runs in ten.
         one_share_s: Seconds by a simpler prediction, in which every GPU reaches the same fraction of its data sheet's
             FLOP/s.
-        gib: Peak of GPU memory in GiB. If the published number is the memory of the whole GPU, ``gib`` includes
-            memory outside of PyTorch's allocator, and memory that the allocator holds unused (`ALLOCATOR_SLACK`).
-        told_gib: ``gib`` if predicted only from settings that the run's source publishes, and from none that were
-            inferred. None means the value of ``gib``.
-        bare_gib: ``told_gib`` without the memory that the allocator holds unused. None means the value of
-            ``told_gib``.
+        gib: Peak of GPU memory in GiB. If the published number is the memory of the whole GPU, ``gib`` includes memory
+            outside of PyTorch's allocator, and memory that the allocator holds unused (`ALLOCATOR_SLACK`).
+        told_gib: The same peak, predicted without settings that had to be inferred because the run's source does not
+            publish them. None means the value of ``gib``.
+        bare_gib: ``told_gib`` without the memory that the allocator holds unused. None means the value of ``told_gib``.
     """
 
     seconds: float

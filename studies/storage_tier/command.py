@@ -91,16 +91,19 @@ def main() -> None:
 def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     """Train each variant in its own process and its own folder on the disk, and return the results as a dict.
 
-    A variant is a way to train, such as stock DeepSpeed or ebbtide under a plan.
+    A variant is a way to train. Two variants are stock DeepSpeed's NVMe offload: with default settings, and with
+    ``pipeline_read`` and ``pipeline_write``. Two other variants are ebbtide under a plan: with all optimizer state on
+    the disk, and with as much host memory as stock DeepSpeed takes with both pipelines.
 
     Returns:
-        Four speed-ups: of two variants of ebbtide over two variants of stock DeepSpeed's NVMe offload. Stock
-        DeepSpeed has its default settings, or ``pipeline_read`` and ``pipeline_write``. ebbtide has all optimizer
-        state on the disk, or may use the host memory that stock DeepSpeed takes with both pipelines.
-        ``update_over_floor``: time of the updates divided by its lower bound. ``bit_identical``: True if ebbtide's
-        trained state equals that of stock DeepSpeed with all state in memory. ``predicted_over_measured``: predicted
-        iteration time divided by the measured one. Also the cost of a checkpoint after every step, the bytes that a
-        resume reads, and ebbtide's host memory per parameter.
+        The dict has, among others:
+
+        - the speed-up of each of these two variants of ebbtide over each of those of stock DeepSpeed (four numbers)
+        - ``update_over_floor``: time of the updates divided by its lower bound
+        - ``bit_identical``: True if ebbtide's trained state equals that of stock DeepSpeed with all state in memory
+        - ``predicted_over_measured``: predicted iteration time divided by the measured one
+        - the cost of a checkpoint after every step, the bytes that a resume reads, and ebbtide's host memory per
+          parameter
     """
 
     def once(name: str, **given: Any) -> dict[str, Any]:
@@ -395,9 +398,12 @@ def predict(
 ) -> dict[str, Any]:
     """Simulate training iterations under two plans, once for each measurement of the disk's rates.
 
-    The first plan has all optimizer state on the disk. The second plan is the argument ``plan``. If ``plan`` is None,
-    the second plan is the one that the tuner makes if it may use ``spare_bytes`` more host memory than the first plan.
-    Only stock DeepSpeed is trained, to profile the model.
+    The first plan has all optimizer state on the disk. The second plan is the argument ``plan``. If that is None, the
+    tuner makes the second plan, which may then use ``spare_bytes`` more host memory than the first plan. This function
+    trains under neither plan. It trains stock DeepSpeed for a few steps, to profile the model.
+
+    Returns:
+        The dict that `durability.predicted` returns.
     """
     del steps
     become_only_rank()

@@ -16,12 +16,13 @@ def saved_each_step(
 ) -> dict[str, float]:
     """Measure how much a checkpoint after every step slows down training with optimizer state on a disk.
 
-    Training without checkpoints and training with checkpoints alternate: the caller has measured steps without them,
-    then come steps with, without, and with checkpoints. So a steady change of the disk's speed affects both equally.
+    The caller has just measured steps without checkpoints. This function measures steps with checkpoints, then without,
+    and then with checkpoints again. Because of this alternation, a steady change of the disk's speed is not mistaken
+    for an effect of the checkpoints.
 
     Args:
         train: Function that trains one step.
-        plain_s: Seconds of a step without a checkpoint, as the caller has measured them just before.
+        plain_s: Seconds of a step without a checkpoint, as the caller has measured them.
     """
     saved_s, report, extra_bytes = _saved_s(engine, train, steps, folder)
     begin = time.perf_counter()
@@ -112,7 +113,7 @@ def predicted(
     spare_bytes: float,
     given: Plan | None,
 ) -> dict[str, Any]:
-    """Return the simulated iteration times of a trained model under two plans with optimizer state on a disk.
+    """Return the simulated iteration times of a model under two plans with optimizer state on a disk.
 
     The machine and the model are measured in this process.
 
@@ -121,10 +122,15 @@ def predicted(
         train: Function that trains one step.
         stored: First plan, with all optimizer state on the disk.
         folder: Folder on the disk.
-        drives: Speeds of the disk, measured at several times. Each measurement moves more bytes than the measurement
-            for a machine's profile does, because a short burst is faster than a long transfer.
+        drives: Speeds of the disk, measured at several times. Each of these measurements moves more bytes than the
+            measurement for a machine's profile does, because a short burst is faster than a long transfer.
         spare_bytes: Host memory that the second plan may use in addition to the memory that ``stored`` takes.
         given: Second plan. If None, the tuner makes it, for the first entry of ``drives``.
+
+    Returns:
+        A dict. ``iterations_s`` and ``within_limit_s``: iteration times under the first and under the second plan, each
+        a list with one time for each entry of ``drives``. ``plan``: the second plan. ``passes_s``: seconds of forward
+        and backward. ``share_in_memory``: fraction of the elements with state in memory under the second plan.
     """
     import itertools
 

@@ -264,8 +264,9 @@ class Kernels:
 
 
 def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
-    """Attach a plan to a DeepSpeed engine, on an emulated device with the rates of ``setting``. Return the durations
-    of the engine's layers.
+    """Attach a plan to a DeepSpeed engine, on an emulated device with the rates of ``setting``.
+
+    Return the `Kernels` object that makes the engine's layers take their emulated durations on this device.
     """
     import ebbtide.runtime
 

@@ -108,9 +108,9 @@ def around_updates(
 
 
 def before(change: Callable[[Any], object]) -> Arm:
-    """Return a function that puts a defect into an engine, to test `tune verify`.
+    """Return a function that puts a defect into a given engine, to test `tune verify`.
 
-    Immediately before one step (`AT`), ``change`` is then called once with DeepSpeed's inner optimizer.
+    The defective engine calls ``change`` once, with DeepSpeed's inner optimizer, immediately before one step (`AT`).
     """
 
     def arm(engine: Any) -> None:
@@ -128,9 +128,9 @@ def before(change: Callable[[Any], object]) -> Arm:
 
 
 def of_states(change: Callable[[dict[str, Any]], object]) -> Arm:
-    """Return a function that puts a defect into an engine, to test `tune verify`.
+    """Return a function that puts a defect into a given engine, to test `tune verify`.
 
-    Immediately before one step (`AT`), ``change`` is then called with each subgroup's optimizer state.
+    The defective engine calls ``change`` with the optimizer state of each subgroup, immediately before one step (`AT`).
     """
     return before(lambda inner: [change(state) for state in inner.state.values()])
 

@@ -53,9 +53,9 @@ class Group:
     def cases(self) -> Iterator[Case]:
         """Yield the judgements of `tune verify` on the recorded training runs that have an artificial defect.
 
-        Each run is compared bit by bit with a correct run. About half of the runs take the part of the run under a
-        plan, and the others that of the run of DeepSpeed alone. For some defects, `tune verify` then also judges
-        whether rounding can explain the size of the differences.
+        Each of these runs is compared bit by bit with a correct run. In about half of the comparisons, the run with the
+        defect replaces the run under a plan, and in the others the run of DeepSpeed alone. For some defects, `tune
+        verify` then also judges whether rounding can explain the size of the differences.
         """
         known = [(name, defect) for name, defects in ROUNDS.items() for defect in defects]
         for number, (name, defect) in enumerate(known):
@@ -90,11 +90,11 @@ class Group:
         yield f"{name}, another Adam", judge(stock, torch, noise, same_bits=False)
 
     def _by_bits(self, name: str, defect: Defect, side: str) -> Case:
-        """Compare, bit by bit, a run that has a defect with a correct run, and return what `tune verify` finds.
+        """Compare a run that has a defect with a correct run, bit by bit, and return what `tune verify` finds.
 
-        One of the two runs takes the part of the run under a plan, and the other one that of the run of stock
-        DeepSpeed. ``side`` is the part of the run with the defect. In fp32, a correct run of stock DeepSpeed takes
-        either part, because a correct run under a plan would be bit-identical to it.
+        `tune verify` compares a run under a plan with a run of stock DeepSpeed. ``side`` tells which of these two the
+        run with the defect replaces. The other one is a correct run. In fp32, the correct run is always one of stock
+        DeepSpeed, because a correct run under a plan would be bit-identical to it.
         """
         wide = defect.dtype == "fp32"
         right = self._run("fp32 stock" if wide else "stock", STOCK)

@@ -54,8 +54,10 @@ KINDS = ("stock", "plan", "torch", "torch flipped")  # runs of each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:
-    """Return the models and settings with which `tune verify` is tested on correct training, for a ZeRO stage.
+    """Return the models and settings with which `tune verify` is tested on training without an inserted defect.
 
-    Correct training has no inserted defect. The settings for ZeRO-1 belong to the group of stage 2.
+    Args:
+        stage: ZeRO stage of a group of runs. The settings that have a ZeRO stage of their own, such as ZeRO-1, belong
+            to the group of stage 2.
     """
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

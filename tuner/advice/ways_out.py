@@ -157,14 +157,14 @@ class _Tried:
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     """Return a list of the smallest changes that make a training job fit into memory, the cheapest first.
 
-    Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than
-    the card has.
+    Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than the
+    card has.
 
-    Each change is first tried alone. It is a change of the job, such as ZeRO-3, a shorter sequence or more GPUs, or a
-    change of memory or storage. If no change of the job is enough, all are tried again together with ZeRO-3, then
-    with activation checkpointing too, then with a smaller micro-batch too, and then with a shorter sequence too. The
-    tries end when a change of the job is enough. If this change is a shorter sequence, one more combination is tried,
-    because it may allow a longer sequence.
+    First, each change is tried alone: changes of the job, such as ZeRO-3, a shorter sequence or more GPUs, and changes
+    of memory or storage. If no change of the job is enough, each change is tried in combination with ZeRO-3. Then
+    activation checkpointing is added to the combination, then a smaller micro-batch, and then a shorter sequence. This
+    ends when a change of the job is enough. If this change is a shorter sequence, the next combination is tried too,
+    because the sequence may then be longer.
 
     Args:
         job: Training job that does not fit.

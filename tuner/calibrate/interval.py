@@ -1,17 +1,18 @@
 """An interval around a predicted iteration time that is meant to contain the measured times of nine runs in ten.
 
-A prediction is uncertain for three reasons: the spread of each speed of the machine (wide for a preset, narrow for a
-measured or calibrated machine), errors of the simulator, and noise of single iterations. The effect of each speed's
-spread is simulated. For the other two reasons together, a calibrated machine has the error that its calibration left,
-which is at least `MODEL_SPREAD`. All other machines have `MODEL_SPREAD`.
+The width of the interval has these parts:
 
-`MODEL_SPREAD` was chosen on the published runs in the repository, so these runs are no proof of it. After a
-calibration on three random runs, the intervals contain the measured times of seven to nine in ten other runs
+- The spread of each speed of the machine: wide for a preset, narrow for a measured or calibrated machine. The effect of
+  each spread is simulated.
+- The errors of the simulator and the noise of single iterations. For a calibrated machine, they are the error that its
+  calibration left, which is at least `MODEL_SPREAD`. For all other machines, they are `MODEL_SPREAD`.
+- Only for a preset: `CAMPAIGN_SPREAD`, because a preset describes a kind of node, and the user's node has other
+  software and another training loop.
+- Only for a preset on a host without published runs, and for DeepSpeed's own offload: `OFFLOAD_SPREAD`.
+
+`MODEL_SPREAD` was chosen on the published runs in the repository, so these runs are no proof of it. After a calibration
+on three random runs, the intervals contain the measured times of seven to nine in ten other runs
 (`studies.published_runs --triples`).
-
-A preset describes a kind of node. The user's node has other software and another training loop, so `CAMPAIGN_SPREAD`
-is added. `OFFLOAD_SPREAD` is added for DeepSpeed's own offload on a host without published runs. Measured and
-calibrated machines need neither.
 """
 
 import math

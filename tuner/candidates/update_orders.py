@@ -50,8 +50,9 @@ class UpdateOrders:
     def of(self, placements: Sequence[Placement]) -> UpdateOrder:
         """Return the order of the subgroups' updates for a plan with the given placements.
 
-        CPU updates are ordered by a simple model of the copies and the next forward. GPU updates are in
-        the order that forward needs the parameters.
+        CPU updates are in the order with the earliest estimated end of the next forward (`best`). GPU updates are in
+        the order in which forward needs the parameters. CPU updates are in this order too if all their gradients are in
+        host memory before the gradient norm is known.
         """
         hosted = tuple(i for i, p in enumerate(placements) if RECIPES[p].queue == Queue.HOST)
         if hosted not in self._known:

@@ -191,11 +191,11 @@ class Contests:
         return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)
 
     def dominated(self, bounds: Promise) -> bool:
-        """Return True if a training configuration need not be simulated, because a simulated configuration is about as
-        good or better.
+        """Return True if a training configuration need not be simulated, because another one that was simulated is
+        about as good or better.
 
-        The simulated configuration is about as fast as the other one can be at most, and needs about as little GPU
-        memory as the other one needs at least.
+        That one must be at least about as fast as this configuration can possibly be, and must need at most about as
+        much GPU memory as this configuration certainly needs.
 
         Args:
             bounds: Upper bound of the speed, and lower bound of the GPU memory, of the configuration that was not

@@ -251,18 +251,17 @@ def _decided(question: Question, best: Search) -> Decision:
 def _searches(
     question: Question, progress: Progress, known: Sequence[Search] = (), *, last: bool = True
 ) -> list[Search]:
-    """Run a short plan search at each subgroup size, and return the searches that found a plan which fits
-    into memory, the largest subgroups first.
+    """Run a short plan search at each subgroup size. Return the searches that found a plan which fits into memory, the
+    largest subgroups first.
 
-    A quick search compares only a few sizes by their best plans: two at first (one if a step has many
-    micro-batches), and then the sizes next to the better one, for as long as the iteration gets clearly
+    If the question's effort is at most `QUICK`, only a few sizes are tried: first two (one if a step has many
+    micro-batches), and then the sizes next to the better one, for as long as the best plan's iteration gets clearly
     shorter.
 
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the current subgroup size.
-        known: Earlier searches, which are returned as they are instead of a new search at their
-            subgroup size.
+        known: Earlier searches, which are returned as they are instead of a new search at their subgroup size.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
 
     Raises:

@@ -116,8 +116,8 @@ def _division(search: Search) -> Fit:
     """Return the division of the model's parameters among placements that leaves the most free bytes in the fullest
     memory: the GPU's, the host's or a drive.
 
-    The number of 16-bit parameters in host memory is the one that the search assumes for its simple plans
-    (`locations`).
+    The number of 16-bit parameters in host memory is the one in the plans that the search begins with
+    (`Search.locations`).
     """
     away = sum(
         n for n, location in zip(search.workload.subgroups, search.locations, strict=False) if location == "host"

@@ -31,9 +31,11 @@ def begun(
     effort: float | None = None,
     bounds: Bounds | None = None,
 ) -> Search:
-    """Return a plan search for a training job, after the search has tried some simple plans.
+    """Create a plan search for a training job, let it try some simple plans, and return it.
 
-    Parameters move to host memory, and optimizer state to storage, only if no plan fits otherwise.
+    The search first tries plans with all 16-bit parameters on the GPU and all optimizer state in memory. If none of
+    them fits, it tries plans with parameters in host memory. If drives are given and the job uses ZeRO-3, a second
+    search then tries plans with optimizer state on drives, and the search with the faster plan is returned.
 
     Args:
         workload: Training job of one rank.

@@ -181,9 +181,11 @@ class Search:
         return self.scores[candidate]
 
     def ordered(self, candidate: Candidate) -> Candidate:
-        """Return a plan completed with an update order and with the fields that this search keeps fixed.
+        """Return a copy of a candidate plan that is complete: with an update order, and with the fields that this
+        search does not vary (`fixed`).
 
-        Staging buffers and on-device gradient sums are reduced to the number that GPU memory can hold.
+        If GPU memory cannot hold all of the candidate's staging buffers and on-device gradient sums, the copy has fewer
+        of them.
         """
         if candidate not in self._ordered:
             completed = self._completed(candidate)
@@ -362,8 +364,10 @@ class Search:
     def evenly(
         self, numbers: Mapping[Placement, int], slots: int = 1, fixed: Mapping[int, Placement] | None = None
     ) -> Candidate:
-        """Build a plan with a given number of subgroups per placement, spread evenly over the model, and
-        with this search's parameter locations.
+        """Build a plan with a given number of subgroups per placement, spread evenly over the model.
+
+        Each subgroup's 16-bit parameters are in the memory (GPU or host) that this search assumes in its first plans
+        (`locations`).
         """
         return evenly(numbers, slots, fixed, self.locations)
 

@@ -276,10 +276,11 @@ def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
 
 
 def _best_of(search: Search, starts: Sequence[Shares], steps: Sequence[float], most: int) -> Shares:
-    """Improve several starting plans by a few changes each, and return the best plan after some more changes.
+    """Improve several starting plans by a few changes each. Improve the best result by some more changes, and return
+    it.
 
-    Each starting plan is improved once for each value in ``steps``: the size of its first changes. Changes get
-    smaller when none of their size makes the plan faster. The best of the improved plans is then improved further.
+    Each starting plan is improved several times, with each value in ``steps`` as the size of the first changes. When no
+    change of the present size makes the plan faster, the size is halved.
     """
     least = LAST_STEP / len(search.workload.subgroups)
     ends = [_descended(search, start, step, least, min(most, FEW)) for start in starts for step in steps]

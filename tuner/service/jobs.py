@@ -107,8 +107,7 @@ class Jobs:
         await asyncio.gather(*self._tasks, *self._running.values(), return_exceptions=True)
 
     async def submit(self, kind: str, request: dict[str, Any], title: str) -> dict[str, Any]:
-        """Add a background job to the planning service's queue. Return the job's state when the job is on
-        disk.
+        """Add a background job to the planning service's queue, write it to disk, and return its state.
 
         Raises:
             BusyError: The queue already has the largest allowed number of jobs.

@@ -47,7 +47,9 @@ class BusyError(RuntimeError):
 
 
 class WorkerError(RuntimeError):
-    """The failure or end of a worker process of the planning service, if the request is not known to be the cause."""
+    """An error: a worker process of the planning service failed or ended, and nothing shows that the request is the
+    cause.
+    """
 
 
 class LostWorkerError(WorkerError):

@@ -181,7 +181,9 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
 
     @router.post("/answer", responses=_answered(told.AnswerTold))
     async def answer(request: Request, posted: ask.Answer) -> Response:
-        """Return advice on offloading optimizer state, a plan, and a table of ways to train."""
+        """Return a verdict on offloading optimizer state, a plan, and a table that compares the plan with other ways to
+        train.
+        """
         cost = FULL_COST if posted.effort == "full" else 6
         return await computed(request, "answer", posted, cost + (PEERS_TRIED if posted.peers else 0))
 

@@ -241,7 +241,7 @@ class Store:
         return None if row is None or row[0] is None else (bytes(row[0]), bool(row[1]))
 
     def forget(self, table: Literal["jobs", "runs", "machines"], key: str) -> bool:
-        """Remove a background job that has ended, a training run or a machine from the database. Return
+        """Remove an entry from the database: a training run, a machine, or a background job that has ended. Return
         False if there is no such entry.
         """
         column = "name" if table == "machines" else "id"

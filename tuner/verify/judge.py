@@ -100,13 +100,13 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return how much nearly all fp32 masters of two correct training runs differ by chance at a given step: nine
-        in ten masters have at least this relative difference.
+        """Return the relative difference that nine in ten fp32 masters reach or exceed by chance, at a given step of
+        two correct training runs.
 
         A master is the fp32 copy of a parameter. Its relative difference is the distance between both runs' values,
-        divided by the distance that all updates so far have moved the master. The result is measured between
-        correct runs of the same training, and is at least a quarter of the expected rounding error. In two runs to
-        compare, a defect is suspected if nine in ten masters differ by more than ten times the result.
+        divided by the distance that all updates so far have moved the master. The result is measured between correct
+        runs of the same training, but it is never less than a quarter of the expected rounding error. `judge` suspects
+        a defect if nine in ten masters differ by more than ten times the result.
         """
         found = [self._floor() / 4]
         for run in self.others:
@@ -226,13 +226,15 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
 
 
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return a difference in a few tensors between two training runs that rounding cannot explain, or None.
+    """Return a difference between two training runs, after one step, that rounding cannot explain. Return None if there
+    is none.
 
-    The runs are compared after one step. The step is judged only if it is not the first step, all tensors agreed
-    after all earlier steps, and less than half of the tensors differ now. Otherwise the result is None. If losses and
-    gradient norms agree bit by bit up to this step, a difference is returned if it exceeds the rounding of one
-    update. If they do not, gradients may have been summed in another order, so a difference is returned only if it
-    exceeds a quarter of the step's update.
+    Only differences that appear in a few tensors are judged. So the result is also None in the first step, if any
+    tensor differed after an earlier step, or if at least half of the tensors differ now.
+
+    If losses and gradient norms agree bit by bit up to this step, rounding explains a difference of at most the
+    rounding of one update. If they do not, gradients may have been summed in another order. Rounding then explains a
+    difference of at most a quarter of the step's update.
     """
     tensors = [d for d in found if d.is_tensor]
     earlier = [d for k in range(step) for d in differences(run, other, k)]

@@ -87,12 +87,13 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
         side: Changes to the command, such as training without offload.
         steps: Number of optimizer steps.
         seed: Seed of the random generators that the script does not seed itself.
-        deterministic: True to make the run fail at an operation without a deterministic kernel. If
-            ``side.deterministic`` is True, this argument is ignored, and torch only warns about such an operation.
+        deterministic: True to use torch's deterministic kernels, and to let the run fail at an operation without one.
+            If ``side.deterministic`` is True, this argument is ignored: deterministic kernels are used, and an
+            operation without one only causes a warning.
 
     Raises:
-        NotDeterministicError: ``deterministic`` is in effect, and the run failed because of an operation without a
-            deterministic kernel.
+        NotDeterministicError: The run failed because of ``deterministic``, at an operation without a deterministic
+            kernel.
         VerifyError: No rank took a step, or the command failed before its last step.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:

@@ -99,13 +99,13 @@ def compared(
     """Compare each recorded training run with the next one in the list, and return one finding per pair.
 
     Args:
-        runs: Runs, the most trusted one last.
+        runs: Runs, such as under the plan, with DeepSpeed alone, and without offload. The most trusted one is last.
         noise: Size of the differences that rounding and random order of operations explain.
-        repeated: Repeats of the run under the plan and of the run with DeepSpeed alone, by name. Empty if these two
-            runs have the same bits.
-        chance: Difference between a run and its repeat, which shows that training is not deterministic. None if both
-            have the same bits. In this case, the run under the plan must have the same bits as the run with DeepSpeed
-            alone.
+        repeated: A repeat of the run under the plan, and one of the run with DeepSpeed alone, by the name of the run.
+            Empty if the two runs have the same bits, so that no repeats are needed.
+        chance: Difference between a run and its repeat, which shows that training is not deterministic. None if a run
+            and its repeat have the same bits. The run under the plan must then have the same bits as the run with
+            DeepSpeed alone.
     """
     findings = []
     for run, other in pairwise(runs):
