@@ -30,7 +30,7 @@ from ebbtide.simulator import Machine, build_strategy
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE
-from ebbtide.tuner.calibrate.calibration import knobs_of, turned
+from ebbtide.tuner.calibrate.knobs import knobs_of, turned
 from ebbtide.tuner.placements.planning import plan
 from rich.progress import track
 

@@ -13,8 +13,9 @@ import pytest
 from ebbtide.simulator import Machine, Quantity, build_strategy, preset, workload_from_model
 from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from ebbtide.tuner.calibrate import calibration
-from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, calibrate, knobs_of, predicted_s, turned
+from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, calibrate, predicted_s
 from ebbtide.tuner.calibrate.interval import APART, BESIDE, interval_s, rates_sigma, workload_interval_s
+from ebbtide.tuner.calibrate.knobs import knobs_of, turned
 
 from tests.tuner.test_cli import run
 

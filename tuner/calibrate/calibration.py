@@ -9,19 +9,17 @@ times.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import QUARTILE, Quantity
 from ebbtide.simulator.schedule import Schedule
-from ebbtide.tuner.calibrate.rate_limits import rate_limits
+from ebbtide.tuner.calibrate.knobs import Floats, Knob, knobs_of, turned
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-Floats = NDArray[np.float64]
 PHASES = ("forward", "backward", "step", "iteration")
 # Of one measured phase, in log units: repeats, and what the model leaves out of it. Chosen on the
 # published runs in the repository, by what random triples of them predict of the others
@@ -62,47 +60,6 @@ class Observation:
     build: Callable[[Machine], Schedule]
     measured_s: Mapping[str, float]
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Knob:
-    """A correction in a machine's calibration: one factor for several speeds of the machine, such as bandwidths.
-
-    Attributes:
-        name: Name of the correction.
-        fields: Fields of the machine that the factor multiplies.
-        width: Prior standard deviation of the factor in log units: how wrong the machine's given speeds may be.
-        ranks: If above 0, the factor is for a rank's share of DRAM bandwidth while that many ranks use it.
-        varies: Standard deviation of the speeds between different days or nodes, in log units. A calibration on more
-            runs does not reduce it.
-    """
-
-    name: str
-    fields: tuple[str, ...]
-    width: float
-    ranks: int = 0
-    varies: float = 0.0
-
-
-# One knob for each kind of work. Seven finer ones with wider priors predicted runs that were left out of the
-# published ones no better on A100, and worse on H100.
-KNOBS = (
-    Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s"), 0.15),
-    Knob(
-        "copies", ("h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.15
-    ),
-    Knob(
-        "host updates",
-        ("stock_host_adam_params_per_s", "host_adam_params_per_s", "stock_host_adam_thread_params_per_s"),
-        0.15,
-    ),
-    Knob("network", ("network_bytes_per_s",), 0.5),
-)
-# Of DRAM among ranks: it depends on how they were bound that day, which the next runs may not
-# share. Of one node, 0.475 and 0.75 G params/s a rank are published: the middle and 1.28 sigma,
-# which is 0.18; two days differ by the root of two of it. The prior is narrower, so that runs of
-# one day do not spoil what is predicted for the next: chosen as NOISE was, on visible rows.
-SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 
 @dataclass(frozen=True)
@@ -287,80 +244,6 @@ def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
     detail = f"iterations less their phases, {len(between)} runs"
     loop = Quantity.from_samples(between, "measured", detail)
     return machine.model_copy(update={"loop_s": loop})
-
-
-def knobs_of(machine: Machine, knobs: Sequence[Knob] = KNOBS) -> list[Knob]:
-    """Return descriptions of the correction factors that calibration may fit for a machine.
-
-    One factor corrects a group of similar rates, such as all bandwidths of copies. Rates that the machine does not
-    have are left out. Further factors correct the DRAM bandwidth per rank: one factor for each number of concurrent
-    ranks in the machine's data.
-    """
-    known = [
-        replace(knob, fields=fields)
-        for knob in knobs
-        if (fields := tuple(name for name in knob.fields if getattr(machine, name)))
-    ]
-    shared = sorted(n for n, parts in machine.rank_shares.items() if "dram" in parts)
-    return known + [
-        Knob(f"DRAM shared by {ranks} ranks", ("rank_shares",), SHARE_WIDTH, ranks, SHARE_VARIES) for ranks in shared
-    ]
-
-
-def turned(
-    machine: Machine, knobs: Sequence[Knob], x: Floats, spread: Mapping[int, tuple[float, str]] | None = None
-) -> Machine:
-    """Return a copy of a machine with corrected bandwidths and compute speeds.
-
-    Correction ``i`` multiplies each speed of the group ``knobs[i]`` by ``exp(x[i])``. A correction does not raise a
-    speed above its physical limit.
-
-    Args:
-        machine: Machine to copy.
-        knobs: Corrections, each for a group of speeds.
-        x: Logarithm of the factor for each correction.
-        spread: Dict from the index of a correction to two values for the speeds of its group: their new standard
-            deviation in log units, and a text about the calibration, which is stored with them. The speeds of all other
-            groups keep their spread and source.
-    """
-    update: dict[str, Any] = {}
-    limits = rate_limits(machine)
-    for i, (knob, turn) in enumerate(zip(knobs, x, strict=True)):
-        deviation = (spread or {}).get(i)
-        if deviation is None and not turn:
-            continue
-        for name in knob.fields:
-            value = update.get(name, getattr(machine, name))
-            update[name] = (
-                _shares(value, knob.ranks, float(turn), deviation)
-                if knob.ranks
-                else _scaled(value, float(turn), deviation, limits.get(name, math.inf))
-            )
-    return machine.model_copy(update=update)
-
-
-def _scaled(quantity: Quantity, turn: float, told: tuple[float, str] | None, limit: float) -> Quantity:
-    turn = min(turn, max(0.0, math.log(limit / quantity.median)))
-    scaled = quantity.scaled(math.exp(turn))
-    if told is None:
-        return scaled
-    sigma, detail = told
-    half = math.exp(QUARTILE * sigma)
-    return Quantity(
-        median=scaled.median,
-        q1=scaled.median / half,
-        q3=scaled.median * half,
-        source="fitted",
-        detail=f"{detail}; before: {quantity.median:.4g} ({quantity.source})",
-    )
-
-
-def _shares(
-    shares: Mapping[int, Mapping[str, Quantity]], ranks: int, turn: float, told: tuple[float, str] | None
-) -> dict[int, dict[str, Quantity]]:
-    share = shares[ranks]["dram"]
-    scaled = _scaled(share, turn, told, 1.0 / ranks)
-    return {**{n: dict(parts) for n, parts in shares.items()}, ranks: {**shares[ranks], "dram": scaled}}
 
 
 def _median_error(machine: Machine, observations: Sequence[Observation]) -> float:

@@ -26,7 +26,8 @@ from ebbtide.simulator.quantity import NINETY_PERCENT, Quantity
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import STOCK_OFFLOADS
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, Knob, knobs_of, predicted_s, turned
+from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, predicted_s
+from ebbtide.tuner.calibrate.knobs import Knob, knobs_of, turned
 
 # Rates that are uncertain independently of each other.
 APART = (
