@@ -282,7 +282,6 @@ class SearchResult(Answered):
     best: Configured | None
     front: list[Configured]
     costs: dict[str, dict[str, float]]
-    verified: list[dict[str, Any]]
     outcomes: list[Configured]
 
 

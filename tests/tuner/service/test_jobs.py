@@ -14,7 +14,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.configurations.evaluation import Question
 from ebbtide.tuner.configurations.space import Configuration
 from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.service import jobs
+from ebbtide.tuner.service import jobs, responses
 from ebbtide.tuner.service.pool import Pool, Result
 from ebbtide.tuner.service.quota import Quota
 from ebbtide.tuner.service.scenario import MODELS
@@ -160,6 +160,7 @@ def test_a_plan_job_is_watched_to_its_end(server):
     assert plan.checkpoint.interval_steps > 0
     # Of two sizes of subgroups within half a percent, a full search takes the larger one.
     assert plan.prediction.iteration_s <= result["quick_iteration_s"] * (1 + 1e-9)
+    responses.PlanResult.model_validate(result)  # as the API's description says
 
 
 def test_a_grid_job_tells_how_far_it_is(server):
@@ -167,8 +168,8 @@ def test_a_grid_job_tells_how_far_it_is(server):
     job = server.post("/jobs/what-if", {**GRID, "changes": many}).json()
     notes = {state["note"] for _, state in server.events(f"/jobs/{job['id']}/events")}
     assert any("of 150 points" in note for note in notes)
-    rows = server.client.get(f"/jobs/{job['id']}/result").json()["rows"]
-    assert len(rows) == 150
+    result = server.client.get(f"/jobs/{job['id']}/result").json()
+    assert len(responses.Grid.model_validate(result).rows) == 150
 
 
 def test_what_is_forgotten_is_gone_unless_it_is_still_open(server):
@@ -198,7 +199,7 @@ def test_a_search_job_finds_what_the_api_finds(server):
     seen = [state for _, state in server.events(f"/jobs/{job['id']}/events")]
     assert seen[-1]["state"] == "done", seen[-1]["note"]
     result = server.client.get(f"/jobs/{job['id']}/result").json()
-    assert result["complete"]
+    assert responses.SearchResult.model_validate(result).complete
     tried = len(result["outcomes"])
     assert tried >= 6, "three micro-batches, with and without offload"
     assert any(" configurations" in state["note"] for state in seen)
