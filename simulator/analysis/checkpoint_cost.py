@@ -272,7 +272,7 @@ class CheckpointSimulation:
 
     def writing(self, saving: CheckpointPlan) -> Writing:
         """Predict in which order a checkpoint's bytes are written, and which bytes are first copied in host memory
-        because an update would overwrite them too early.
+        because an update would overwrite them before they are written.
 
         The order depends on the speed of the writes and on how much they slow training down, and both depend on the
         order. So the order is computed `ROUNDS` times: first for full speed and no slowdown, and then for the speed and

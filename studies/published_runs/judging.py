@@ -200,7 +200,7 @@ def left_out_intervals(machines: Mapping[str, Machine], runs: Sequence[Run]) -> 
     Returns:
         A dict by testbed, with three entries for each. ``n``: number of runs. ``held_pct``: percentage of the runs that
         lie in their intervals when their campaign is left out. ``scale``: factor for the logarithmic width of the
-        intervals, with which they hold nine in ten of all runs on the testbed, without leaving any out.
+        intervals, with which they hold nine in ten of all runs on the testbed, with no campaign left out.
     """
     result = {}
     for name in testbeds(runs):

@@ -194,8 +194,9 @@ class Contests:
         """Return True if a training configuration need not be simulated, because another one that was simulated is
         about as good or better.
 
-        That one must be at least about as fast as this configuration can possibly be, and must need at most about as
-        much GPU memory as this configuration certainly needs.
+        This is so if the simulated configuration is faster than ``bounds.tokens_per_s``, or only slightly slower, and
+        if it
+        needs less GPU memory than ``bounds.device_bytes``, or only slightly more.
 
         Args:
             bounds: Upper bound of the speed, and lower bound of the GPU memory, of the configuration that was not
