@@ -34,8 +34,8 @@ class Bound:
         iteration_s: The bound, in mean seconds of an iteration in a steady state.
         params: Number of this rank's parameters with each placement, if the bound were reached.
         binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth. The suffix
-            ``(update)`` marks a resource that updates use without a pause, from the gradient norm or an
-            earlier moment of backward until the next forward.
+            ``(update)`` marks a resource that updates use without a pause, from the gradient norm or an earlier
+            moment of backward until the next forward.
     """
 
     iteration_s: float

@@ -195,8 +195,7 @@ class Contests:
         about as good or better.
 
         This is so if the simulated configuration is faster than ``bounds.tokens_per_s``, or only slightly slower, and
-        if it
-        needs less GPU memory than ``bounds.device_bytes``, or only slightly more.
+        if it needs less GPU memory than ``bounds.device_bytes``, or only slightly more.
 
         Args:
             bounds: Upper bound of the speed, and lower bound of the GPU memory, of the configuration that was not
