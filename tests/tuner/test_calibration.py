@@ -216,6 +216,15 @@ def test_a_fit_that_is_worse_than_none_changes_no_rate(monkeypatch):
     assert result.left_pct == result.before_pct
 
 
+@pytest.mark.parametrize(("wrong", "changes"), [(1.09, False), (0.92, False), (1.2, True), (0.8, True)])
+def test_runs_that_are_predicted_within_the_noise_change_no_rate(wrong, changes):
+    machine = preset("h100-node")
+    factors = {"forward": wrong, "backward": wrong}
+    result = calibrate(machine, [observed(machine, n, factors=factors) for n in (16, 32)])
+    assert bool(result.changes) == changes
+    assert (result.machine.device_flops_per_s == machine.device_flops_per_s) != changes
+
+
 def test_the_interval_is_as_wide_as_the_rates_that_bind():
     machine = preset("h100-node")
     low, high = interval_s(lambda m: build(1, m), machine)
