@@ -1,19 +1,32 @@
-"""A fixture that reduces the effort of the plan search in most tests. In some test files it also caches the
-search's results, so that a search with equal arguments runs only once per file.
+"""A fixture that shortens the plan search in all tests but those that judge plans. In some test files it also caches
+the search's results, so that a search with equal arguments runs only once per file.
 """
 
 import pickle
 from dataclasses import asdict
 
 import pytest
-from ebbtide.tuner.placements import planning
-from ebbtide.tuner.placements.search import Search
+from ebbtide.tuner.placements import decision, planning
 
-LITTLE = 0.05
+from tests.cheap_start.short_search import SHORT, changes
+
 # These files judge plans, or compare them with those of another process.
-IN_EARNEST = ("test_golden", "test_speculation", "test_optimum", "test_annealing")
+IN_EARNEST = (
+    "test_annealing",
+    "test_decision",
+    "test_golden",
+    "test_laws",
+    "test_locations",
+    "test_optimum",
+    "test_search",
+    "test_speculation",
+)
 # These files test what is done with a plan, most often with the same one.
 KEPT = ("test_inputs", "test_option_walk", "test_cli", "test_first_contact", "test_plans_fit")
+
+
+WHOLE = [(module, name, getattr(module, name)) for module, name, _ in changes(decision)]
+WHOLE.append((planning, "decide", planning.decide))
 
 
 def kept(decide):
@@ -35,11 +48,21 @@ def kept(decide):
 
 @pytest.fixture(autouse=True, scope="module")
 def effort(request):
-    """Reduce the effort of the plan search for a test, except in the test files that judge plans."""
+    """Shorten the plan search for a test and its child processes, except in the test files that judge plans."""
     with pytest.MonkeyPatch.context() as patch:
-        package, _, name = request.module.__name__.rpartition(".")
-        if name not in IN_EARNEST and not package.endswith(".service"):
-            patch.setattr(Search, "effort", LITTLE)
+        name = request.module.__name__.rpartition(".")[2]
+        if name not in IN_EARNEST:
+            for module, attribute, value in changes(decision):
+                patch.setattr(module, attribute, value)
+            patch.setenv(SHORT, "1")
         if name in KEPT:
             patch.setattr(planning, "decide", kept(planning.decide))
         yield
+
+
+@pytest.fixture
+def in_earnest(monkeypatch):
+    """Let one test of a file search as long as users do."""
+    for module, name, value in WHOLE:
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.delenv(SHORT, raising=False)

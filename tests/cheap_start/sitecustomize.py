@@ -1,4 +1,5 @@
-"""A ``sitecustomize`` module for the processes that tests start: torch does not import its compiler.
+"""A ``sitecustomize`` module for the processes that tests start: torch does not import its compiler, and plan searches
+are short if a test asks for that (`short_search.SHORT`).
 
 Every optimizer and every DeepSpeed engine marks functions for torch's compiler, which imports torch._dynamo. The
 import takes more than a second of a core in each process, even if TORCHDYNAMO_DISABLE=1 switches the compiler off.
@@ -12,6 +13,8 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
 from types import FunctionType
+
+from short_search import SHORT, shorten
 
 OFF = "TORCHDYNAMO_DISABLE"
 
@@ -87,17 +90,34 @@ def with_gradients_if_differentiable(mark):
     return decorator
 
 
-CHANGES = {
-    "torch._compile": ("_disable_dynamo", marked_when_used),
-    "torch.compiler": ("disable", marked_when_used),
-    "torch": ("compile", left_as_it_is),
-    "torch.optim.optimizer": ("_use_grad_for_differentiable", with_gradients_if_differentiable),
-}
+def replaced(attribute, changed):
+    """Return a function that replaces an attribute of a module, if the module has it. Another version of torch may
+    lack it.
+    """
+
+    def change(module):
+        if hasattr(module, attribute):
+            setattr(module, attribute, changed(getattr(module, attribute)))
+
+    return change
+
+
+CHANGES = {}
+if os.environ.get(OFF) == "1":
+    CHANGES |= {
+        "torch._compile": replaced("_disable_dynamo", marked_when_used),
+        "torch.compiler": replaced("disable", marked_when_used),
+        "torch": replaced("compile", left_as_it_is),
+        "torch.optim.optimizer": replaced("_use_grad_for_differentiable", with_gradients_if_differentiable),
+    }
+if os.environ.get(SHORT) == "1":
+    CHANGES["ebbtide.tuner.placements.decision"] = shorten
+    os.nice = lambda _: 0  # beside other tests, a worker of low priority would get no core for minutes
 
 
 class Finder:
-    """An import hook for four modules of torch. Right after such a module is loaded, the hook replaces one of the
-    module's functions, so that torch does not import its compiler.
+    """An import hook for the modules in `CHANGES`. Right after such a module is loaded, the hook changes it, so that
+    torch does not import its compiler or plan searches are short.
     """
 
     looking = False  # other hooks ask this one as well
@@ -116,15 +136,13 @@ class Finder:
 
         def exec_module(module):
             load(module)
-            attribute, changed = CHANGES[name]
-            if hasattr(module, attribute):  # another version of torch may lack it
-                setattr(module, attribute, changed(getattr(module, attribute)))
+            CHANGES[name](module)
 
         spec.loader.exec_module = exec_module
         return spec
 
 
-if os.environ.get(OFF) == "1":
+if CHANGES:
     sys.meta_path.insert(0, Finder)
 
 # Another module of this name that is later on the path is run as well. Earlier ones have run, and may have run this.

@@ -2,4 +2,4 @@
 plans.
 """
 
-from tests.effort import effort  # noqa: F401
+from tests.effort import effort, in_earnest  # noqa: F401

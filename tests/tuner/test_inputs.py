@@ -30,7 +30,7 @@ def model(tmp_path):
     return path
 
 
-def test_a_plan_for_a_config_on_a_preset_with_the_best_subgroup_size(model, tmp_path):
+def test_a_plan_for_a_config_on_a_preset_with_the_best_subgroup_size(model, tmp_path, in_earnest):
     out = tmp_path / "plan.json"
     common = ["plan", "--machine", "h200", "--model", model, "--gpu-memory", "4GiB", "-o", out]
     assert run(*common).exit_code == 0

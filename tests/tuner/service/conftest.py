@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cheap_start.short_search import SHORT
+
 pytest.importorskip("fastapi")
 httpx = pytest.importorskip("httpx")
 
 ROOT = Path(__file__).parents[3]
+CHEAP_START = str(ROOT / "tests" / "cheap_start")
 
 
 class Server:
@@ -19,7 +22,7 @@ class Server:
 
     def __init__(self, database, *arguments, token=None):
         self.database, self.arguments = database, arguments
-        self.environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join([CHEAP_START, str(ROOT)]), SHORT: "1"}
         if token:
             self.environment["EBBTIDE_TOKEN"] = token
         self.start()

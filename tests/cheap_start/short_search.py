@@ -1,0 +1,34 @@
+"""A short plan search, for tests that use plans and do not judge them.
+
+A child process of a test searches shortly if the environment variable `SHORT` is "1": sitecustomize.py beside this
+file sees to it.
+"""
+
+SHORT = "TESTS_SHORT_SEARCH"
+CHANGES = 10  # of a plan, from each plan with which a descent begins
+EVALUATIONS = 10  # of each annealing
+POINTS = 10  # numbers of subgroups per placement that are tried first
+
+
+def changes(decision):
+    """Return the changes that make the plan search short, as a list of (module, name, value). Every kind of step is
+    still taken, with few plans each.
+
+    Args:
+        decision: The module `ebbtide.tuner.placements.decision`.
+    """
+    from ebbtide.tuner.placements import first_plans
+
+    anneal = decision.anneal
+
+    def annealed(searched, evaluations=EVALUATIONS, *more):
+        anneal(searched, min(EVALUATIONS, evaluations), *more)
+
+    return [(decision, "anneal", annealed), (decision, "DESCENT", CHANGES), (first_plans, "MOST_POINTS", POINTS)]
+
+
+def shorten(decision):
+    """Make the plan search of this process short."""
+    for module, name, value in changes(decision):
+        getattr(module, name)  # if the name is another one now, it must be changed above
+        setattr(module, name, value)
