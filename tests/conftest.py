@@ -218,21 +218,29 @@ def only_rank(deepspeed_ops):
         os.environ.pop(variable, None)
 
 
-@pytest.fixture
-def child_environment():
+def without_a_rank():
     """Return the environment variables for a process that a test starts, without the rank and port of this
     process.
     """
     return {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
 
 
-@pytest.fixture
-def new_shell(child_environment):
+def of_a_new_shell():
     """Return the environment variables of a new shell: the commands of this Python are on PATH, and neither
     PYTHONPATH nor a rank is set.
     """
-    kept = {name: value for name, value in child_environment.items() if not name.startswith(("PYTHONPATH", "EBBTIDE_"))}
+    kept = {name: value for name, value in without_a_rank().items() if not name.startswith(("PYTHONPATH", "EBBTIDE_"))}
     return kept | {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+@pytest.fixture
+def child_environment():
+    return without_a_rank()
+
+
+@pytest.fixture
+def new_shell():
+    return of_a_new_shell()
 
 
 @pytest.fixture(scope="session")

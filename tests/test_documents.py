@@ -1,6 +1,7 @@
 """Tests that every code block of README, docs and examples runs as written, in a new shell."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +11,9 @@ import pytest
 from ebbtide.runtime.frontdoor.request import read_request
 
 from studies.bench.rank import free_port
+from tests.cheap_start.short_search import SHORT
+from tests.commands import Commands
+from tests.conftest import of_a_new_shell
 from tests.test_pages import DOCS, ROOT, WRITTEN, what_pages_take_for_given
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -47,11 +51,22 @@ def test_a_config_that_is_shown_is_one(page):
             assert read_request({**key, "plan": "auto"})
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Return the environment variables of a new shell, in which `tune` is forked from a process that has imported
+    ebbtide.
+    """
+    variables = of_a_new_shell() | {"PYTHONPATH": CHEAP_START, SHORT: "1"}
+    commands = Commands(tmp_path_factory.mktemp("commands") / "bin", variables)
+    yield variables | {"PATH": os.pathsep.join([str(commands.folder), variables["PATH"]])}
+    commands.end()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=lambda page: f"{page.parent.name}-{page.stem}")
-def test_blocks_run(page, deepspeed_ops, new_shell, tmp_path):
+def test_blocks_run(page, deepspeed_ops, environment, tmp_path):
     what_pages_take_for_given(tmp_path)
-    shell = Shell(tmp_path, new_shell | {"PYTHONPATH": CHEAP_START})
+    shell = Shell(tmp_path, environment)
     script = ""
     try:
         for kind, text in blocks(page):
