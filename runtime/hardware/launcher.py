@@ -57,7 +57,7 @@ def remove_shared_buffers(port: int) -> None:
         buffer.unlink(missing_ok=True)
 
 
-def left_shared_buffers(processes: Path = Path("/proc")) -> list[Path]:
+def left_shared_buffers() -> list[Path]:
     """Return the paths of this user's shared-memory files of DeepSpeed that no process uses any more.
 
     A killed rank leaves a file of 66 MiB. The file's name contains the job's port but no process id, so the
@@ -67,7 +67,7 @@ def left_shared_buffers(processes: Path = Path("/proc")) -> list[Path]:
     if not found:
         return []
     used = set[str]()
-    for maps in processes.glob("[0-9]*/maps"):
+    for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # another user's, or ended meanwhile
             used.update(re.findall(rf"{SHARED}/(deepspeed_\S+)", maps.read_text(encoding="utf-8", errors="replace")))
     return [path for path in found if path.name not in used]

@@ -129,13 +129,9 @@ def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> 
     return sorted(keys.difference(_PARTLY_READ, _READ, offload.keys_read(stage)))
 
 
-def default_clipping(installed: str | None = None) -> float:
-    """Return DeepSpeed's default for ``gradient_clipping``: 0 (no clipping) before version 0.19.3, 1 since then.
-
-    Args:
-        installed: DeepSpeed's version. None: the installed version, or the newest if there is none.
-    """
-    return 1.0 if at_least((0, 19, 3), installed) else 0.0
+def default_clipping() -> float:
+    """Return the installed DeepSpeed's default for ``gradient_clipping``: 0 (none) before version 0.19.3, then 1."""
+    return 1.0 if at_least((0, 19, 3), None) else 0.0
 
 
 class _Resolver:

@@ -1,7 +1,6 @@
 """The builder of schedules for training under a plan: the ops of each training iteration, for a workload."""
 
 from collections import deque
-from collections.abc import Sequence
 
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedule import OpKind, Schedule
@@ -16,9 +15,7 @@ from ebbtide.simulator.update.steps import Bytes, Step, Wait
 from ebbtide.simulator.workload import Workload
 
 
-def build_schedule(
-    workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True, arrival: Sequence[int] | None = None
-) -> Schedule:
+def build_schedule(workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True) -> Schedule:
     """Return the schedule of ops that ebbtide's runtime executes under a plan, for a number of training iterations.
 
     Three iterations are enough to see the steady state, since the first has no earlier updates to wait for. The
@@ -27,13 +24,12 @@ def build_schedule(
     Args:
         fused: True if one CPU kernel reads 16-bit gradients, scales, updates and writes 16-bit parameters.
             False shows the cost of DeepSpeed's separate passes in the same schedule.
-        arrival: Order in which subgroups' gradients become complete. None: as the workload's layers say.
 
     Raises:
         PlanError: The plan has another number of subgroups than the workload.
     """
     workload = workload.cut_as(plan)
-    loop = EbbtideLoop(workload, plan, fused=fused, arrival=arrival)
+    loop = EbbtideLoop(workload, plan, fused=fused)
     loop.run(iterations)
     return loop.schedule(iterations)
 
@@ -74,9 +70,7 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
 class EbbtideLoop(PlannedLoop):
     """The simulated training loop of ebbtide under a plan. A subgroup's placement decides how it is updated."""
 
-    def __init__(
-        self, workload: Workload, plan: Plan, *, fused: bool = True, arrival: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, workload: Workload, plan: Plan, *, fused: bool = True) -> None:
         if plan.subgroup_count != len(workload.subgroups):
             raise PlanError(
                 f"plan.ways must set the placement of all {len(workload.subgroups)} subgroups of the workload, but "
@@ -98,7 +92,7 @@ class EbbtideLoop(PlannedLoop):
         self.recipes = [way.recipe if fused else way.unfused for way in ways]
         self.bytes = Bytes.of(workload)
         slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
-        arrival = arrival or arrival_order(self.layers_of)
+        arrival = arrival_order(self.layers_of)
         self.issue = Issue(self.recipes, plan.issue_order, arrival, slots, plan.prefetch, self._add, self._arrived)
         self.on_host: dict[int, int] = {}  # subgroup -> the op that copied its gradient to the host
         self.sums: dict[int, int] = {}  # number of a part -> the op that copied its gradient to the host

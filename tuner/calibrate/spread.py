@@ -9,13 +9,13 @@ SAMPLES = 16
 _SPREAD = tuple(name for name, known in RATES.items() if known.scatters)
 
 
-def sampled_machines(machine: Machine, seed: int, samples: int = SAMPLES) -> list[Machine]:
+def sampled_machines(machine: Machine, seed: int) -> list[Machine]:
     """Return a list of copies of a machine with random speeds. Each speed is drawn from a normal distribution that is
     as wide as the interval between the speed's quartiles.
     """
     rng = random.Random(seed)
     return [
-        machine.with_rates(**{name: _drawn(getattr(machine, name), rng) for name in _SPREAD}) for _ in range(samples)
+        machine.with_rates(**{name: _drawn(getattr(machine, name), rng) for name in _SPREAD}) for _ in range(SAMPLES)
     ]
 
 

@@ -6,7 +6,6 @@ stuck, since only slower plans lie between two good ones.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, product
 from random import Random
@@ -28,9 +27,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "arrival")
 LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 16, 200
 
 
-def anneal(
-    search: Search, evaluations: int | None = None, progress: Callable[[float], object] = lambda _: None
-) -> None:
+def anneal(search: Search, evaluations: int | None = None) -> None:
     """Look for faster training plans by simulated annealing, and add them to the scores of a plan search. The result is
     deterministic for the search's seed.
 
@@ -42,7 +39,6 @@ def anneal(
     Args:
         search: Plan search with at least one scored plan.
         evaluations: Number of simulated plans. If None, it grows with the number of subgroups, up to a limit.
-        progress: Called with the finished fraction of the evaluations.
     """
     count = len(search.workload.subgroups)
     if evaluations is None:
@@ -54,11 +50,9 @@ def anneal(
     each = evaluations // (2 * len(starts))
     for number, start in enumerate(starts):
         _Walk(search, start).cool(heat_s, each, Random(f"{search.seed} {number}"))
-        progress((number + 1) / len(starts) / 2)
     for part in range(2):
         walk = _Walk(search, search.ordered(search.best()))
         walk.cool(heat_s / 2 ** (part + 1), evaluations // 4, Random(search.seed + part))
-        progress(0.75 + part / 4)
 
 
 def _near(search: Search) -> bool:

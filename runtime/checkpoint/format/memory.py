@@ -56,9 +56,9 @@ class HostBytes:
         ctypes.memmove(destination, self.start + offset, size_bytes)  # releases the GIL
 
     @classmethod
-    def of_tensor(cls, tensor: torch.Tensor, subgroup: int | None = None) -> "HostBytes":
+    def of_tensor(cls, tensor: torch.Tensor) -> "HostBytes":
         """Return a contiguous host tensor's bytes as a source for a checkpoint to write, without a copy."""
-        return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor, subgroup)
+        return cls(tensor.data_ptr(), tensor.numel() * tensor.element_size(), tensor)
 
     @classmethod
     def of_bytes(cls, data: bytes) -> "HostBytes":

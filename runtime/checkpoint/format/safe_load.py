@@ -15,6 +15,7 @@ from ebbtide.runtime.checkpoint.format.plain_data import ON_STORAGE, plain_class
 from ebbtide.runtime.checkpoint.format.tree import of_the_kind, replace_tensors, tensors_of
 
 CHUNK_BYTES = 16 * 2**20
+READERS = 4  # threads that read one file
 
 
 @contextlib.contextmanager
@@ -49,7 +50,7 @@ def only_weights() -> Iterator[None]:
             os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = forced_off
 
 
-def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None, readers: int = 4) -> Any:
+def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None) -> Any:
     """Return what ``torch.load(path, map_location="cpu", weights_only=True)`` returns, but read with
     several threads.
 
@@ -57,14 +58,13 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
         into: Existing tensors to read into, by their path in the file's nested dicts and lists (see
             `tree.tensors_of`). They are part of the result, so that host memory holds no second copy of
             them.
-        readers: Number of concurrent reading threads.
 
     Raises:
         CheckpointError: The file cannot be read, or holds objects other than tensors and plain data.
     """
     try:
         with only_weights():
-            return _load_in_parallel(Path(path), into or {}, readers)
+            return _load_in_parallel(Path(path), into or {})
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -116,7 +116,7 @@ def _gist(error: BaseException) -> str:
     return (telling or lines or [type(error).__name__])[-1].rstrip(".")
 
 
-def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], readers: int) -> Any:
+def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     with FakeTensorMode():
@@ -134,7 +134,7 @@ def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor], rea
             target = into.get(where)
             read = reader.tensor(fake, target)
             real[id(fake)] = read if read is target else of_the_kind(fake, read)
-    reader.read(readers)
+    reader.read()
     return replace_tensors(tree, lambda t: real.get(id(t), t))
 
 
@@ -189,10 +189,10 @@ class _Reader:
             self._chunks.append((part, offset))
             offset += part.numel()
 
-    def read(self, readers: int) -> None:
+    def read(self) -> None:
         descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            with ThreadPoolExecutor(readers) as pool:
+            with ThreadPoolExecutor(READERS) as pool:
                 list(pool.map(lambda chunk: _read_chunk(descriptor, *chunk), self._chunks))
         finally:
             os.close(descriptor)
