@@ -29,7 +29,7 @@ def workload(ds_config):
 
 
 def on():
-    return node(device_flops_per_s=Quantity.exact(1e14))
+    return node(device_flops_per_s=Quantity.exact(1e14), network_bytes_per_s=Quantity.exact(1e9))
 
 
 def stock(ds_config):

@@ -74,7 +74,7 @@ def test_none_leaves_an_option_that_has_it_at_its_default():
 @pytest.mark.parametrize("name", ["zero3_offload", "ebbtide", "no_offload", "zero_infinity"])
 def test_more_micro_batches_than_memory_is_for_are_refused_before_they_are_built(name):
     work = workload(gradient_accumulation_steps=10**6)
-    with pytest.raises(ValueError, match="steps must be at most 41,666 for"):
+    with pytest.raises(ValueError, match="steps must be at most 41,666 to simulate"):
         build_strategy(name, work)
 
 
