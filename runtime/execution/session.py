@@ -15,7 +15,7 @@ from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
-from ebbtide.runtime.execution.subgroup_state import SubgroupState, place, place_sums, staging_slots
+from ebbtide.runtime.execution.subgroup_state import SubgroupState, place, place_parameters, place_sums, staging_slots
 from ebbtide.runtime.hardware.launcher import local_ranks
 from ebbtide.runtime.hardware.usable import usable
 from ebbtide.runtime.kernels.step import UpdateStep
@@ -99,18 +99,18 @@ class Session:
         tensors = 1 + len(rule.moments)
         wire = self.engine.wire_dtype()
         waits = Way("device", early=True) in plan.ways and not self.device.unified
-        slots = staging_slots(self.device, plan.staging_slots, staged, tensors, DTYPES[wire] if waits else None)
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
             self._store = open_store(plan, stored, tensors)
         if self._running is None:
             self.engine.prepare(self.device)
-        locations = plan.parameter_locations
-        apart = locations != self._locations_now(len(locations))
-        states = [
-            self._move(index, "host" if placement == "device" and not slots else placement, location, apart)
-            for index, (placement, location) in enumerate(zip(placements, locations, strict=True))
-        ]
+        before = self._moved_out(plan)
+        slots = staging_slots(self.device, plan.staging_slots, staged, tensors, DTYPES[wire] if waits else None)
+        states = []
+        for index, (placement, location) in enumerate(zip(placements, plan.parameter_locations, strict=True)):
+            there: Placement = "host" if placement == "device" and not slots else placement
+            states.append(self._move(index, before[index], there, location))
+            before[index] = states[index]  # the former state has ended, and keeps nothing alive
         self.engine.settle()
         plan = as_allocated(plan, states, len(slots))
         # Parameters would be new before the norm.
@@ -158,24 +158,58 @@ class Session:
         needed = self.engine.first_use()
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
 
-    def _locations_now(self, count: int) -> tuple[ParameterLocation, ...]:
-        if self._running is None:
-            return (self.engine.parameter_location(),) * count
-        return tuple(state.parameter_location for state in self._running.states)
+    def _moved_out(self, plan: Plan) -> list[SubgroupState | None]:
+        """Move state and parameters out of GPU memory if a new plan keeps them elsewhere, so that the plan's other
+        tensors find room there.
 
-    def _move(self, subgroup: int, placement: Placement, location: ParameterLocation, apart: bool) -> SubgroupState:
-        running = self._running
-        now = running.states[subgroup] if running else None
+        Returns:
+            The state of each subgroup. None for a subgroup with the tensors that the framework made.
+        """
+        states: list[SubgroupState | None] = [None] * len(plan.ways)
+        if self._running is not None:
+            states = self._running.states  # type: ignore[assignment]
+        now = [state.parameter_location if state else self.engine.parameter_location() for state in states]
+        apart = now != [*plan.parameter_locations]
+        for index, (way, location) in enumerate(zip(plan.ways, now, strict=True)):
+            state = states[index]
+            leaves = state is not None and state.placement == "resident" != way.placement
+            if leaves or apart:
+                there = "host" if way.parameters == "host" else location
+                states[index] = self._move(index, state, way.placement if leaves else None, there, apart=apart)
+        if apart:
+            self.engine.settle()
+        return states
+
+    def _move(
+        self,
+        subgroup: int,
+        now: SubgroupState | None,
+        placement: Placement | None,
+        location: ParameterLocation,
+        *,
+        apart: bool = False,
+    ) -> SubgroupState:
+        """Move a subgroup's tensors to the given memory, and make the framework use them there.
+
+        Args:
+            now: State of the subgroup. None for the tensors that the framework made.
+            placement: Placement of the optimizer state. If None, only the parameters move.
+            location: Memory for the parameters.
+            apart: If True, parameters that stay are copied out of a buffer that they share with other subgroups.
+        """
         before, store = self.engine.take(subgroup, now), self._store
-        if now is not None and RECIPES[now.placement].state == "storage":
-            if RECIPES[placement].state == "storage":
-                store = None  # it is there
-            else:  # what the view shows changes with the store
-                before = replace(before, state=tuple(t.clone() for t in before.state))
-        state = place(self.device, subgroup, placement, location, before, apart=apart, store=store)
+        if placement is None:
+            location, wire = place_parameters(self.device, subgroup, location, before, apart=apart)
+            there = "host" if now is None else now.placement
+            state = SubgroupState(subgroup, there, before.state, wire, before.gradient, location)
+        else:
+            if now is not None and RECIPES[now.placement].state == "storage":
+                if RECIPES[placement].state == "storage":
+                    store = None  # it is there
+                else:  # what the view shows changes with the store
+                    before = replace(before, state=tuple(t.clone() for t in before.state))
+            state = place(self.device, subgroup, placement, location, before, apart=apart, store=store)
         self.engine.adopt(state)
-        if running:
-            running.states[subgroup] = state  # it has ended, and keeps nothing alive
         pairs = [(before.gradient, state.gradient), (before.wire, state.wire)]
         if not self.engine.shares_state:
             pairs += zip(before.state, state.state, strict=True)

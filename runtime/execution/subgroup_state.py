@@ -183,13 +183,20 @@ def place(
         state = tuple(device.host_adopt(tensor) for tensor in state)
     if RECIPES[placement].gradient == "host":
         gradient = device.host_adopt(gradient)
-    location, wire = _parameters(device, index, location, before, apart)
+    location, wire = place_parameters(device, index, location, before, apart=apart)
     return SubgroupState(index, placement, state, wire, gradient, location)
 
 
-def _parameters(
-    device: Device, index: int, location: ParameterLocation, before: Buffers, apart: bool
+def place_parameters(
+    device: Device, index: int, location: ParameterLocation, before: Buffers, *, apart: bool = False
 ) -> tuple[ParameterLocation, torch.Tensor]:
+    """Move a subgroup's parameters to the memory that a plan names, and return this memory and the parameters.
+
+    If they do not fit into GPU memory, they stay in host memory.
+
+    Args:
+        apart: If True, parameters that stay are copied out of a buffer that they share with other subgroups.
+    """
     wire = before.wire
     shared = wire.untyped_storage().nbytes() > wire.nbytes
     if device.unified:

@@ -7,6 +7,8 @@ so that the copies do not delay each other.
 """
 
 import math
+from functools import partial
+from typing import Any
 
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.machine import Machine
@@ -30,6 +32,7 @@ def begun(
     freely: bool = False,
     effort: float | None = None,
     bounds: Bounds | None = None,
+    **kept: Any,
 ) -> Search:
     """Create a plan search for a training job, let it try some simple plans, and return it.
 
@@ -46,15 +49,17 @@ def begun(
         effort: Fraction of a full search's evaluations.
         bounds: Lower bounds of the iteration time that searches for the same job with other subgroup sizes have
             computed.
+        kept: Further arguments of `Search`, for what a plan in force does not change.
     """
-    found = Search(workload, machine, limits.in_memory, seed, effort=effort, bounds=bounds)
+    new = partial(Search, workload, machine, seed=seed, effort=effort, bounds=bounds, **kept)
+    found = new(limits=limits.in_memory)
     try_first(found)
     if found.fits or limits.storage_bytes is None or workload.zero_stage < 3:
         if freely or not found.fits:
             move_parameters(found)
         return found
     move_parameters(found)
-    spilled = Search(workload, machine, limits, seed, effort=effort, bounds=bounds)
+    spilled = new(limits=limits)
     try_first(spilled)
     if freely or not spilled.fits:
         move_parameters(spilled)

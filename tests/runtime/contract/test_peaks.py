@@ -18,6 +18,7 @@ from studies.bench.byte_gpt import ByteGPT, ByteGPTConfig
 from studies.run_memory import DEVICE_BYTES_PER_PARAM, PageLocking
 from tests.runtime.contract.training import DEVICES, all_state, assert_same, device_of, outcome, plan_for, start, train
 from tests.runtime.held_bytes import HeldBytes
+from tests.runtime.measured_memory import Counting
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 MODEL = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)  # no tensor above 3% of it
@@ -55,6 +56,42 @@ def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
     engine.destroy()
     per_param = {name: peak / MODEL.params for name, peak in peaks.items()}
     assert all(GIVEN_BYTES <= p <= MOST_BYTES_PER_PARAM for p in per_param.values()), per_param
+
+
+class Apart(Counting):
+    """A counting device whose tensors are copied to host memory, as those of a real GPU are."""
+
+    def host_adopt(self, tensor):
+        here = tensor.untyped_storage()._cdata
+        return tensor.clone() if any(ref.cdata == here for ref, _ in self.alive) else tensor
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_what_leaves_the_device_leaves_before_what_comes_in(back):
+    """Check that a switch to another plan needs no more GPU memory than the larger one of both plans, but for one
+    subgroup that is there twice.
+
+    One plan keeps parameters on the GPU, and the other one optimizer state instead. A GPU that has room for either
+    would otherwise refuse the second one, and the plan would be replaced by a slower one.
+    """
+    engine, device = start(ByteGPT(MODEL)), Apart()
+    here = plan_for(engine, ["host"], locations=["device"])
+    some = here.subgroup_count // 7
+    hosts, resident = ["host"] * (here.subgroup_count - some), ["resident"] * some
+    away = plan_for(engine, resident + hosts if back else hosts + resident, locations=["host"])
+    plans = [away, here, away] if back else [away, here]
+    ebbtide.runtime.attach(engine, plans[0], device=device)
+    for plan in plans[1:]:
+        gc.collect()
+        before, device.peak_bytes = device.bytes(), 0
+        switch_plan(engine, plan)
+    gc.collect()
+    now, own = engine.optimizer._ebbtide.plan, engine.optimizer._ebbtide
+    assert (now.placements, now.parameter_locations) == (plans[-1].placements, plans[-1].parameter_locations)
+    once = GIVEN_BYTES * max(own.engine.sizes())
+    assert min(before, device.bytes()) > 2 * once
+    assert device.peak_bytes <= max(before, device.bytes()) + once
+    engine.destroy()
 
 
 def on_device(engine, device):
