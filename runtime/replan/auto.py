@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ebbtide")
 
+EFFORT = 0.2  # of a full search's evaluations: training waits for them once
 DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
 
 
@@ -122,12 +123,7 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
 
     held = footprint(workload, current)
     return quick_plan(
-        workload,
-        machine,
-        current,
-        device_bytes=held["device"] + free_device,
-        move_parameters="host" in current.parameter_locations,  # DeepSpeed's config lets them be there
-        host_bytes=held["host"] + free_host,
+        workload, machine, current, device_bytes=held["device"] + free_device, host_bytes=held["host"] + free_host
     )
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.update.way import PARAMETERS_ON_HOST
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.cuts import LARGE, SIZES, TOLD, WORTH, finer, quick_cuts, recuts
+from ebbtide.tuner.candidates.cuts import LARGE, SIZES, TOLD, WORTH, finer, merged, quick_cuts, recuts
 from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.first_plans import try_first
@@ -26,7 +28,7 @@ from ebbtide.tuner.placements.fit import roomiest
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.search import Bounds, Search
-from ebbtide.tuner.placements.shares import descend, free_parameters
+from ebbtide.tuner.placements.shares import best_worth_moving, descend, free_parameters
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
 
@@ -38,6 +40,7 @@ FEW_STEPS = 4  # micro-batches: a longer step takes longer to simulate, and fewe
 GLANCED = 1.02  # times the first plan of the best subgroup size, for a quick answer
 GLANCE = 250  # evaluations of a quick answer
 GLANCED_OPS = 1_500_000  # evaluations of a quick answer, times an iteration's ops
+MERGED = (4, 2)  # neighbouring subgroups that are planned as one first, if the subgroup size must stay
 DESCENT, DESCENT_OPS = 100, 500_000  # evenly spread plans from each start; times an iteration's ops
 AT_FIRST, AT_LAST = 0.2, 0.9  # of the evaluations, for each finalist and for the best of them
 Progress = Callable[[float, str], object]
@@ -65,6 +68,9 @@ class Question:
         effort: Fraction of a full search's evaluations.
         pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's
             subgroups.
+        running: Plan that training runs under, or None before training. The new plan then keeps this plan's subgroups,
+            number of CPU threads and overlap of updates with the next forward. State is on drives only for subgroups
+            that already have it there, since the drives have no room for others.
     """
 
     workload: Workload
@@ -76,6 +82,7 @@ class Question:
     seed: int = 0
     effort: float = FULL
     pieces: bool = False
+    running: Plan | None = None
 
     @classmethod
     def of(
@@ -133,11 +140,37 @@ class Question:
         subgroups first.
 
         Only the workload's own size is tried if the workload lists no parameters, or on a machine with
-        unified memory.
+        unified memory. While training runs, the subgroups stay. Neighboring ones are then planned as one first.
         """
-        if not self.workload.parameters or not self.subgroup_sizes or self.machine.unified_memory:
+        if (
+            self.running is None
+            and self.workload.parameters
+            and self.subgroup_sizes
+            and not self.machine.unified_memory
+        ):
+            return recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
+        if self.running is None or self.running.stores or self.machine.unified_memory:
             return [self.workload]
-        return recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
+        return [*(merged(self.workload, many) for many in MERGED), self.workload]
+
+    def search(self, cut: Workload, bounds: Bounds) -> Search:
+        """Begin a short plan search at one subgroup size (see `begun`).
+
+        Args:
+            cut: Workload with subgroups of this size.
+            bounds: Lower bounds that searches at other subgroup sizes have computed.
+        """
+        effort, kept = min(QUICK, self.effort), dict[str, Any]()
+        if self.running is not None:
+            plan = self.running
+            kept["fixed"] = {"threads": plan.threads, "overlap_forward": plan.overlap_forward}
+            kept["storable"] = [s for s, placement in enumerate(plan.placements) if placement in STORED] or None
+        found = begun(cut, self.machine, self.limits, self.seed, effort=effort, bounds=bounds, **kept)
+        if self.running is not None and cut is self.workload:
+            now = Candidate.of_plan(self.running)
+            if found.moves_parameters or not now.count(PARAMETERS_ON_HOST):
+                found.score(now)
+        return found
 
 
 @dataclass(frozen=True)
@@ -242,10 +275,10 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
 def _decided(question: Question, best: Search) -> Decision:
     """Return the best plan of a plan search, together with the search.
 
-    If early updates (updates that start before the gradient norm is known) or on-device gradient accumulation save
-    almost no time, the returned plan does without them.
+    If early updates (updates that start before the gradient norm is known), on-device gradient accumulation or
+    parameters in host memory save almost no time, the returned plan does without them.
     """
-    return Decision(question, best, fewest(best, best.best()))
+    return Decision(question, best, fewest(best, best_worth_moving(best)))
 
 
 def _searches(
@@ -277,7 +310,7 @@ def _searches(
             found[number] = have.get(cuts[number].subgroups) or _search(question, cuts[number], coarser, bounds)
         return found[number].best_s
 
-    if question.effort > QUICK:
+    if question.effort > QUICK or question.running is not None:
         for number in range(len(cuts)):
             best_s(number)
     else:
@@ -289,6 +322,8 @@ def _searches(
             number += step
         if math.isinf(best_s(number)) and last:
             best_s(len(cuts) - 1)
+    if question.running is not None:  # larger subgroups only show the way
+        found = {len(cuts) - 1: found[len(cuts) - 1]}
     searches = [found[number] for number in sorted(found) if found[number].fits]
     if searches:
         return searches
@@ -297,8 +332,7 @@ def _searches(
 
 
 def _search(question: Question, cut: Workload, coarser: Sequence[Search], bounds: Bounds) -> Search:
-    effort = min(QUICK, question.effort)
-    search = begun(cut, question.machine, question.limits, question.seed, effort=effort, bounds=bounds)
+    search = question.search(cut, bounds)
     if search.fits:
         follow(search, coarser)
     return search

@@ -5,8 +5,6 @@ The search needs neither pandas nor matplotlib.
 """
 
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -16,17 +14,11 @@ from ebbtide.simulator.update.order import FORWARD
 from ebbtide.simulator.update.way import of_codes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.cuts import merged
-from ebbtide.tuner.candidates.moves import STAGED, STORED
-from ebbtide.tuner.placements import locations
-from ebbtide.tuner.placements.decision import follow, improve
-from ebbtide.tuner.placements.first_plans import try_first
+from ebbtide.tuner.candidates.moves import STAGED
+from ebbtide.tuner.placements.decision import QUICK, Question, decide
+from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.placements.search import Search
-from ebbtide.tuner.placements.speculation import fewest, try_early
-
-EFFORT = 0.2  # of a search's evaluations, while training waits
-MERGED = (4, 2)  # neighbouring subgroups that are planned as one first
+from ebbtide.tuner.placements.search import Bounds, Search
 
 
 @dataclass(frozen=True)
@@ -51,15 +43,15 @@ def quick_plan(
     *,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
-    effort: float = EFFORT,
+    effort: float = QUICK,
     seed: int = 0,
-    move_parameters: bool = False,
 ) -> QuickPlan:
-    """Search briefly for a better plan while training runs, and return the best plan found.
+    """Ask the decision (`ebbtide.tuner.placements.decision`) for a better plan while training runs, and return the
+    best plan found.
 
     The new plan has the same subgroups and the same number of CPU threads as the plan in force. It overlaps updates
-    with the next forward only if the plan in force does. `ebbtide.tuner.plan` searches in the same way, but may change
-    these settings too. The result is deterministic for a given ``seed``.
+    with the next forward only if the plan in force does. All else is decided as for `ebbtide.tuner.plan`, which may
+    change these settings too. The result is deterministic for a given ``seed``.
 
     Args:
         workload: Training job of one rank.
@@ -70,36 +62,18 @@ def quick_plan(
         host_bytes: Host memory of this rank in bytes. If None, its share of the machine's, or the memory that
             ``current`` uses if that is more.
         effort: Fraction of a full search's evaluations.
-        move_parameters: Let 16-bit parameters change between GPU and host memory. Otherwise they stay as in
-            ``current``.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
-    now = current.parameter_locations if "host" in current.parameter_locations else ()
-    stored = [s for s, placement in enumerate(current.placements) if placement in STORED] or None
-    new = partial(Search, machine=machine, limits=limits, seed=seed, fixed=_fixed(current), effort=effort)
-    search = new(workload, locations=now, storable=stored)
-    running = Candidate.of_plan(current)
-    current_s = search.seconds_anyhow(running)
-    search.score(running)
-    try_first(search)
-    coarser = list[Search]()
-    if not (machine.unified_memory or now or stored or move_parameters):
-        for many in MERGED:
-            other = new(merged(workload, many))
-            try_first(other)
-            if other.fits:
-                follow(other, coarser)
-                coarser.append(other)
-    follow(search, coarser)
-    if move_parameters:
-        try_first(search, ())
-        locations.move_parameters(search, now)
-        try_early(search)
-    if search.fits and not machine.unified_memory:
-        improve(search, effort)
-    if not search.best_s < current_s:
+    question = Question(workload, machine, limits, seed=seed, effort=effort, running=current)
+    try:
+        found = decide(question)
+    except ImpossibleError:  # less memory than the plan in force takes
+        current_s = question.search(workload, Bounds()).seconds_anyhow(Candidate.of_plan(current))
         return QuickPlan(current, current_s, current_s)
-    return QuickPlan(_as_plan(current, fewest(search, search.best()), search), search.best_s, current_s)
+    current_s = found.search.seconds_anyhow(Candidate.of_plan(current))
+    if not found.iteration_s < current_s:
+        return QuickPlan(current, current_s, current_s)
+    return QuickPlan(_as_plan(current, found.chosen, found.search), found.iteration_s, current_s)
 
 
 def _as_plan(current: Plan, best: Candidate, search: Search) -> Plan:
@@ -116,10 +90,6 @@ def _as_plan(current: Plan, best: Candidate, search: Search) -> Plan:
     )
     # The runtime pauses early updates by the times that are predicted.
     return made.model_copy(update={"prediction": predict(search.workload, search.machine, made, search.limits)})
-
-
-def _fixed(current: Plan) -> dict[str, Any]:
-    return {"threads": current.threads, "overlap_forward": current.overlap_forward}
 
 
 def _limits(

@@ -275,6 +275,17 @@ def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
         search.spread, search.locations = after, after.locations
 
 
+def best_worth_moving(search: Search) -> Candidate:
+    """Return the fastest plan of a plan search, with 16-bit parameters in host memory only if that makes the plan at
+    least 1% faster than every plan that keeps all of them on the GPU.
+    """
+    best = search.best()
+    if not best.count(PARAMETERS_ON_HOST) or search.best_s < WORTH * search.whole_s:
+        return best
+    whole = (c for c in search.scores if not c.count(PARAMETERS_ON_HOST))
+    return min(whole, key=lambda c: search.scores[c].iteration_s)
+
+
 def _best_of(search: Search, starts: Sequence[Shares], steps: Sequence[float], most: int) -> Shares:
     """Improve several starting plans by a few changes each. Improve the best result by some more changes, and return
     it.

@@ -16,7 +16,6 @@ from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.workload import Workload
 
 from studies.bench.bits import differences, state_of
-from studies.bench.byte_gpt import SIZES, ByteGPT
 from tests.runtime.contract.test_early_updates import (
     ALL,
     OVERFLOWS,
@@ -33,7 +32,7 @@ from tests.runtime.contract.test_early_updates import (
     with_a_skipped_step,
 )
 from tests.runtime.contract.test_footprint import allocated_device_bytes
-from tests.runtime.contract.test_pieces import CUT, LARGE, look
+from tests.runtime.contract.test_pieces import CUT, LARGE, dropping, look
 from tests.runtime.contract.training import DEVICES, assert_same, outcome, plan_for, start, steps, train
 
 pytestmark = [
@@ -75,15 +74,6 @@ def away(engine):
     """
     executor = engine.optimizer._ebbtide.executor
     return len(executor.early_updates.away(executor.states))
-
-
-def dropping():
-    """Return a byte GPT with dropout after every block, so that each forward pass draws random numbers."""
-    torch.manual_seed(0)
-    model = ByteGPT(SIZES["tiny"])
-    for block in model.blocks:
-        block.register_forward_hook(lambda module, _, out: torch.nn.functional.dropout(out, 0.2, module.training))
-    return model
 
 
 OFFLOADED = {"offload_param": {"device": "cpu"}, "accumulation": 2}

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from studies.bench.bits import differences, state_of
-from studies.bench.byte_gpt import SIZES, Batches
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ByteGPTConfig
+from tests.machines import node
 from tests.runtime.contract.test_bits import CASES, trainable, two_groups
 from tests.runtime.contract.test_partitions import set_state
 from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, plan_for, start, train
@@ -33,6 +34,13 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
 MIX = ["host", "device", "resident"]
 LARGE = 70_000  # elements: two of DeepSpeed's subgroups
+SHORT_LIVED = {
+    "stage3_max_live_parameters": 1,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 1,
+    "stage3_param_persistence_threshold": 0,
+}
+MANY_LAYERS = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)
 CUT = {
     "subgroups": {},
     "one": {"subgroup_size": 10**9},
@@ -320,6 +328,51 @@ def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
     assert_same(outcome(engine, 8, each=each), stock)
     pieces = len(engine.optimizer._ebbtide.executor.states)
     assert updated_early == [0] * (auto.WATCHED_STEPS - 1) + [pieces * (DEVICE != "unified")] * 5
+
+
+def dropping(size=SIZES["tiny"]):
+    """Return a byte GPT with dropout after every block, so that each forward pass draws random numbers."""
+    torch.manual_seed(0)
+    model = ByteGPT(size)
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, _, out: torch.nn.functional.dropout(out, 0.2, module.training))
+    return model
+
+
+@pytest.mark.skipif(DEVICE == "unified", reason="one memory has no other place for parameters")
+@pytest.mark.parametrize("options", [{}, {"subgroup_size": SUBGROUP}, {"accumulation": 2, "clipping": 0.01}])
+def test_auto_moves_parameters_and_trains_the_same_bits(options, monkeypatch):
+    """Check that a plan of ``plan="auto"`` which moves 16-bit parameters to host memory trains stock DeepSpeed's bits,
+    with dropout, although DeepSpeed's config keeps all parameters on the GPU.
+
+    The plan comes from the real search. It is told that the CPU updates slowly and that no GPU memory is free, so that
+    the memory of parameters is worth more for optimizer state.
+    """
+    monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
+    monkeypatch.setattr(auto, "better_plan", functools.partial(with_a_slow_cpu, auto.better_plan))
+    options = {"subgroup_size": 4 * LARGE, **SHORT_LIVED, **options}
+    stock = outcome(start(dropping(MANY_LAYERS), **options), 12)
+    engine, locations = start(dropping(MANY_LAYERS), **options), []
+    ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE](), machine=node(device_kind="emulated"))
+
+    def each(live, number):
+        del number
+        own = live.optimizer._ebbtide
+        locations.append({state.parameter_location for state in own.executor.states})
+        assert {*own.plan.parameter_locations} == locations[-1]
+
+    ours = outcome(engine, 12, each=each)
+    before = auto.WATCHED_STEPS * options.get("accumulation", 1) - 1
+    assert locations[:before] == [{"device"}] * before
+    assert all("host" in there for there in locations[before:])
+    assert_same(ours, stock)
+    assert all(torch.equal(ours[0][name], value) for name, value in stock[0].items())
+
+
+def with_a_slow_cpu(better_plan, workload, machine, current, _free_device, free_host):
+    """Return the plan that ``better_plan`` makes for a machine with a slow CPU, fast links and no free GPU memory."""
+    slow = machine.with_rates(host_adam_params_per_s=1e5, h2d_bytes_per_s=1e11, d2h_bytes_per_s=1e11)
+    return better_plan(workload, slow, current, 0, free_host)
 
 
 @pytest.mark.parametrize("options", [{"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}])
