@@ -15,7 +15,6 @@ A prediction is made as a user would make it before training: from a preset mach
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
 from studies.published_runs import families, judging
 from studies.published_runs.judging import CHOICES, QUANTITIES
-from studies.published_runs.left_out import cross_validation, random_triples
+from studies.published_runs.left_out import FEWER_AND_MORE, RUNS, cross_validation, random_draws
 from studies.published_runs.makers import between_makers
 from studies.published_runs.pictures import draw
 from studies.published_runs.shipped import as_logged, calibrated, fits, machine_of, workload_of
@@ -53,17 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workload_of(run, presets[run.testbed])
         seen = read_runs(args.calibrate) if args.calibrate else []
         corrected = calibrated(presets, seen) if seen else {}
-        before = _cross_validation_of(args.before)
         crossed = {} if args.quick or not seen else cross_validation(seen)
-        triples = random_triples(seen, args.triples) if seen and args.triples else {}
+        sizes = (RUNS, *FEWER_AND_MORE) if seen and args.triples else ()
+        draws = {size: random_draws(seen, args.triples, size) for size in sizes}
         figures = figures_of(presets, corrected, seen, asked, crossed)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    figures["random_triples"] = triples
+    figures["random_triples"] = draws.pop(RUNS, {})
+    figures["random_draws"] = draws
     figures["training"] = training_figures(args.training) if args.training else {}
-    if before:
-        figures["before_and_after"] = before_and_after(before, crossed)
     print_tables(figures)
     write_record(args.json, "published_runs", figures)
     machines = {name: c.machine for name, c in corrected.items()} or presets
@@ -99,52 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="also repeat N times: calibrate on three random runs of the file --calibrate, and predict other runs",
     )
-    parser.add_argument(
-        "--before",
-        metavar="PATH",
-        help="result file that this command wrote with an earlier version of the simulator. The prediction errors in a "
-        "cross-validation are compared between that version and this one",
-    )
     return parser
-
-
-def _cross_validation_of(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        found = json.loads(Path(path).read_text())["cross_validation"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunError(
-            "--before must name a result file with the key 'cross_validation', which this command writes with --json "
-            f"and without --quick, but {path} cannot be used: {error!r}"
-        ) from None
-    return dict(found)
-
-
-def before_and_after(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the prediction errors of an earlier version of the simulator and of this version, on published runs.
-
-    The errors are from a cross-validation: a machine is calibrated without the runs of one group, such as those with
-    one model size, and then these runs are predicted. The result is a list. A row has the errors of both versions for
-    one way to form the groups (such as by ``model``), one testbed and one predicted quantity.
-    """
-    return [
-        {
-            "left_out": left_out,
-            "testbed": bed,
-            "quantity": quantity,
-            "before": _percentages(before[left_out]["all"][bed][quantity]),
-            "after": _percentages(found[quantity]),
-        }
-        for left_out, crossed in after.items()
-        for bed, found in crossed["all"].items()
-        for quantity in QUANTITIES
-        if quantity in found and quantity in before.get(left_out, {}).get("all", {}).get(bed, {})
-    ]
-
-
-def _percentages(found: dict[str, float]) -> list[float]:
-    return [round(found[name], 1) for name in ("median_abs_pct_error", "p90_abs_pct_error")]
 
 
 def figures_of(

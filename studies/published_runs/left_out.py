@@ -1,4 +1,4 @@
-"""Prediction errors of published runs after a calibration on three other runs."""
+"""Prediction errors of published runs after a calibration on a few other runs."""
 
 import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -18,6 +18,7 @@ FOLDS: dict[str, Callable[[Run], Hashable]] = {
     "offload ratio": lambda run: run.offload_ratio,
 }
 RUNS = 3  # what a user has
+FEWER_AND_MORE = (1, 10)
 
 
 def cross_validation(runs: Sequence[Run]) -> dict[str, Any]:
@@ -53,26 +54,28 @@ LEAST_ROWS = 6  # of a campaign that triples predict: as many left out as were c
 JUDGED_INTERVALS = 6  # of each triple's runs left out: an interval takes twenty simulations
 
 
-def random_triples(runs: Sequence[Run], count: int) -> dict[str, Any]:
-    """Return how well published runs are predicted after a calibration on only three other runs.
+def random_draws(runs: Sequence[Run], count: int, size: int = RUNS) -> dict[str, Any]:
+    """Return how well published runs are predicted after a calibration on only a few other runs.
 
-    The three runs are drawn at random, ``count`` times. They come from the same campaign (series of runs) as the
-    predicted runs, from other campaigns, or from all runs. The result is a dict of prediction errors by this origin
-    and by testbed.
+    The runs to calibrate on are drawn at random, ``count`` times, ``size`` at a time. They come from the same campaign
+    (series of runs) as the predicted runs, from other campaigns, or from all runs. The result is a dict of prediction
+    errors by this origin and by testbed. It also has the errors for the same predicted runs with nothing fitted.
     """
-    return {whence: {name: _over_triples(runs, name, whence, count) for name in testbeds(runs)} for whence in FROM}
+    return {whence: {name: _over_draws(runs, name, whence, count, size) for name in testbeds(runs)} for whence in FROM}
 
 
-def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) -> dict[str, Any]:
+def _over_draws(runs: Sequence[Run], testbed: str, whence: str, count: int, size: int) -> dict[str, Any]:
     own = [run for run in runs if run.testbed == testbed and len(run.measured) > 1]
     pairs: list[Pair] = []
+    unfitted: list[Pair] = []
     each: list[dict[str, float]] = []
     held: list[float] = []
     rng = random.Random(f"{testbed} {whence}")
-    for picked, left in _triples(own, whence, count, rng):
+    for picked, left in _draws(own, whence, count, size, rng):
         machines = {testbed: calibrated({testbed: machine_of(testbed)}, picked)[testbed].machine}
         judged = predictions(machines, left, picked)
         pairs += judged
+        unfitted += predictions({testbed: machine_of(testbed)}, left, picked)
         each.append(errors(judged)["iteration"])
         some = rng.sample(left, min(JUDGED_INTERVALS, len(left)))
         held.append(intervals(machines, some, picked)[testbed]["held_pct"])
@@ -87,21 +90,25 @@ def _over_triples(runs: Sequence[Run], testbed: str, whence: str, count: int) ->
     return {
         "triples": len(each),
         "runs_left_out": errors(pairs)["iteration"],
+        "nothing_fitted": errors(unfitted)["iteration"],
         "over_triples": spread,
         "intervals_held_pct": float(np.mean(held)),
     }
 
 
-def _triples(runs: Sequence[Run], whence: str, count: int, rng: random.Random) -> Iterator[tuple[list[Run], list[Run]]]:
-    """Yield pairs of lists: three random runs to calibrate on, and the runs that are then predicted.
+def _draws(
+    runs: Sequence[Run], whence: str, count: int, size: int, rng: random.Random
+) -> Iterator[tuple[list[Run], list[Run]]]:
+    """Yield pairs of lists: random runs to calibrate on, and the runs that are then predicted.
 
-    A campaign is a series of runs by one source. The three runs themselves are never predicted.
+    A campaign is a series of runs by one source. The runs to calibrate on are never predicted.
 
     Args:
-        whence: Origin of the three runs. ``same campaign``: the other runs of their campaign are predicted. ``other
-            campaigns``: all runs of a campaign are predicted, and the three runs are not from it. ``anywhere``: the
-            three runs are from all campaigns, and all other runs are predicted.
+        whence: Origin of the runs to calibrate on. ``same campaign``: the other runs of their campaign are predicted.
+            ``other campaigns``: all runs of a campaign are predicted, and none of the runs is from it. ``anywhere``:
+            the runs are from all campaigns, and all other runs are predicted.
         count: Number of pairs.
+        size: Number of runs to calibrate on.
     """
     campaigns = [f for f in sorted({run.family for run in runs}) if sum(run.family == f for run in runs) >= LEAST_ROWS]
     for _ in range(count):
@@ -109,8 +116,8 @@ def _triples(runs: Sequence[Run], whence: str, count: int, rng: random.Random) -
         inside = [run for run in runs if run.family == chosen]
         outside = [run for run in runs if run.family != chosen]
         pool = {FROM[0]: inside, FROM[1]: outside, FROM[2]: list(runs)}[whence]
-        if len(pool) < RUNS:
-            return
-        picked = rng.sample(pool, RUNS)
+        if len(pool) < size + (whence == FROM[0]):
+            continue
+        picked = rng.sample(pool, size)
         predicted = runs if whence == FROM[2] else inside
         yield picked, [run for run in predicted if all(run is not one for one in picked)]

@@ -458,36 +458,28 @@ def test_a_blank_micro_batch_follows_from_the_global_batch(tmp_path):
     assert not run.unknown
 
 
-def test_before_and_after_stand_side_by_side():
-    def crossed(median):
-        found = {"median_abs_pct_error": median, "p90_abs_pct_error": 2 * median, "n": 3}
-        return {"model": {"all": {"a100": {"rows": 3, "iteration": found}}}}
-
-    assert published_runs.before_and_after(crossed(4.0), crossed(3.0)) == [
-        {"left_out": "model", "testbed": "a100", "quantity": "iteration", "before": [4.0, 8.0], "after": [3.0, 6.0]}
-    ]
-
-
-def test_figures_that_are_none_are_refused_as_before(tmp_path, capsys):
-    (tmp_path / "b.json").write_text("[]")
-    arguments = ["--predict", str(CSV), "--json", str(tmp_path / "x")]
-    assert published_runs.main([*arguments, "--before", str(tmp_path / "b.json")]) == 2
-    assert "--before must name a result file" in capsys.readouterr().err
-
-
-def test_random_triples_never_predict_what_they_were_calibrated_on():
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_random_draws_never_predict_what_they_were_calibrated_on(size):
     runs = [run for run in read_runs(CSV) if run.testbed == "h100x4"]
     rng = random.Random(1)
     for whence in left_out.FROM:
-        for picked, left in left_out._triples(runs, whence, 5, rng):
+        drawn = list(left_out._draws(runs, whence, 5, size, rng))
+        assert drawn, whence
+        for picked, left in drawn:
             families = {run.family for run in left}
-            assert len(picked) == 3
+            assert len(picked) == size
+            assert left
             assert not any(run is one for run in left for one in picked)
             if whence == "same campaign":
                 assert {run.family for run in picked} == families
             elif whence == "other campaigns":
                 assert not {run.family for run in picked} & families
-    (found,) = left_out.random_triples(runs, 1)["same campaign"].values()
+
+
+def test_random_draws_are_judged_beside_a_machine_with_nothing_fitted():
+    runs = [run for run in read_runs(CSV) if run.testbed == "h100x4"]
+    (found,) = left_out.random_draws(runs, 1)["same campaign"].values()
+    assert found["nothing_fitted"]["n"] == found["runs_left_out"]["n"]
     assert found["triples"] == 1
     assert found["runs_left_out"]["n"] == 6  # of nine
     assert 0 <= found["intervals_held_pct"] <= 100
