@@ -20,7 +20,7 @@ from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.update.way import PARAMETERS_ON_HOST
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.cuts import LARGE, SIZES, TOLD, WORTH, finer, merged, quick_cuts, recuts
+from ebbtide.tuner.candidates.cuts import SIZES, WORTH, finer, merged, quick_cuts, recuts
 from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.first_plans import try_first
@@ -433,36 +433,3 @@ def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = No
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))
     near = [search for search in searches if search.best_s <= most_s]
     return min(near, key=lambda search: len(search.workload.subgroups))
-
-
-def about_subgroups(search: Search) -> list[str]:
-    """Return advice to use a smaller subgroup size, if the plan's subgroups are large.
-
-    A quick plan search finds the smaller size.
-
-    Returns:
-        A list with one sentence, or an empty list if a smaller size would gain little.
-    """
-    work, machine = search.workload, search.machine
-    if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
-        return []
-    found = decide(Question(work, machine, search.limits, seed=search.seed, effort=QUICK))
-    other, seconds = found.search.workload, found.iteration_s
-    if other is work or seconds > TOLD * search.best_s:
-        return []
-    return [
-        f"smaller subgroups than {work.subgroup_size:.0e} elements are faster: with "
-        f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms"
-    ]
-
-
-def about_pieces(work: Workload) -> list[str]:
-    """Return a list with one sentence on how a plan divides DeepSpeed's subgroups. The list is empty if the plan does
-    not divide them.
-    """
-    if not work.deepspeed_subgroup_size:
-        return []
-    return [
-        f"DeepSpeed keeps sub_group_size {work.deepspeed_subgroup_size} and therefore its exact results. The "
-        f"plan's {len(work.subgroups)} subgroups are parts of DeepSpeed's own"
-    ]

@@ -28,9 +28,10 @@ from ebbtide.tuner.candidates.candidate import Candidate, seconds_of, turned
 from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
 from ebbtide.tuner.placements.decision import QUICK as QUICK
-from ebbtide.tuner.placements.decision import Progress, Question, about_pieces, about_subgroups, decide, silently
+from ebbtide.tuner.placements.decision import Progress, Question, decide, silently
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.search import Search
+from ebbtide.tuner.placements.sizes_told import about_pieces, about_subgroups
 from ebbtide.tuner.placements.speculation import about_early_updates
 from ebbtide.tuner.placements.storage import about_storage
 from ebbtide.tuner.quantities import told_seconds
