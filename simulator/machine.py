@@ -162,8 +162,9 @@ class Machine(Shown, Page):
             )
         if not 0.3 <= self.duplex_factor.median <= 1.25:
             raise RuleError(
-                "duplex_factor must lie in [0.3, 1.25] (0.5: one direction at a time, 1: both "
-                f"at full speed), but got {self.duplex_factor.median}",
+                "duplex_factor must lie in [0.3, 1.25] (the speed of copies to and from the GPU at once, as a "
+                "fraction of the two single speeds: 0.5 if they take turns, 1 if both are at full speed), but got "
+                f"{self.duplex_factor.median}",
                 key="duplex_factor",
             )
         both = self.storage_duplex_factor

@@ -92,8 +92,8 @@ class Timeline(Shown):
     def iteration_s(self) -> float:
         """Return the seconds of one iteration of a timeline in the steady state.
 
-        This is the time between the ends of the last backwards of two consecutive iterations. If the timeline has a
-        single iteration, return the seconds from the first start to the last end of its ops.
+        This is the time from the end of one iteration's last backward pass to the end of the next one's. If the
+        timeline has a single iteration, return the seconds from the first start to the last end of its ops.
         """
         ends = self._backward_ends()
         if len(ends) < 2:

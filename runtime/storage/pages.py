@@ -82,7 +82,7 @@ class CheckpointPage(Page):
 
     Attributes:
         store: Identifier (nonce) of the store of optimizer state.
-        name: Name of the step in the store.
+        name: Name under which the store keeps the saved version of the state.
     """
 
     format: int = Field(1, ge=1)

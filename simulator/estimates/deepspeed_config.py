@@ -156,10 +156,10 @@ class _Resolver:
         return float(value)
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
-        """Return a number of elements from the section ``zero_optimization`` of a DeepSpeed config.
+        """Read a setting that counts elements, such as a bucket size, of a DeepSpeed config.
 
         Args:
-            key: Key in the section, with or without the prefix ``stage3_``.
+            key: Key in the section ``zero_optimization``, with or without the prefix ``stage3_``.
             default: Value if the key is absent.
             automatic: Value if the config has ``"auto"``.
         """

@@ -109,7 +109,7 @@ def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machin
     pairs = list(some)
     rows = [
         what | gap(workload, node, offload_parameters=True)
-        for what, workload, node in track(pairs, description="planning for Llama and Qwen models")
+        for what, workload, node in track(pairs, description="Computing plans for Llama and Qwen models")
     ]
     gaps = sorted(row["gap_pct"] for row in rows)
     return {

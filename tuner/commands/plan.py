@@ -140,8 +140,8 @@ def plan(
     }
     if options["pieces"] and options["storage"]:
         raise BadInputError(
-            "--subgroup-size pieces must not be given if optimizer state is stored on a drive, because a drive holds "
-            "whole subgroups of DeepSpeed only. Use --subgroup-size auto, or leave out --storage and "
+            "--subgroup-size=pieces must not be given if optimizer state is stored on a drive, because a drive holds "
+            "whole subgroups of DeepSpeed only. Use --subgroup-size=auto, or leave out --storage and "
             "offload_optimizer.device nvme"
         )
     needs("with --storage", bool(options["storage"]), "endurance")

@@ -131,7 +131,7 @@ class Contests:
     Attributes:
         question: Model and machine that the search is for.
         space: Set of configurations that is searched.
-        most: Largest number of simulations. After them, the other configurations stay undecided.
+        most: Largest number of simulations. The remaining configurations are then neither simulated nor ruled out.
         seen: Called with the number of simulated configurations.
     """
 

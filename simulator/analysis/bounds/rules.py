@@ -140,11 +140,12 @@ class Problem:
         self.early, self.kept = ({way: self.rows.new(shape[0]) for way in self.held} for _ in range(2))
 
     def mean(self, weight: float) -> list[Term]:
-        """Return the terms that one kind of step adds to the linear program's objective, the mean seconds of a step.
+        """Return the terms that one kind of step adds to the objective of the linear program.
 
-        Steps that clip gradients are one kind, and steps that do not are the other. The terms are the time from the
-        gradient norm to the end of the next forward, and the time for which all other forwards and backwards wait for
-        copies or updates. The compute time of these other forwards and backwards is constant, so it is left out.
+        The objective is the mean time of a step in seconds. Steps that clip gradients are one kind, and steps that do
+        not are the other. The first term is the time from the gradient norm to the end of the next forward pass. The
+        second term is the time for which the step's backward passes and its other forward passes wait for copies or
+        updates. The compute time of these passes is constant, so it is left out.
 
         Args:
             weight: Fraction of all steps that are of this kind.

@@ -73,8 +73,9 @@ def test_every_crash_state_opens(tmp_path, memory, scenario):
 
 
 def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
-    """Check that the crash replay fails for a checkpoint save that omits the fsync of the files with the
-    tensors.
+    """Check that a missing fsync is found by the test that replays the file operations of a save up to a crash.
+
+    The save omits the fsync of the files with the tensors.
     """
 
     class Careless(RecordingFiles):
