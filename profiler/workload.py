@@ -14,8 +14,10 @@ from ebbtide.profiler.watcher import Trace
 from ebbtide.runtime.hardware.cores import near_cores
 from ebbtide.runtime.hardware.launcher import local_ranks
 from ebbtide.runtime.kernels import host
+from ebbtide.simulator.estimates.deepspeed_config import REDUCE_BUCKET_ELEMENTS
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.schedules.buckets import planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.workload import WireDtype, Workload
 
@@ -91,6 +93,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
         clip=optimizer.clip_grad > 0,
         gradient_accumulation_steps=micro,
+        **_bucket_params(optimizer),
         ranks_per_node=ranks,
         nodes=max(1, _world_size() // ranks),
         stock_threads=_fewer_threads(),
@@ -108,6 +111,18 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
     )
+
+
+def _bucket_params(optimizer: Any) -> dict[str, int]:
+    """Return the fields of a workload that tell the size of DeepSpeed's gradient bucket, as a dict.
+
+    A bucket of DeepSpeed's default size counts as one that the config does not set. Training under a plan may then have
+    another size.
+    """
+    own, ranks = int(optimizer.reduce_bucket_size), _world_size()
+    planned = planned_bucket(ranks) if own == REDUCE_BUCKET_ELEMENTS else None
+    share = int(optimizer.partition_count)
+    return {"reduce_bucket_params": max(1, own // share), "planned_bucket_params": max(1, (planned or own) // share)}
 
 
 def _check_phases(traces: list[Trace]) -> None:

@@ -95,6 +95,10 @@ class Workload(Shown, Page):
         reduced_beside: Fraction of a layer's network_reduce_bytes that is exchanged while the next layer's backward
             runs. That backward starts after the rest is exchanged, because the gathers of its parameters use the
             network after this exchange.
+        reduce_bucket_params: Number of gradient elements that DeepSpeed collects before it reduces them and sends them
+            to the host: its ``reduce_bucket_size``. Under ZeRO-3 it is divided by the number of ranks, because
+            ``params`` counts one rank's share. 0: gradients leave layer by layer.
+        planned_bucket_params: The same in training under a plan. 0: as large as ``reduce_bucket_params``.
         step_gather_s: Time in which the ranks of one node exchange updated parameters at the end of a step.
         network_step_gather_bytes: Bytes that this rank receives from other nodes in that exchange.
         module_issue_s: Time in which the host launches the first kernel of a module, after it has waited for the
@@ -133,6 +137,8 @@ class Workload(Shown, Page):
     pipeline_idle_s: float = Field(0.0, ge=0)
     zero_stage: ZeroStage = 3
     reduced_beside: float = Field(1.0, ge=0, le=1)
+    reduce_bucket_params: int = Field(0, ge=0)
+    planned_bucket_params: int = Field(0, ge=0)
     step_gather_s: float = Field(0.0, ge=0)
     network_step_gather_bytes: int = Field(0, ge=0)
     device_base_bytes: int = Field(0, ge=0)
@@ -328,7 +334,8 @@ class Workload(Shown, Page):
         fields = {"forward_s": 0.0, "network_reduce_bytes": 0}
         layers = [layer.model_copy(update=fields) for layer in self.layers]
         layers[-1] = layers[-1].model_copy(update={"backward_s": layers[-1].backward_s + moved_s / steps})
-        gone = {"step_gather_s": 0.0, "network_step_gather_bytes": 0, "pipeline_idle_s": 0.0}
+        gone: dict[str, Any] = {"step_gather_s": 0.0, "network_step_gather_bytes": 0, "pipeline_idle_s": 0.0}
+        gone |= {"reduce_bucket_params": 0, "planned_bucket_params": 0}
         kept = {"layers": tuple(layers), "zero_stage": 3, "gradient_accumulation_steps": steps}
         return self.model_copy(update=gone | kept)
 

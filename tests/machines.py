@@ -135,7 +135,7 @@ def random_workload(rng: random.Random, zero_stage: int = 3):
                 network_reduce_bytes=rng.choice([0, 0, rng.randint(1, 40)]),
             )
         )
-    return Workload(
+    made = Workload(
         name="random",
         layers=tuple(layers),
         subgroups=tuple(sizes),
@@ -152,3 +152,5 @@ def random_workload(rng: random.Random, zero_stage: int = 3):
         network_step_gather_bytes=rng.choice([0, rng.randint(1, 40)]) if whole else 0,
         reduced_beside=rng.choice([1.0, 0.0, rng.random()]),
     )
+    buckets = [rng.choice([0, rng.randint(1, total)]) for _ in range(2)]
+    return made.model_copy(update={"reduce_bucket_params": buckets[0], "planned_bucket_params": buckets[1]})

@@ -162,6 +162,13 @@ class TrainingEngine(Protocol):
         """Return the number of bytes that an accumulated gradient takes per parameter."""
         ...
 
+    def bucket_params(self) -> int:
+        """Return how many elements of gradients the framework collects before it hands them over.
+
+        They are counted as in the subgroups. 0: the framework hands over each gradient at once.
+        """
+        ...
+
     def micro_batches(self) -> int:
         """Return the number of micro-batches per optimizer step."""
         ...

@@ -58,6 +58,7 @@ def observed_workload(engine: TrainingEngine, passes: Sequence[Pass]) -> Workloa
         wire_dtype=engine.wire_dtype(),
         grad_bytes_per_param=engine.gradient_bytes(),
         gradient_accumulation_steps=micro_batches,
+        reduce_bucket_params=engine.bucket_params(),
         clip=engine.clips(),
         optimizer=engine.update_rule().name,
         zero_stage=engine.zero_stage(),

@@ -41,12 +41,12 @@ from ebbtide.simulator.estimates.deepspeed_keys import read_file
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
+from ebbtide.simulator.schedules.buckets import planned_bucket
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
 
-REDUCE_BUCKET = 50_000_000  # elements
 # Of "auto": DeepSpeed's own subgroups (1e9 elements by default) are few, and all of one is in one
 # place. More than some thirty gain nothing, nor do smaller ones than a link's latency asks for.
 DEEPSPEEDS_SUBGROUP = 10**9  # elements: DeepSpeed's default sub_group_size
@@ -101,17 +101,16 @@ def initialize(
     # PyTorch's pinned allocator rounds up to powers of two and gives nothing back; `attach` page-locks
     # exactly what the plan moves.
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+    zero = config["zero_optimization"]
+    # DeepSpeed's own is 5e8: gradients would start for the host late.
+    if bucket := planned_bucket(int(os.environ.get("WORLD_SIZE") or 1)):
+        zero.setdefault("reduce_bucket_size", bucket)
     if isinstance(plan, Plan):
         if storage is not None and not plan.drives:
             plan = plan.model_copy(update={"storage_dir": str(storage)})
-        zero = config["zero_optimization"]
         if plan.deepspeed_subgroup_size:
             _check_own_size(plan, zero.get("sub_group_size", DEEPSPEEDS_SUBGROUP))
         zero["sub_group_size"] = plan.config_subgroup_size
-        if int(os.environ.get("WORLD_SIZE") or 1) <= 2:
-            # DeepSpeed's own is 5e8: gradients would start for the host late. How ranks' gradients
-            # are bucketed cannot be seen in a sum of two; in one of more it can.
-            zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
         check_host_memory(plan, config, client=given.get("optimizer"))
     with waits_are_told():
         result = deepspeed.initialize(*args, config=config, **kwargs)

@@ -47,6 +47,7 @@ class PlannedZero:
     gradient_accumulation_steps: int
     master_weights_and_grads_dtype: torch.dtype
     norm_for_param_grads: dict[int, torch.Tensor]
+    reduce_bucket_size: int
     _module_of: weakref.ref[torch.nn.Module]
 
     # -- backward and step -------------------------------------------------------------------
@@ -154,6 +155,10 @@ class PlannedZero:
 
     def gradient_bytes(self) -> int:
         return self.gradient_accumulation_dtype.itemsize
+
+    def bucket_params(self) -> int:
+        ranks = private.partition_count(self) if self.zero_stage() == 3 else 1
+        return max(1, int(self.reduce_bucket_size) // ranks)
 
     def micro_batches(self) -> int:
         return int(self.gradient_accumulation_steps)

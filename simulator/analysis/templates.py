@@ -29,7 +29,6 @@ RETIMED_WORKLOAD = (
     "layers",
     "subgroup_size",
     "deepspeed_subgroup_size",
-    "parameters",
     "nodes",
     "tokens_per_iteration",
     "samples_per_iteration",

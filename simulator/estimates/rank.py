@@ -11,6 +11,7 @@ from ebbtide.simulator.estimates.compute import BACKWARD, FORWARD, Device, Shape
 from ebbtide.simulator.estimates.models.blocks import Block
 from ebbtide.simulator.estimates.rank_sizes import RankSizes, partitions_of
 from ebbtide.simulator.layer import Layer
+from ebbtide.simulator.schedules.buckets import planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
 from ebbtide.simulator.update.subgroups import cut
 from ebbtide.simulator.workload import Workload
@@ -53,6 +54,7 @@ class Rank(RankSizes):
             nodes=self.layout.nodes,
             stock_threads=self.job.stock_threads(self.layout.ranks_per_node),
             reduced_beside=self.reduced_beside,
+            **self.bucket_params(),
             tokens_per_iteration=self.tokens * micro * p.data_parallel,
             samples_per_iteration=self.job.micro_batch * micro * p.data_parallel,
             micro_batch=p.micro_batch,
@@ -239,6 +241,16 @@ class Rank(RankSizes):
             return 0.0
         ahead, bucket = self.job.prefetch_bucket_elements, self.job.reduce_bucket_elements
         return min(1.0, ahead / max(1, bucket))
+
+    def bucket_params(self) -> dict[str, int]:
+        """Return the fields of a workload that tell the size of DeepSpeed's gradient bucket, as a dict.
+
+        They count one rank's share, as the workload's layers do.
+        """
+        own = self.job.reduce_bucket_elements
+        planned = own if self.job.names_bucket else planned_bucket(self.layout.gpus) or own
+        share = self.job.data_parallel if self.job.zero_stage == 3 else 1
+        return {"reduce_bucket_params": max(1, own // share), "planned_bucket_params": max(1, planned // share)}
 
     def issue_s(self, block: Block) -> float:
         """Return the seconds that the host needs to launch the kernels of a block's forward.

@@ -211,6 +211,12 @@ class Training(BaseModel):
         """Return True if gradient reductions overlap with backward. By default DeepSpeed does so only under ZeRO-3."""
         return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
 
+    @property
+    def names_bucket(self) -> bool:
+        """Return True if the DeepSpeed config sets ``reduce_bucket_size``. If not, training under a plan may set it."""
+        named = "reduce_bucket_size" in (self.config.get(ZERO) or {})
+        return named or self.reduce_bucket_elements != REDUCE_BUCKET_ELEMENTS
+
     def stock_threads(self, ranks_per_node: int) -> int | None:
         """Return the number of threads of DeepSpeed's updates on the CPU, for one rank. None: the number of cores."""
         return stock_threads(self.launcher, self.omp_threads, ranks_per_node)

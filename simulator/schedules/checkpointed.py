@@ -86,8 +86,7 @@ class CheckpointedLoop(EbbtideLoop):
         self._pass_begins()
         return super()._parameter_waits(layer)
 
-    def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        super().gradients(layer, micro_step, after)
+    def after_backward(self) -> None:
         self._pass_begins()
 
     def step(self) -> None:

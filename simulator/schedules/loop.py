@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Lane, OpKind, ScheduleBuilder
+from ebbtide.simulator.schedules.buckets import leavings
 from ebbtide.simulator.workload import Workload
 
 ALL_CORES = math.inf  # capped at the machine's cores by the simulator
@@ -30,6 +31,7 @@ class TrainingLoop(ABC):
         self.sizes = workload.subgroups
         self.shares = workload.shares()
         self.layers_of = workload.layers_of_subgroups()
+        self.leavings = leavings(workload, self.bucket)
         self.parameters_new: dict[int, int] = {}
         self.step_end: int | None = None
         self.backward_done = -1
@@ -64,13 +66,18 @@ class TrainingLoop(ABC):
                 self.backward(micro_step)
             self.step()
 
+    @property
+    def bucket(self) -> int:
+        """Return the number of gradient elements that DeepSpeed collects before it reduces them. 0: none."""
+        return self.workload.reduce_bucket_params
+
     @abstractmethod
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
         """Append to the schedule what a strategy does with one layer's gradients in a micro-batch, such as copies to
         the host.
 
-        The gradients are already reduced over the ranks. The method is called during backward for each layer, the last
-        layer first.
+        The gradients are already reduced over the ranks. The method is called during backward for each layer, in the
+        order in which gradients leave DeepSpeed's bucket.
 
         Args:
             after: Op that must end first.
@@ -142,6 +149,11 @@ class TrainingLoop(ABC):
         this method.
         """
 
+    def after_backward(self) -> None:
+        """Append to the schedule what a strategy does after each layer's backward: nothing, unless a subclass overrides
+        this method.
+        """
+
     def _parameter_waits(self, layer: int) -> list[int]:
         waits = [] if self.step_end is None else [self.step_end]
         new = self.parameters_new
@@ -179,11 +191,12 @@ class TrainingLoop(ABC):
             # Gathers and reductions are streams of their own: on the one lane for both, the next
             # layer's gather must not queue behind a reduction that waits for this layer's backward.
             waits = self.before_pass(number - 1, [], backward=True) if number else []
-            if w.zero_stage > 1:
-                waited_for, reduced = self._reduced(number, op)
-                self.gradients(number, micro_step, reduced)
+            for left in self.leavings[number] if w.zero_stage > 1 else ():
+                waited_for, reduced = self._reduced(left.layer, op)
+                self.gradients(left.layer, micro_step, reduced)
                 if waited_for != op:
                     waits = [*waits, waited_for]
+            self.after_backward()
         if w.zero_stage == 1 and micro_step == self.boundary:
             # ZeRO-1 reduces once per step, in hooks that come behind the whole backward.
             for number in reversed(range(len(w.layers))):

@@ -7,9 +7,11 @@ Subclasses add the ops of subgroups' gradients and updates. One subclass builds 
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from itertools import count
 from typing import NamedTuple
 
 from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.schedules.buckets import Leavings, bucket_of
 from ebbtide.simulator.schedules.loop import TrainingLoop
 from ebbtide.simulator.update.footprint import fetched_elements, fetched_for
 from ebbtide.simulator.update.tiers import Memory
@@ -21,8 +23,7 @@ class Part(NamedTuple):
 
     Attributes:
         number: Position among all parts of a workload.
-        last: True for the part of the subgroup's first layer. It comes last in backward and completes the
-            gradient.
+        last: True for the part of the subgroup that leaves last in backward and completes the gradient.
     """
 
     number: int
@@ -31,21 +32,23 @@ class Part(NamedTuple):
     last: bool
 
 
-def parts_of(workload: Workload) -> tuple[tuple[Part, ...], ...]:
+def parts_of(workload: Workload, leave: Leavings) -> tuple[tuple[Part, ...], ...]:
     """Return, for each layer, a tuple of the parts of subgroups' gradients that the layer's backward produces.
 
     The parts of a layer are in the order of their transfer to the host.
+
+    Args:
+        leave: For each layer, the layers whose gradients leave DeepSpeed's bucket after its backward.
     """
-    first = [layers[0] if layers else -1 for layers in workload.layers_of_subgroups()]
-    number = 0
-    result = []
-    for layer, held in enumerate(workload.shares()):
-        some = []
-        for subgroup, elements in reversed(held):
-            some.append(Part(number, subgroup, elements, layer == first[subgroup]))
-            number += 1
-        result.append(tuple(some))
-    return tuple(result)
+    ascending = {left.layer for some in leave for left in some if left.ascending}
+    held = [some if n in ascending else some[::-1] for n, some in enumerate(workload.shares())]
+    in_order = [left.layer for some in reversed(leave) for left in some]
+    last = {subgroup: layer for layer in in_order for subgroup, _ in held[layer]}
+    numbers = count()
+    return tuple(
+        tuple(Part(next(numbers), subgroup, elements, layer == last[subgroup]) for subgroup, elements in some)
+        for layer, some in enumerate(held)
+    )
 
 
 class PlannedLoop(TrainingLoop):
@@ -67,8 +70,14 @@ class PlannedLoop(TrainingLoop):
         super().__init__(workload)
         self.locations, self.overlaps = locations, overlaps
         self.fetched = fetched_elements(workload, locations)
-        self.parts = parts_of(workload)
+        self.parts = parts_of(workload, self.leavings)
+        leave = [left.layer for some in reversed(self.leavings) for left in some]
+        self.first_to_leave = next(n for n in leave if self.shares[n]) if self.bucket else leave[0]
         self.ends: list[int] = []
+
+    @property
+    def bucket(self) -> int:
+        return bucket_of(self.workload)
 
     @abstractmethod
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
@@ -81,9 +90,8 @@ class PlannedLoop(TrainingLoop):
     def prefetch(self) -> None:
         """Start copying optimizer state from host memory to the GPU, for updates on the GPU in this step.
 
-        The copies begin when the last layer's backward in the last micro-batch has ended. The runtime cannot begin
-        earlier, because only the arrival of the last layer's gradient tells it that the backward of this micro-batch
-        has begun.
+        The copies begin when the first gradients of the last micro-batch leave DeepSpeed's bucket. The runtime cannot
+        begin earlier, because only the arrival of a gradient tells it that the backward of this micro-batch has begun.
         """
 
     @abstractmethod
@@ -140,7 +148,7 @@ class PlannedLoop(TrainingLoop):
         return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:
-        if layer == len(self.workload.layers) - 1 and micro_step == self.boundary:
+        if layer == self.first_to_leave and micro_step == self.boundary:
             self.prefetch()
         for part in self.parts[layer]:
             self.gradient_reduced(part, micro_step, after)

@@ -34,6 +34,7 @@ class StockLoop(TrainingLoop):
     def __init__(self, workload: Workload, options: StockOptions) -> None:
         super().__init__(workload)
         self.options = options
+        self.leave_last = {left.layer for left in self.leavings[0]}
         self.state_bytes = workload.optimizer_state.state_bytes
         count = len(self.sizes)
         self.resident = int((1 - options.host_ratio) * count)  # the first ones, as DeepSpeed does
@@ -198,11 +199,13 @@ class StockLoop(TrainingLoop):
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
         """Append to the schedule the GPU kernels that compute the norm of a layer's gradients and convert them to fp32.
 
-        They run at the same time as backward of the next layers.
+        They run at the same time as backward of the next layers, and wait for its kernels. Gradients that leave
+        DeepSpeed's bucket at the end of backward have none to wait for.
         """
         w = self.workload
         waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR
-        if self.options.gradients in ("asynchronous", "stock"):
+        alone = self.bucket and layer in self.leave_last
+        if self.options.gradients in ("asynchronous", "stock") and not alone:
             waits = [self.out.add(OpKind.GRADIENT_PASS, Lane.DEVICE_UPDATE, waited_s, after=waits, layer=layer)]
         return self.out.add(
             OpKind.GRADIENT_PASS,

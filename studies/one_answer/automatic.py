@@ -24,6 +24,7 @@ from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import SimResult, compile_schedule, simulate_fast, timeline
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.plan import ParameterLocation, Way
+from ebbtide.simulator.schedules.buckets import bucket_of
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.steps import HOST_SLOTS
 
@@ -259,6 +260,9 @@ class _Engine:
 
     def sizes(self) -> tuple[int, ...]:
         return self.work.subgroups
+
+    def bucket_params(self) -> int:
+        return bucket_of(self.work)
 
     def micro_batches(self) -> int:
         return self.work.gradient_accumulation_steps

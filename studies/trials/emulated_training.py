@@ -157,6 +157,7 @@ class Setting:
             subgroups=(self.subgroup,) * self.subgroups,
             subgroup_size=self.subgroup,
             gradient_accumulation_steps=self.micro_batches,
+            reduce_bucket_params=self.weight,  # as `start` sets it
             tokens_per_iteration=ROWS * self.micro_batches,
             device_base_bytes=2 * self.params,
             provenance="emulated: layers of given duration, phases measured without updates",

@@ -18,6 +18,7 @@ from ebbtide.profiler.memory import reset_peak
 from ebbtide.simulator import Plan, Way
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.plan import ParameterLocation
+from ebbtide.simulator.schedules.buckets import PLANNED_BUCKET_ELEMENTS
 
 from studies.bench.bits import digest, optimizer_state
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
@@ -28,7 +29,6 @@ from studies.bench.record import write_record
 WARMUP = 3
 INEXACT = ("zenflow", "torchao", "deepcompile")
 UNCAPPED = ("no_offload",)  # what training would take if memory were no matter
-REDUCE_BUCKET = 50_000_000  # elements
 
 
 def main() -> None:
@@ -198,7 +198,7 @@ def make_engine(args: argparse.Namespace) -> Any:
     if args.offload_param:
         zero |= {"offload_param": {"device": "cpu", "pin_memory": True}, "stage3_max_reuse_distance": 0}
     # Stock's bucket as large as what a plan gets where a config leaves it open.
-    zero.setdefault("reduce_bucket_size", REDUCE_BUCKET)
+    zero.setdefault("reduce_bucket_size", PLANNED_BUCKET_ELEMENTS)
     config = ds_config(
         args.micro_batch,
         args.subgroup,

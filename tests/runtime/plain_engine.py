@@ -276,6 +276,9 @@ class PlainEngine:
     def gradient_bytes(self):
         return 2
 
+    def bucket_params(self):
+        return 0
+
     def micro_batches(self):
         return self.accumulation
 

@@ -5,7 +5,7 @@ queue of ops that run one after the other), in the same order and with the same 
 import dataclasses
 import random
 from collections import Counter
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -38,27 +38,30 @@ class Recorded:
     records the ops that are submitted to it.
     """
 
-    def __init__(self, name, notes):
-        self.name, self.notes, self.stream = name, notes, None
+    def __init__(self, name, device):
+        self.name, self.device, self.stream = name, device, None
 
     def submit(self, body, waits, completion):
         del body
-        self.notes.append((self.name, completion, list(waits)))
+        self.device.notes.append((self.name, completion, list(waits), self.device.layer))
         completion.issued.set()
 
 
 class Recording(Device):
     """A device for the executor with GPU memory that is separate from host memory, so that parameters are copied.
     Its lanes (queues of ops) only record the submitted ops. Its events count as reached from the start.
+
+    Attributes:
+        layer: The layer whose backward is the latest.
     """
 
     unified = False
 
     def __init__(self):
-        self.notes = []
+        self.notes, self.layer = [], None
 
     def lanes(self):
-        return {name: Recorded(name, self.notes) for name in super().lanes()}
+        return {name: Recorded(name, self) for name in super().lanes()}
 
     def current_event(self):
         return SimpleNamespace(query=lambda: True, synchronize=lambda: None)
@@ -110,7 +113,7 @@ def executed(workload, plan):
         executor.launch([None] * len(executor.states))
         kinds = {op.label: (op.kind, op.subgroup) for op in ops_of(executor)}
         seen = Counter()
-        for number, (lane, completion, given_waits) in enumerate(executor.device.notes):
+        for number, (lane, completion, given_waits, layer) in enumerate(executor.device.notes):
             kind = kinds[completion.label]
             name = names[completion] = (step, *kind, seen[kind])
             seen[kind] += 1
@@ -119,7 +122,7 @@ def executed(workload, plan):
             waits[name] = {"prefetch"} if early else set()
             # The training stream's event is that of the reduction or of the norm. State that is staged or
             # read early waits for a backward.
-            event = "prefetch" if early else "reduced" if number < gradients else "norm"
+            event = "prefetch" if early else ("reduced", layer) if number < gradients else "norm"
             for wait in given_waits:
                 waits[name] |= {names.get(wait, event if wait.event else "")} - {""}
         for subgroup in range(len(executor.states)):
@@ -146,11 +149,29 @@ def backward(executor, workload):
     locations = GradientBuffers(executor.device, executor.states, slices, executor.gradients, complete=complete)
     last = workload.gradient_accumulation_steps - 1
     for micro_batch in range(last + 1):
-        if micro_batch == last:
-            executor.prefetch()
-        for piece in reversed(slices.values()):
-            gradient = torch.zeros(piece.elements)
-            locations.accept(piece, gradient, first=micro_batch == 0, boundary=micro_batch == last)
+        for keys, executor.device.layer in delivered(slices, workload.planned_bucket_params):
+            if micro_batch == last:
+                executor.prefetch()
+            for key in keys:
+                gradient = torch.zeros(slices[key].elements)
+                locations.accept(slices[key], gradient, first=micro_batch == 0, boundary=micro_batch == last)
+
+
+def delivered(slices, size):
+    """Yield the gradients that DeepSpeed delivers at a time, and the layer whose backward is the latest at that time.
+
+    The bucket is filled as in ``reduce_independent_p_g_buckets_and_remove_grads``: when the next gradient does not fit,
+    the bucket's gradients are delivered, in the order of their parameters. If ``size`` is 0, each gradient is delivered
+    at once.
+    """
+    bucket = []
+    for key in reversed(slices):
+        layer, _ = key
+        if bucket and sum(slices[one].elements for one in [*bucket, key]) > size:
+            yield sorted(bucket), layer if size else bucket[0][0]
+            bucket = []
+        bucket.append(key)
+    yield sorted(bucket), layer
 
 
 def ops_of(executor):
@@ -177,7 +198,7 @@ def simulated(workload, plan):
             if not op.after:  # the first step's early reads
                 waits[name] = {"prefetch"}
             if "norm" in waits[name]:  # the norm comes after all of backward
-                waits[name] -= {"reduced", "prefetch"}
+                waits[name] = {wait for wait in waits[name] if "reduced" not in wait and wait != "prefetch"}
     return waits, lanes
 
 
@@ -186,18 +207,32 @@ def named(other, op):
         assert other.iteration == op.iteration
         return "norm"
     assert other.kind in REDUCED
-    return "prefetch" if op.kind in (OpKind.STATE_H2D, OpKind.STATE_READ) else "reduced"
+    return "prefetch" if op.kind in (OpKind.STATE_H2D, OpKind.STATE_READ) else ("reduced", other.layer)
 
 
-def random_case(rng):
+def random_case(rng, *, bucket=False):
+    """Return a random workload and a random plan.
+
+    Args:
+        bucket: True if gradients leave DeepSpeed's bucket. Each layer is one parameter, which lies in one subgroup.
+    """
     sizes = [rng.randint(10, 90) for _ in range(rng.randint(1, 9))]
     # Few layers: a layer holds many subgroups. Many layers: a subgroup holds many, and parts of others.
     cuts = sorted(rng.randint(0, sum(sizes)) for _ in range(rng.choice([1, 5, 40])))
+    if bucket:
+        cuts = sorted({*cuts, *accumulate(sizes[:-1])} - {0, sum(sizes)})
     layers = tuple(
         Layer(params=end - begin, forward_s=1.0, backward_s=1.0) for begin, end in pairwise([0, *cuts, sum(sizes)])
     )
     micro_batches = rng.choice([1, 2, 3, 8])
-    workload = Workload(name="w", layers=layers, subgroups=tuple(sizes), gradient_accumulation_steps=micro_batches)
+    workload = Workload(
+        name="w",
+        layers=layers,
+        subgroups=tuple(sizes),
+        gradient_accumulation_steps=micro_batches,
+        parameters=(tuple(layer.params for layer in layers),) if bucket else (),
+        planned_bucket_params=rng.choice([5, rng.randint(1, sum(sizes)), 1000]) if bucket else 0,
+    )
     chosen = rng.choices(ways(), k=len(sizes))
     placements = [way.placement for way in chosen]
     slots, host_slots = rng.randint(1, 4), rng.randint(1, 4)
@@ -217,6 +252,15 @@ def random_case(rng):
 @given(seed=st.integers(0, 10**9))
 def test_the_executed_dag_is_the_simulated_one(seed):
     workload, plan = random_case(random.Random(seed))
+    run, expected = executed(workload, plan), simulated(workload, plan)
+    assert run[1] == expected[1]
+    assert run[0] == expected[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_gradients_leave_the_bucket_in_the_executed_dag_as_in_the_simulated_one(seed):
+    workload, plan = random_case(random.Random(seed), bucket=True)
     run, expected = executed(workload, plan), simulated(workload, plan)
     assert run[1] == expected[1]
     assert run[0] == expected[0]

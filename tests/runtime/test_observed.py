@@ -47,6 +47,9 @@ class Engine:
     def gathers(self):
         return None
 
+    def bucket_params(self):
+        return 0
+
     def micro_batches(self):
         return 3
 

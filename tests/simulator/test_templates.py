@@ -152,6 +152,9 @@ CHANGES = {
     "state_stays": True,
     "subgroups": (500, 300, 200, 200, 200),
     "reduced_beside": 0.3,
+    "reduce_bucket_params": 500,
+    "planned_bucket_params": 400,
+    "parameters": ((700, 700),),
     "layers": (*workload().layers[:3], workload().layers[3].model_copy(update={"network_gather_bytes": 7})),
 }
 BELOW = {"zero_stage": 1, "step_gather_s": 0.25, "network_step_gather_bytes": 3000}

@@ -240,6 +240,8 @@ WORKLOAD = {
     "pipeline_idle_s": 0.1,
     "zero_stage": 2,
     "reduced_beside": 0.0,
+    "reduce_bucket_params": 10_000_000,
+    "planned_bucket_params": 10_000_000,
     "step_gather_s": 0.1,
     "network_step_gather_bytes": 10**9,
     "device_base_bytes": 2**30,

@@ -17,6 +17,7 @@ from itertools import accumulate
 
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.schedules.buckets import bucket_of, leavings
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder, compact
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.steps import Bytes, Placement, Queue
@@ -43,7 +44,10 @@ class UpdateOrders:
         left = [0.0, *accumulate(layer.backward_s for layer in w.layers)]
         self.backward_s, self.forward_s = left[-1], w.forward_s / self.micro_batches
         first = [layers[0] if layers else 0 for layers in w.layers_of_subgroups()]
-        self.complete_s = [self.backward_s - left[layer] for layer in first]
+        leave = leavings(w, bucket_of(w))
+        behind = {one.layer: layer for layer, some in enumerate(leave) for one in some}
+        sent = [min((behind[layer] for layer in layers), default=0) for layers in w.layers_of_subgroups()]
+        self.complete_s = [self.backward_s - left[layer] for layer in sent]
         before = [0.0, *accumulate(layer.forward_s for layer in w.layers)]
         self.behind_s = [self.forward_s - before[layer] for layer in first]
 

@@ -189,6 +189,11 @@ def in_bucket(optimizer: Any, partitions: Iterable[torch.Tensor]) -> bool:
     return any(p.untyped_storage().data_ptr() in taken for p in partitions)
 
 
+def partition_count(optimizer: Any) -> int:
+    """Return the number of ranks that ZeRO-3 divides the parameters among."""
+    return int(optimizer.partition_count)
+
+
 def is_partitioned(param: Any) -> bool:
     """Return whether a parameter is partitioned, so that it has no values until it is gathered."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus

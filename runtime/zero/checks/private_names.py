@@ -30,6 +30,7 @@ STAGE3 = (
             "fp16_partitioned_groups_flat_numel",
             "fp32_partitioned_groups_flat",
             "sub_group_size",
+            "reduce_bucket_size",
             "sub_group_to_group_id",
             "grad_partitions_flat_buffer",
             "grad_position",
@@ -76,6 +77,7 @@ STAGE12 = (
         (
             "bit16_groups",
             "bit16_groups_flat",
+            "reduce_bucket_size",
             "parallel_partitioned_bit16_groups",
             "single_partition_of_fp32_groups",
             "params_in_partition",

@@ -1,0 +1,138 @@
+"""The point of backward at which DeepSpeed reduces each layer's gradients, given the size of its bucket.
+
+Under ZeRO-2 and 3, DeepSpeed collects gradients in a bucket of ``reduce_bucket_size`` elements. When the next gradient
+would not fit, it first reduces the bucket's gradients, which then leave for the host. So gradients leave later than
+they are computed. Sources: ``DeepSpeedZeroOptimizer_Stage3.reduce_independent_p_g_buckets_and_remove_grads`` and the
+method of the same name in ``stage_1_and_2.py``.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ebbtide.simulator.workload import Workload
+
+# What ebbtide sets if the config leaves the size open, so that gradients leave early. How the gradients of more ranks
+# are put into buckets can change the bits of their sum.
+PLANNED_BUCKET_ELEMENTS, PLANNED_BUCKET_RANKS = 50_000_000, 2
+
+
+class Leaving(NamedTuple):
+    """A layer whose gradients leave DeepSpeed's bucket.
+
+    Attributes:
+        ascending: True if the layer's gradients leave in the order of the layer's parameters. False if they leave in
+            the reverse order, in which backward computes them.
+    """
+
+    layer: int
+    ascending: bool = False
+
+
+Leavings = tuple[tuple[Leaving, ...], ...]
+
+
+class _Gradient(NamedTuple):
+    """A gradient, or a part of a large one, in the order of backward.
+
+    Attributes:
+        done: Fraction of its layer's gradient elements that are computed when this gradient is.
+    """
+
+    layer: int
+    elements: int
+    done: float
+
+
+def planned_bucket(ranks: int) -> int | None:
+    """Return the bucket size, in elements, that ebbtide sets if a DeepSpeed config does not. None: DeepSpeed's."""
+    return PLANNED_BUCKET_ELEMENTS if ranks <= PLANNED_BUCKET_RANKS else None
+
+
+def bucket_of(workload: Workload) -> int:
+    """Return the number of elements of DeepSpeed's bucket in training under a plan, counted as in the layers."""
+    return workload.planned_bucket_params or workload.reduce_bucket_params
+
+
+def leavings(workload: Workload, bucket: int) -> Leavings:
+    """Return, for each layer, the layers whose gradients leave DeepSpeed's bucket after this layer's backward.
+
+    They are in the order in which they leave. If the parts of a layer's gradient leave at different times, the whole
+    counts at the time at which half of the elements have left. Gradients that leave while a layer's backward is
+    running count at the nearer end of that backward.
+
+    Args:
+        bucket: Elements that the bucket holds, counted as in ``workload.layers``. 0: there is no bucket.
+    """
+    layers = range(len(workload.layers))
+    if not bucket or workload.zero_stage == 1:  # ZeRO-1 reduces after the whole backward
+        return tuple((Leaving(layer),) for layer in layers)
+    found: list[list[Leaving]] = [[] for _ in layers]
+    left, whole = [0] * len(layers), _elements(workload)
+    for layer in (n for n in layers if not whole[n]):
+        found[layer].append(Leaving(layer))
+    for gradients, at in _flushes(workload, bucket):
+        own: dict[int, int] = defaultdict(int)
+        for gradient in gradients:
+            own[gradient.layer] += gradient.elements
+        # DeepSpeed's ZeRO-3 sorts a bucket's gradients by their parameters' numbers.
+        for layer in sorted(own) if workload.zero_stage == 3 else own:
+            before, left[layer] = left[layer], left[layer] + own[layer]
+            if 2 * before < whole[layer] <= 2 * left[layer]:
+                ascending = workload.zero_stage == 3 and own[layer] == whole[layer]
+                found[min(at, layer)].append(Leaving(layer, ascending))
+    return tuple(map(tuple, found))
+
+
+def _flushes(workload: Workload, bucket: int) -> Iterator[tuple[list[_Gradient], int]]:
+    """Yield each bucket of gradients that backward fills, and the layer after whose backward it is reduced."""
+    held: list[_Gradient] = []
+    size = 0
+    for gradient in _gradients(workload, bucket):
+        if held and size + gradient.elements > bucket:
+            yield held, gradient.layer + (gradient.done <= 0.5)
+            held, size = [], 0
+        held.append(gradient)
+        size += gradient.elements
+    yield held, 0
+
+
+def _gradients(workload: Workload, bucket: int) -> Iterator[_Gradient]:
+    """Yield gradients in the order in which backward computes them: the parameters in reverse order."""
+    whole, each = _elements(workload), _parameters(workload)
+    for layer in reversed(range(len(whole))):
+        done = 0
+        for elements in reversed(each[layer] if each else _pieces(whole[layer], bucket)):
+            done += elements
+            yield _Gradient(layer, elements, done / whole[layer])
+
+
+def _elements(workload: Workload) -> list[int]:
+    """Return, for each layer, how many gradient elements go through the bucket.
+
+    Under ZeRO-2 these are the gradients of all ranks' slices.
+    """
+    return [layer.params + layer.params_of_others for layer in workload.layers]
+
+
+def _parameters(workload: Workload) -> list[list[int]]:
+    """Return, for each layer, the elements of its parameters. Empty if they are not known, or lie in several layers."""
+    if workload.zero_stage < 3:  # known is only the flat partition
+        return []
+    sizes = iter([n for group in workload.parameters for n in group if n])
+    found = []
+    for layer in workload.layers:
+        held, left = list[int](), layer.params
+        while left > 0:
+            held.append(next(sizes, left + 1))
+            left -= held[-1]
+        if left:
+            return []
+        found.append(held)
+    return found
+
+
+def _pieces(elements: int, bucket: int) -> list[int]:
+    """Return the elements of a layer in equal parts that fit into a bucket, because its parameters are not known."""
+    count = -(-elements // bucket)
+    return [elements * (i + 1) // count - elements * i // count for i in range(count)]
