@@ -1,11 +1,16 @@
-"""A ``sitecustomize`` module for the processes that tests start: torch does not import its compiler, and plan searches
+"""A ``sitecustomize`` module for the processes that tests start: they begin and end with less work, and plan searches
 are short if a test asks for that (`short_search.SHORT`).
 
 Every optimizer and every DeepSpeed engine marks functions for torch's compiler, which imports torch._dynamo. The
 import takes more than a second of a core in each process, even if TORCHDYNAMO_DISABLE=1 switches the compiler off.
 Here a marked function is called as it is while the compiler is off and not imported.
+
+At the end of each process, Python looks for garbage in all modules, which takes half a second if torch is one of them.
+`end_early` excludes the objects that are left after the last `atexit` function from this search.
 """
 
+import atexit
+import gc
 import os
 import sys
 from functools import partial, wraps
@@ -142,6 +147,16 @@ class Finder:
         return spec
 
 
+def end_early():
+    """Exclude all objects from the search for garbage at the end of this process.
+
+    A process that has imported Triton needs the search. Without it, Triton prints all its types as leaked.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
+
+
+atexit.register(end_early)  # the first to be registered is the last to be called
 if CHANGES:
     sys.meta_path.insert(0, Finder)
 
