@@ -1,7 +1,8 @@
 #!/usr/bin/env sh
 # Builds the wheel, installs it into an empty environment, and tries there what its users do.
 #   sh scripts/check_wheel.sh [FOLDER]   works in FOLDER, a new temporary one without
-#   PACKAGES  a site-packages folder with the dependencies: nothing is downloaded then
+#   PACKAGES  a site-packages folder with the dependencies and pip: nothing is downloaded then
+#   NUMBA_DISABLE_JIT=1  spares ten seconds: numba compiles one kernel only, and the first plan runs as plain Python
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=${1:-$(mktemp -d)}
@@ -11,7 +12,8 @@ constraints=
 nvidia-smi -L >/dev/null 2>&1 || constraints="-c $root/constraints-cpu.txt"
 unset PYTHONPATH
 
-python3 -m venv --clear "$folder/venv"
+# PACKAGES holds pip as well. To unpack another one takes two seconds.
+python3 -m venv --clear ${PACKAGES:+--without-pip} "$folder/venv"
 pip="$folder/venv/bin/python -m pip --disable-pip-version-check -q"
 if [ -n "${PACKAGES:-}" ]; then
     echo "$PACKAGES" >"$("$folder/venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/packages.pth"
@@ -44,7 +46,7 @@ assert {"py.typed", "simulator", "profiler", "tuner", "runtime"} <= inside, insi
 assert "ebbtide/runtime/frontdoor/startup/sitecustomize.py" in names, "tune run would do nothing"
 PYTHON
 tune --version
-python - "$folder" <<'PYTHON'
+NUMBA_DISABLE_JIT=0 python - "$folder" <<'PYTHON'
 import resource, sys, time
 from importlib.metadata import distributions
 from pathlib import Path
@@ -61,6 +63,8 @@ print(f"import ebbtide.runtime: {time.perf_counter() - begin:.3f} s, "
       f"{len(sys.modules)} modules")
 from ebbtide.runtime.kernels import host
 host.load()  # its C++ source is in the wheel
+from ebbtide.simulator.engines.kernel import _phase
+assert _phase(0) and _phase.signatures, "numba must compile the wheel's kernels"
 PYTHON
 
 begin=$(date +%s)
