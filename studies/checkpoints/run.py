@@ -4,6 +4,7 @@ Importing DeepSpeed takes seconds, so the study imports it once and then forks i
 of a run are separate processes, each with its own engine, threads and files.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -106,6 +107,17 @@ class Run:
         return self.folder.parent / f"{kind}_{self.number}_{rank}"
 
 
+# Modules that making and attaching an engine imports. Else each forked process would import them.
+IMPORTED_LATE = (
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "torch.distributed.nn.functional",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "ebbtide.runtime.zero.attach",
+    "ebbtide.runtime.zero.stage3",
+)
+
+
 def warm_up() -> None:
     """Import modules and load compiled ops once, before any training process is forked.
 
@@ -119,8 +131,9 @@ def warm_up() -> None:
 
     from studies.bench.byte_gpt import python_sources
 
-    for module in ("deepspeed.runtime.zero.muon.muon_optimizer", "torch.distributed.nn.functional"):
-        importlib.import_module(module)
+    for module in IMPORTED_LATE:
+        with contextlib.suppress(ModuleNotFoundError):  # this version of DeepSpeed may lack one
+            importlib.import_module(module)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # imports torch._dynamo
     torch.set_num_threads(1)
     build_shm_op()

@@ -29,6 +29,12 @@ def compute(seconds=0.5):
         state.add_(1).mul_(1.0)
         inside.set()
 
+class Window:  # while this is freed, the interpreter ends, and daemon threads try to go on
+    def __del__(self, sleep=time.sleep):
+        sleep(0.2)
+
+window = Window()
+
 class Held:  # as tensors that only an op refers to: to free them is work in PyTorch
     def __del__(self):
         compute()
