@@ -219,7 +219,7 @@ def test_a_fit_that_is_worse_than_none_changes_no_rate(monkeypatch):
 
 
 @pytest.mark.parametrize(("wrong", "changes"), [(1.09, False), (0.92, False), (1.2, True), (0.8, True)])
-def test_runs_that_are_predicted_within_the_noise_change_no_rate(wrong, changes):
+def test_runs_that_are_predicted_well_change_no_rate(wrong, changes):
     machine = preset("h100-node")
     factors = {"forward": wrong, "backward": wrong}
     result = calibrate(machine, [observed(machine, n, factors=factors) for n in (16, 32)])
