@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.execution.allocated import as_allocated, threads_of
 from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
 from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.execution.executor import Executor
@@ -16,8 +17,6 @@ from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
 from ebbtide.runtime.execution.subgroup_state import SubgroupState, place, place_parameters, place_sums, staging_slots
-from ebbtide.runtime.hardware.launcher import local_ranks
-from ebbtide.runtime.hardware.usable import usable
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps
@@ -431,27 +430,3 @@ class Session:
         total += sum(slot.nbytes for slot in self.executor.host_slots)
         total += self.executor.early_updates.nbytes
         return total + self.gradient_buffers.spare_bytes()
-
-
-def as_allocated(plan: Plan, states: list[SubgroupState], slots: int) -> Plan:
-    """Return a plan as it was realized: with the placements and parameter locations that the subgroups have got, and
-    with ``slots`` staging buffers.
-
-    Args:
-        slots: Number of staging buffers that were allocated. It is less than planned if GPU memory was short.
-    """
-    pairs = zip(plan.ways, states, strict=True)
-    ways = [way._replace(placement=s.placement, parameters=s.parameter_location).fitted() for way, s in pairs]
-    return plan.with_ways(ways, staging_slots=slots, prefetch=min(plan.prefetch, slots))
-
-
-def threads_of(plan: Plan, device: Device) -> int:
-    """Return the number of threads of the optimizer update on the CPU: the plan's, or the number of
-    available cores.
-    """
-    if plan.threads:
-        return plan.threads
-    if device.cores:
-        return len(device.cores)
-    share = max(1, usable().cores // local_ranks())
-    return max(1, min(share, torch.get_num_threads())) if device.unified else share

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from ebbtide.runtime.devices.lane import Completion, Lane
-from ebbtide.runtime.execution.session import threads_of
+from ebbtide.runtime.execution.allocated import threads_of
 from ebbtide.runtime.hardware import cores
 from ebbtide.runtime.hardware.launcher import LOCAL_SIZES, local_ranks
 from ebbtide.simulator import Plan

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from ebbtide.profiler.hardware import look
-from ebbtide.runtime.execution.session import threads_of
+from ebbtide.runtime.execution.allocated import threads_of
 from ebbtide.runtime.execution.stored import free_host_bytes
 from ebbtide.runtime.hardware import usable as module
 from ebbtide.runtime.hardware.usable import cpu_quota, memory_limit, usable
