@@ -20,8 +20,14 @@ from click.testing import CliRunner
 from ebbtide.simulator import Machine, Plan, Workload
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.plan import Way
 from ebbtide.tuner.advice.even import even_plan
 from ebbtide.tuner.cli import main as tune
+from ebbtide.tuner.configurations.deciding import explore
+from ebbtide.tuner.configurations.evaluation import Question as Configurations
+from ebbtide.tuner.configurations.space import Configuration, Space
+from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.placements.storage import with_storage
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import Answer, PlanJob, WhatIf
@@ -49,7 +55,7 @@ JOBS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
 )
 FULL, QUICK = (
     ("tune plan", "tuner.plan", "HTTP full", "HTTP job"),
-    ("HTTP quick", "Python quick", "what_if", "HTTP what-if"),
+    ("HTTP quick", "Python quick", "what_if", "HTTP what-if", "tune search", "live re-plan"),
 )
 
 
@@ -115,6 +121,8 @@ def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
         "auto_expected_over_truth_pct": max((row.auto_expected_over_truth_pct for row in rows), key=abs),
         "longest_cpu_s": max(row.cpu_s for row in rows),
         "cannot_be_influenced": [
+            "A live re-plan keeps the subgroups, threads and drives of the plan that runs. It is asked with the "
+            "subgroups of the full answer, and not of jobs that need storage.",
             "A what-if stores no state, so that it is not asked of jobs that need storage.",
             "HTTP and page have no local drives: state on storage goes to a drive as fast as the preset's.",
             "On several nodes, auto counts the GPU's waits for the network as computation.",
@@ -131,7 +139,8 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
     work = _job(model, about).workload(have)
     storage = {"": int(about["storage_bytes"])} if "storage_bytes" in about else None
     begun_s = time.process_time()
-    python_s = _seconds(ebbtide.tuner.plan(work, have, storage=storage, effort=effort))
+    made = ebbtide.tuner.plan(work, have, storage=storage, effort=effort)
+    python_s = _seconds(made)
     cpu_s = time.process_time() - begun_s
     asked: dict[str, Callable[[], float]] = {
         "tuner.plan": lambda: python_s,
@@ -140,15 +149,18 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
         "HTTP job": lambda: _seconds(Plan.model_validate(answers.plan_job(PlanJob(**scenario), _silent)["plan"])),
         "HTTP quick": lambda: _row(answers.answer(Answer(**scenario, timelines=False), _silent)),
         "Python quick": lambda: _quick_s(work, have, storage),
+        "tune search": lambda: search_s(model, about, have, storage),
     }
-    if storage is None:  # a what-if stores nothing
+    if storage is None:  # a what-if stores nothing, and a live plan stores only what is on drives already
+        asked["live re-plan"] = lambda: replanned_s(work, have, made)
         grid = WhatIf(**scenario, strategies=["ebbtide"])
         asked |= {
             "what_if": lambda: float(ebbtide.what_if(work, have, ["ebbtide"], n_jobs=1).iteration_s[0]),
             "HTTP what-if": lambda: _by_grid(grid),
         }
     if effort is not None:  # entry points that take none are left to the study
-        asked = {name: asked[name] for name in ("tuner.plan", "HTTP quick", "Python quick")}
+        some = ("tuner.plan", "HTTP quick", "Python quick", "tune search", "live re-plan")
+        asked = {name: asked[name] for name in some if name in asked}
     found = {name: ask() for name, ask in asked.items()}
     possible_s = _possible_s(work, have, storage, effort)
     full = [seconds for name, seconds in found.items() if name in FULL]
@@ -209,6 +221,28 @@ def _by_command(work: Workload, machine: Machine, storage: Mapping[str, int] | N
 def _quick_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None) -> float:
     limits, drives, folders = with_storage(work, machine, storage)
     return _seconds(even_plan(work, drives, limits, folders=folders))
+
+
+def search_s(model: str, about: Mapping[str, Any], machine: Machine, storage: Mapping[str, int] | None) -> float:
+    """Return the seconds of an iteration that `tune search` predicts for a job, if it may choose only what is offloaded
+    and the subgroup size.
+    """
+    job = Configurations(MODELS[model], machine, sequence=about.get("sequence", 2048), storage=storage or {})
+    given = {"accumulation": "accumulation", "zero_stage": "zero_stage", "gpus": "gpus"}
+    base = Configuration(**{name: about[key] for name, key in given.items() if key in about})
+    space = Space.of(base, ("offload", "sub_group_size"))
+    found = [o for o in explore(job, space).fitting if o.plan is not None]
+    return found[0].iteration_s
+
+
+def replanned_s(work: Workload, machine: Machine, made: Plan) -> float:
+    """Return the seconds of an iteration under the plan that a live re-plan makes of a plan with the same subgroups
+    which updates all of them on the CPU. The machine is as measured, and all memory of the first decision may be used.
+    """
+    cut, limits = work.cut_as(made), Limits.of(work, machine)
+    first = made.with_ways([Way("host")] * made.subgroup_count, staging_slots=0, prefetch=0, prediction=None)
+    room = {"device_bytes": limits.device_bytes, "host_bytes": limits.host_bytes}
+    return quick_plan(cut, machine, first, **room).iteration_s
 
 
 def _by_grid(asked: WhatIf) -> float:

@@ -23,10 +23,12 @@ from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.update.tiers import TIERS
 from ebbtide.simulator.update.way import plain_ways
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.configurations.answer import Answer
-from ebbtide.tuner.configurations.evaluation import Outcome, Question
+from ebbtide.tuner.configurations.evaluation import PLANNED, Outcome, Question
 from ebbtide.tuner.configurations.space import Configuration, Space
+from ebbtide.tuner.placements.decision import QUICK
 
 MOST = 3000  # simulations
 SLACK = 0.002  # of the leader's speed and of missing memory: a smaller gain is not simulated
@@ -246,7 +248,26 @@ def explore(
     _front(contests, may, promises)
     progress(len(contests.outcomes), len(contests.outcomes))
     answer = Answer(space, tuple(contests.outcomes.values()), contests.complete, refused, len(every))
+    answer = _decided(question, answer)
     return replace(answer, spread=question.spread(answer.fitting[0])) if answer.fitting else answer
+
+
+def _decided(question: Question, answer: Answer) -> Answer:
+    """Return the answer of a configuration search with the decision's quick plans for the fastest configurations that
+    train under a plan, one for each kind of offload.
+
+    Their plans were sketched so far, as those of all configurations. If the search varies the subgroup size, the
+    decision chooses it among the sizes that it tries for other commands.
+    """
+    sizes, more = SIZES if "sub_group_size" in answer.space.free else (), list[Outcome]()
+    for offload in PLANNED:
+        some = (o for o in answer.fitting if o.plan is not None and o.configuration.offload == offload)
+        sketched = next(some, None)
+        if sketched is not None:
+            found = question.answer(sketched.configuration, QUICK, sizes)
+            more += [found] if found.tokens_per_s > sketched.tokens_per_s else []
+    kept = [o for o in answer.outcomes if o.configuration not in {found.configuration for found in more}]
+    return replace(answer, outcomes=(*kept, *more))
 
 
 def _by_speed(contests: Contests, may: Sequence[Configuration], promises: dict[Configuration, Promise]) -> None:

@@ -1,6 +1,6 @@
 """The prediction of one training configuration's iteration, by the planner and the simulator."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,12 +17,12 @@ from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
-from ebbtide.tuner.placements.locations import begun
-from ebbtide.tuner.placements.search import Score, Search
+from ebbtide.tuner.placements.decision import SKETCH, decide
+from ebbtide.tuner.placements.decision import Question as Decided
+from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import named, with_storage
 
 PLANNED = ("optimizer", "parameters")  # offloads that train under a plan
-EFFORT = 0.1  # share of a search's first plans: each of hundreds of configurations has one
 _PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
 
 
@@ -163,10 +163,15 @@ class Question:
             return "ebbtide", {"parameters": moved.parameters}
         return stock
 
-    def answer(self, c: Configuration) -> Outcome:
+    def answer(self, c: Configuration, effort: float = SKETCH, sizes: Sequence[int] = ()) -> Outcome:
         """Simulate one training configuration, and return its predicted time and memory.
 
         If it cannot be simulated or does not fit, the result gives the reason.
+
+        Args:
+            effort: Effort of the decision on the plan. `explore` sketches all configurations, and decides on the
+                fastest ones as other commands do in a quick answer.
+            sizes: Subgroup sizes that the decision may choose instead of the configuration's own.
         """
         try:
             work, (name, options) = self.workload(c), self.strategy(c)
@@ -174,9 +179,11 @@ class Question:
             return Outcome(c, why_not=str(error), refused=True)
         limits, plan = self.limits(work), None
         if name == "ebbtide":
-            plan, nearest = self._planned(c)
+            plan, nearest = self._planned(c, effort, sizes)
             if plan is None:
                 return self._outcome(c, work, limits, nearest)
+            if sizes and plan.subgroup_size != c.sub_group_size:
+                c, work = c.changed(sub_group_size=plan.subgroup_size), work.cut_as(plan)
             options = {"plan": plan}
         result = simulate_fast(build_strategy(name, work, **options), self._on)
         if plan is not None:
@@ -207,27 +214,22 @@ class Question:
             deepspeed=self.of(c).deepspeed(),
         )
 
-    def _planned(self, c: Configuration) -> tuple[Plan | None, Score]:
-        """Return the fastest plan of a short search for a training configuration, and its score.
+    def _planned(self, c: Configuration, effort: float, sizes: Sequence[int]) -> tuple[Plan | None, Peaks]:
+        """Return the plan that the decision makes for a training configuration, and its score.
 
-        If no plan fits, the plan is None, and the score is that of the plan which lacks the least memory. At most a
-        few micro-batches are simulated. More would not change memory or the overlap with updates.
+        If no plan fits, the plan is None, and the score is that of the plan which lacks the least memory. In a sketch,
+        at most a few micro-batches are simulated. More would not change memory or the overlap with updates.
         """
-        few = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))
-        key = ("plan", few)
+        if effort <= SKETCH:
+            c = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))
+        key = ("plan", c, effort, tuple(sizes))
         if key not in self._known:
-            work, away = self.workload(few), self.strategy(few)[1]["parameters"] == "cpu"
-            limits = self.limits(work)
-            self._known[key] = self._best_of(begun(work, self._on, limits, freely=away, effort=EFFORT))
-        found: tuple[Plan | None, Score] = self._known[key]
+            work, away = self.workload(c), self.strategy(c)[1]["parameters"] == "cpu"
+            folders = named(self.machine, self.storage) if self.storage else {}
+            job = Decided(work, self._on, self.limits(work), sizes, away, folders, effort=effort)
+            self._known[key] = _planned(job)
+        found: tuple[Plan | None, Peaks] = self._known[key]
         return found
-
-    def _best_of(self, search: Search) -> tuple[Plan | None, Score]:
-        if not search.fits:
-            return None, min(search.scores.values(), key=search.limits.missing_bytes)
-        best = search.best()
-        folders = named(self.machine, self.storage) if self.storage and "stored" in best.placements else {}
-        return best.plan(search.workload, **folders), search.score(best)
 
     def spread(self, outcome: Outcome) -> float:
         """Return the relative uncertainty of a configuration's predicted iteration time: nine runs in ten
@@ -239,3 +241,13 @@ class Question:
         work = self.workload(outcome.configuration)
         _, high_s = workload_interval_s(lambda one: build_strategy(name, one, **options), work, self._on)
         return high_s / outcome.iteration_s - 1
+
+
+def _planned(job: Decided) -> tuple[Plan | None, Peaks]:
+    try:
+        found = decide(job)
+    except ImpossibleError as error:
+        if error.nearest is None:
+            raise
+        return None, error.nearest
+    return found.chosen.plan(found.search.workload, **found.folders), found.search.score(found.chosen)

@@ -4,8 +4,8 @@ Every command calls `decide`. The decision may vary the subgroup size, the place
 (the memory of its optimizer state), the order of updates, early updates (before the gradient norm is
 known), on-device gradient accumulation, buffers, CPU threads and overlap. If allowed, 16-bit parameters
 also move to host memory, and optimizer state to storage. The memory margin is the same for all commands,
-but the effort is not: a quick decision compares a few subgroup sizes and ends with a short simulated
-annealing, and a full one compares all sizes and anneals for longer.
+but the effort is not: a sketch compares simple plans, a quick decision compares a few subgroup sizes and
+ends with a short simulated annealing, and a full one compares all sizes and anneals for longer.
 """
 
 import math
@@ -33,6 +33,7 @@ from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
 
 FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first plans only
+SKETCH = 0.05  # no more: simple plans only, to compare hundreds of jobs
 FINALISTS = 2  # cuts that a full answer improves
 MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated, twelve at once
 NEAR = 1.05  # times the first plan of the best subgroup size: a slower size is no finalist
@@ -160,12 +161,12 @@ class Question:
             cut: Workload with subgroups of this size.
             bounds: Lower bounds that searches at other subgroup sizes have computed.
         """
-        effort, kept = min(QUICK, self.effort), dict[str, Any]()
+        kept: dict[str, Any] = {"freely": self.offload_parameters and self.effort <= SKETCH}
         if self.running is not None:
             plan = self.running
             kept["fixed"] = {"threads": plan.threads, "overlap_forward": plan.overlap_forward}
             kept["storable"] = [s for s, placement in enumerate(plan.placements) if placement in STORED] or None
-        found = begun(cut, self.machine, self.limits, self.seed, effort=effort, bounds=bounds, **kept)
+        found = begun(cut, self.machine, self.limits, self.seed, effort=QUICK, bounds=bounds, **kept)
         if self.running is not None and cut is self.workload:
             now = Candidate.of_plan(self.running)
             if found.moves_parameters or not now.count(PARAMETERS_ON_HOST):
@@ -263,6 +264,8 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
         ImpossibleError: No plan fits into memory.
     """
     searches = _searches(question, progress, last=last)
+    if question.effort <= SKETCH:
+        return _decided(question, _largest_of_the_best(searches)), searches
     most = 1 if question.workload.gradient_accumulation_steps > FEW_STEPS else FINALISTS
     finalists = _finalists(searches, GLANCED)[:most]
     if question.offload_parameters:
@@ -333,7 +336,7 @@ def _searches(
 
 def _search(question: Question, cut: Workload, coarser: Sequence[Search], bounds: Bounds) -> Search:
     search = question.search(cut, bounds)
-    if search.fits:
+    if search.fits and question.effort > SKETCH:
         follow(search, coarser)
     return search
 

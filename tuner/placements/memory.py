@@ -15,10 +15,12 @@ class ImpossibleError(RuleError):
         fact: Sentence about the missing memory. The memory that lacks most comes first.
         advice: General advice. `ebbtide.tuner.advice.ways_out` tries changes and gives better advice.
         missing: Missing bytes by memory, for the plan that comes nearest to fitting.
+        nearest: Memory peaks of that plan.
         ways: Smallest changes of the job with which a plan fits, if `ebbtide.plan` has looked for them.
     """
 
     ways: tuple[Any, ...] = ()
+    nearest: Peaks | None = None
 
     def __init__(self, fact: str, advice: str, missing: Mapping[str, int] | None = None) -> None:
         super().__init__(f"{fact}. {advice}")
@@ -42,7 +44,9 @@ class ImpossibleError(RuleError):
             short.append("GPU and host share one memory")
         state = size(workload.params * workload.optimizer_state.state_bytes)
         why = f"The optimizer state of this rank's {workload.params / 1e9:.3g} billion parameters alone takes {state}"
-        return cls("; ".join(short), f"{why}. {_ADVICE[binding[0]]}", lacking)
+        made = cls("; ".join(short), f"{why}. {_ADVICE[binding[0]]}", lacking)
+        made.nearest = nearest
+        return made
 
 
 def _short(name: str, lacking: int, taken: int) -> str:

@@ -1,0 +1,67 @@
+"""Tests that `tune search` and live re-planning ask the one decision on a plan, and give its answer."""
+
+import pytest
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.tuner.placements import decision
+from ebbtide.tuner.placements.decision import QUICK, SKETCH, Question, decide
+from ebbtide.tuner.placements.search import Search
+
+import ebbtide
+from studies.one_answer.__main__ import _job, replanned_s, search_s
+
+JOBS = [
+    ("Llama 3.2 3B", "rtx4090", {}),
+    ("Llama 3.2 1B", "rtx4090", {"zero_stage": 2, "accumulation": 2}),
+    ("Qwen3 8B", "h100-node", {"gpus": 4}),
+]
+
+
+@pytest.mark.parametrize(("model", "name", "about"), JOBS)
+def test_a_search_of_configurations_and_a_live_plan_give_the_decisions_answer(model, name, about):
+    """Check that the fastest configuration of `tune search` takes as long as the plan of a quick decision, and that a
+    live re-plan on a machine as measured takes at most 5% longer.
+    """
+    machine = preset(name)
+    work = _job(model, about).workload(machine)
+    quick = decide(Question.of(work, machine, effort=QUICK))
+    assert search_s(model, about, machine, None) == pytest.approx(quick.iteration_s, rel=0.005)
+    made = ebbtide.plan(work, machine, effort=QUICK)
+    assert replanned_s(work, machine, made) <= 1.05 * quick.iteration_s
+
+
+def test_no_search_begins_outside_of_the_decision(monkeypatch):
+    """Check that `tune search` and live re-planning simulate no plan of their own, outside of the function that
+    decides.
+    """
+    deciding, began, inside, outside = decision._quickly, Search.__init__, [], []
+
+    def counted(*args, **options):
+        inside.append(1)
+        try:
+            return deciding(*args, **options)
+        finally:
+            inside.pop()
+
+    def noted(search, *args, **options):
+        if not inside:
+            outside.append(args)
+        began(search, *args, **options)
+
+    model, name, about = JOBS[0]
+    machine = preset(name)
+    work = _job(model, about).workload(machine)
+    made = ebbtide.plan(work, machine, effort=QUICK)
+    monkeypatch.setattr(decision, "_quickly", counted)
+    monkeypatch.setattr(Search, "__init__", noted)
+    search_s(model, about, machine, None)
+    replanned_s(work, machine, made)
+    assert not outside
+
+
+@pytest.mark.parametrize("effort", [SKETCH, QUICK])
+def test_more_effort_is_never_slower(effort):
+    model, name, about = JOBS[0]
+    machine = preset(name)
+    work = _job(model, about).workload(machine)
+    less, more = (decide(Question.of(work, machine, effort=e, subgroup_sizes=())) for e in (effort, 2 * effort))
+    assert more.iteration_s <= less.iteration_s
