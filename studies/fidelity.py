@@ -35,7 +35,8 @@ from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.pictures import picture
 from studies.bench.rank import become_only_rank
-from studies.trials.emulated_training import RATES, Bench, Setting, reduced_beside, stock_state
+from studies.trials.emulated_training import Bench, reduced_beside, stock_state
+from studies.trials.paced_model import RATES, Setting
 
 PLANS_PER_MACHINE = 5
 LEAST_DUPLEX = 0.3

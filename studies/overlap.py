@@ -30,8 +30,9 @@ from rich.progress import track
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.trials.emulated_training import Bench, Measured, Setting, stock_state
+from studies.trials.emulated_training import Bench, Measured, stock_state
 from studies.trials.guessed_overlap import UPDATE_RATIOS, many_layers, measure_early_updates
+from studies.trials.paced_model import Setting
 
 STRIDES = (2, 3)
 RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 of it

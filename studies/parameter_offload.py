@@ -29,7 +29,8 @@ from ebbtide.simulator.schedule import Lane as LaneName
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.trials.emulated_training import WARMUP, Bench, Measured, Setting, kernels_of
+from studies.trials.emulated_training import WARMUP, Bench, Measured, kernels_of
+from studies.trials.paced_model import Setting
 
 HEADROOM_SHARE = 0.5  # of all parameters: device memory beside activations and buffers
 

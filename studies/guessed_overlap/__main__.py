@@ -30,8 +30,9 @@ from ebbtide.simulator.update.pausing import PauseRule
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.trials.emulated_training import Bench, Setting, stock_state
+from studies.trials.emulated_training import Bench, stock_state
 from studies.trials.guessed_overlap import setting_of
+from studies.trials.paced_model import Setting
 
 RATES = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
 COMPARED = 0.1  # the clip rate at which the rule is compared with early updates in every step

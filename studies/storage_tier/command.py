@@ -31,7 +31,6 @@ import torch
 from ebbtide.profiler.memory import host_peak_bytes, reset_host_peak
 from ebbtide.profiler.rates.storage import measure_drive
 from ebbtide.simulator.plan import Plan, Way
-from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.storage import StorageRates
 
 from studies.bench.bits import digest, state_of
@@ -39,6 +38,7 @@ from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_eng
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
 from studies.storage_tier import durability
+from studies.storage_tier.disk_bound import disk_figures, pooled
 
 # What is said of all state stored.
 DURABLE = (
@@ -53,7 +53,6 @@ DURABLE = (
 SEQUENCE = 32  # short, so that updates take longer than forward and backward
 WARMUP = 2
 DISK_BYTES = 4 * 2**30  # more than a burst, or what an emulated disk's host keeps in memory
-STATE_BYTES = 12  # of each parameter, read and written at each step
 PIPELINED, LIMITED = "stock NVMe, pipelined", "ebbtide, within stock's memory"
 STOCK: dict[str, dict[str, Any]] = {
     "stock in memory": {"device": "cpu"},
@@ -122,7 +121,7 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         for name in names:
             runs.setdefault(name, []).append(once(name, **given))
             after = _drive(folder)
-            beside[name].append(_pooled([before, after]))
+            beside[name].append(pooled([before, after]))
             before = after
 
     beside_the_disk(ALL_STORED)
@@ -141,7 +140,7 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         "size": size,
         "steps_of_each": steps,
         "rounds": len(runs[PIPELINED]),
-        **_of_the_disk(beside[ALL_STORED], rows[ALL_STORED], predicted["passes_s"]),
+        **disk_figures(beside[ALL_STORED], rows[ALL_STORED], predicted["passes_s"]),
         **_compared(rows, predicted),
         "rows": [{"name": name, **row} for name, row in rows.items()],
     }
@@ -149,40 +148,6 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
 
 def _json(disks: Sequence[StorageRates]) -> list[dict[str, Any]]:
     return [disk.model_dump(mode="json") for disk in disks]
-
-
-def _of_the_disk(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:
-    """Return the disk's rates, and how close training with all optimizer state on the disk comes to the lower bound.
-
-    For updates and for iterations, the measured time of each run is divided by the run's lower bound. The lower bound
-    is computed from the rates that the disk had right before and after this run. The median of the quotients over all
-    runs is returned.
-
-    Args:
-        beside: Rates of the disk for each run, measured right before and after the run.
-        ours: Measurements of ebbtide with all state on the disk.
-        passes_s: Seconds of forward and backward.
-    """
-    disk, moved = _pooled(beside), STATE_BYTES * ours["params"]
-    parts = _floor_s(disk, moved) | {"updates_s": ours["updates_s"]}
-    floor_s = max(parts.values())
-    floors_s = [max(*_floor_s(one, moved).values(), ours["updates_s"]) for one in beside]
-    runs = list(zip(floors_s, ours["updates_of_runs_s"], ours["iterations_s"], strict=True))
-    return {
-        "read_bytes_per_s": disk.read_bytes_per_s.median,
-        "write_bytes_per_s": disk.write_bytes_per_s.median,
-        "duplex_factor": disk.duplex_factor.median,
-        "disk_floors_s": floors_s,
-        "direct": "O_DIRECT" in (disk.read_bytes_per_s.detail or ""),
-        "floor_s": floor_s,
-        "floor_of": max(parts, key=lambda name: parts[name]),
-        "update_over_floor": statistics.median(update / floor for floor, update, _ in runs),
-        "update_over_median_floor": ours["update_s"] / floor_s,
-        "update_over_mixed_floor": ours["update_s"] / _mixed_floor_s(disk, moved),
-        "passes_s": passes_s,
-        "iteration_over_floor": statistics.median(iteration / max(passes_s, floor) for floor, _, iteration in runs),
-        "written_predicted_over_measured": moved / ours["write_bytes"],
-    }
 
 
 def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,40 +186,6 @@ def _compared(rows: Mapping[str, dict[str, Any]], predicted: Mapping[str, Any]) 
         "bit_identical": all(rows[name]["state"] == expected["state"] for name in (*SHARES, LIMITED)),
         "stock_nvme_identical": all(rows[n]["losses"] == expected["losses"] for n in STOCK),
     }
-
-
-def _floor_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """Return three times in seconds: to read ``moved`` bytes from the disk, to write ``moved`` bytes, and to do both at
-    once.
-
-    When both run at once, they share the disk until the shorter of the two has ended. The longer one then has the
-    disk for itself.
-    """
-    alone = {"read_s": moved / disk.read_bytes_per_s.median, "write_s": moved / disk.write_bytes_per_s.median}
-    shorter, longer = sorted(alone.values())
-    return {**alone, "both_s": longer - shorter + shorter / disk.duplex_factor.median}
-
-
-def _mixed_floor_s(disk: StorageRates, moved: float) -> float:
-    """Return the least seconds in which a disk can do the reads and writes of one step.
-
-    The disk reaches this lower bound only if reads and writes run concurrently all the time. If the writes end earlier
-    than the reads, the last reads run alone, and the step takes longer than the bound.
-
-    Args:
-        moved: Bytes that a step writes. It reads as many.
-    """
-    sum_of_rates = disk.read_bytes_per_s.median + disk.write_bytes_per_s.median
-    return 2 * moved / (disk.duplex_factor.median * sum_of_rates)
-
-
-def _pooled(disks: Sequence[StorageRates]) -> StorageRates:
-
-    def median(key: str) -> Quantity:
-        some = [getattr(disk, key) for disk in disks]
-        return Quantity.from_samples([q.median for q in some], "measured", some[0].detail)
-
-    return StorageRates(**{key: median(key) for key in StorageRates.model_fields})
 
 
 def _together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from ebbtide.simulator import Plan
 from ebbtide.simulator.analysis.bound import lower_bound
 
 from studies.bench.bits import differences
-from studies.trials.emulated_training import Bench, Setting, stock_state
+from studies.trials.emulated_training import Bench, stock_state
+from studies.trials.paced_model import Setting
 
 UPDATE_RATIOS = (0.5, 1.0, 2.0)  # of all updates on the host to forward and backward
 CLIP_RATES = (0.05, 0.5, 1.0)

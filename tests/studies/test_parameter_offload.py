@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from studies.parameter_offload import measure
-from studies.trials.emulated_training import Setting
+from studies.trials.paced_model import Setting
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 

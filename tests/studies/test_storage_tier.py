@@ -8,7 +8,8 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.storage import StorageRates
 
-from studies.storage_tier.command import DURABLE, _floor_s, _mixed_floor_s, _of_the_disk, _plan, _together, run
+from studies.storage_tier.command import DURABLE, _plan, _together, run
+from studies.storage_tier.disk_bound import disk_figures, floor_parts_s, mixed_floor_s
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -65,8 +66,8 @@ def test_the_floor_is_what_was_measured_of_both_at_once():
     """
     alone = {"read_bytes_per_s": Quantity.exact(1e9), "write_bytes_per_s": Quantity.exact(4e9)}
     disk = StorageRates(**alone, duplex_factor=Quantity.exact(duplex_factor(5.0, [1.0], [4.0])))
-    assert _floor_s(disk, 4e9) == {"read_s": 4.0, "write_s": 1.0, "both_s": 5.0}
-    assert _mixed_floor_s(disk, 4e9) == pytest.approx(8 / 2.5)
+    assert floor_parts_s(disk, 4e9) == {"read_s": 4.0, "write_s": 1.0, "both_s": 5.0}
+    assert mixed_floor_s(disk, 4e9) == pytest.approx(8 / 2.5)
 
 
 def test_runs_of_one_variant_are_told_by_their_medians_and_must_have_the_same_bits():
@@ -101,11 +102,11 @@ def test_each_run_is_judged_by_the_disk_that_it_had():
         "iterations_s": [14.4, 27.6, 40.8],
         "write_bytes": 12e9,
     }
-    told = _of_the_disk([disk(1e9), disk(0.5e9), disk(1e9 / 3)], ours, passes_s=1.0)
+    told = disk_figures([disk(1e9), disk(0.5e9), disk(1e9 / 3)], ours, passes_s=1.0)
     assert told["disk_floors_s"] == pytest.approx([12, 24, 36])
     assert told["update_over_floor"] == pytest.approx(1.1)
     assert told["iteration_over_floor"] == pytest.approx(27.6 / 24)
-    slow = _of_the_disk([disk(0.5e9)] * 3, ours, passes_s=1.0)
+    slow = disk_figures([disk(0.5e9)] * 3, ours, passes_s=1.0)
     assert slow["update_over_floor"] == pytest.approx(1.1)
-    first = _of_the_disk([disk(1e9), disk(1e9), disk(0.5e9)], ours, passes_s=1.0)
+    first = disk_figures([disk(1e9), disk(1e9), disk(0.5e9)], ours, passes_s=1.0)
     assert first["update_over_floor"] == pytest.approx(39.6 / 24)
