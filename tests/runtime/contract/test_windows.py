@@ -2,6 +2,8 @@
 `zero_grad` or by a second backward, in every ZeRO stage.
 """
 
+import functools
+
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
@@ -230,6 +232,22 @@ def test_sums_in_another_precision_than_the_parameters(monkeypatch):
     assert_same(results[1], results[0])
 
 
+def with_experts(routes, grad_dtype, stage):
+    return start(
+        model=Experts(routes),
+        accumulation=2,
+        subgroup_size=9000,
+        stage=stage,
+        clipping=0.05,
+        extra={"data_types": {"grad_accum_dtype": grad_dtype}},
+    )
+
+
+@functools.cache
+def stock_with_experts(routes, grad_dtype, stage):
+    return follow(with_experts(routes, grad_dtype, stage), "bs" * len(routes.split()))
+
+
 @pytest.mark.parametrize(("stage", "device"), WHERE[1:])
 @pytest.mark.parametrize("grad_dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("routes", [ROUTES, RARE], ids=["often", "rare"])
@@ -242,19 +260,9 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
     must do the same.
     """
 
-    def new():
-        return start(
-            model=Experts(routes),
-            accumulation=2,
-            subgroup_size=9000,
-            stage=stage,
-            clipping=0.05,
-            extra={"data_types": {"grad_accum_dtype": grad_dtype}},
-        )
-
-    actions = "bs" * len(routes.split())
-    ours = follow(attached(new(), MIX, device, subgroup=5_000, device_sums=sums), actions)
-    assert_same(ours, follow(new(), actions))
+    engine = with_experts(routes, grad_dtype, stage)
+    ours = follow(attached(engine, MIX, device, subgroup=5_000, device_sums=sums), "bs" * len(routes.split()))
+    assert_same(ours, stock_with_experts(routes, grad_dtype, stage))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
