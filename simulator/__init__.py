@@ -1,12 +1,12 @@
 """The public names of ebbtide's simulator, which predicts the start and end of each op of a training
 iteration.
 
-Importing this package loads numpy, pydantic, scipy and numba. pandas and joblib are loaded only when
-`what_if` is called.
+Importing this package loads numpy and pydantic. scipy and numba are loaded with the first simulation, pandas
+and joblib only when `what_if` is called.
 """
 
-from ebbtide.simulator.analysis.what_if import what_if
-from ebbtide.simulator.engines.reference import simulate
+from typing import TYPE_CHECKING, Any
+
 from ebbtide.simulator.estimates.job import workload_from_model
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
@@ -21,6 +21,10 @@ from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.schedules.strategies import STRATEGIES, build_strategy
 from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Workload
+
+if TYPE_CHECKING:
+    from ebbtide.simulator.analysis.what_if import what_if
+    from ebbtide.simulator.engines.reference import simulate
 
 __all__ = [
     "STRATEGIES",
@@ -54,3 +58,20 @@ __all__ = [
     "what_if",
     "workload_from_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Both load numba, which takes as long as all else together. `tune --help` needs neither.
+    if name == "what_if":
+        from ebbtide.simulator.analysis.what_if import what_if
+
+        return what_if
+    if name == "simulate":
+        from ebbtide.simulator.engines.reference import simulate
+
+        return simulate
+    raise AttributeError(f"module 'ebbtide.simulator' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
