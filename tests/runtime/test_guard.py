@@ -264,10 +264,11 @@ def test_accumulation_counts_against_free_memory(monkeypatch):
             check_host_memory(plan, config() | more, once)
 
 
+@pytest.mark.parametrize("automatic", [False, True])
 @pytest.mark.parametrize(
     ("ranks", "given", "expected"), [("2", {}, 50_000_000), ("2", {"reduce_bucket_size": 7}, 7), ("4", {}, None)]
 )
-def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ranks, given, expected):
+def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ranks, given, expected, automatic):
     """Check that ebbtide sets ``reduce_bucket_size`` to 50 million elements on two ranks if the DeepSpeed config does
     not set it. With smaller buckets, gradient copies start earlier.
 
@@ -289,7 +290,7 @@ def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ra
     made["zero_optimization"] |= given
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"]), staging_slots=0)
     with pytest.raises(InterruptedError):
-        ebbtide.runtime.initialize(config=made, plan=plan)
+        ebbtide.runtime.initialize(config=made, plan="auto" if automatic else plan)
     assert configs[0]["zero_optimization"].get("reduce_bucket_size") == expected
 
 
