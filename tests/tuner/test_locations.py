@@ -73,13 +73,14 @@ def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
         work, have = random_pair(rng, counts=(6, 24))
         work = work.model_copy(update={"clip_rate": 1.0})  # no update is early
         sweep, count = PlanSweep(work, have, iterations=9), len(work.subgroups)
-        for _ in range(10):
+        for number in range(10):
             locations = spaced(count, int(rng.integers(1, count + 1)))
             c = Candidate.of(rng.choice(list(RECIPES), count), 2, 1, locations)
             seconds = seconds_of(sweep, c)
             device, host, _, stored = map(int, sweep.evaluate_plan(c.plan(work))[6:10])
             limits = Limits(device, host, storage_bytes=stored or None)
             away = sum(n for n, there in zip(work.subgroups, locations, strict=True) if there == "host")
-            here, anywhere = (lower_bound(work, have, limits, away=n).iteration_s for n in (away, None))
-            assert anywhere <= here * (1 + 1e-4)
+            here = lower_bound(work, have, limits, away=away).iteration_s
             assert here <= seconds * (1 + 1e-6)
+            if not number:  # the first of a pair's plans
+                assert lower_bound(work, have, limits).iteration_s <= here * (1 + 1e-4)
