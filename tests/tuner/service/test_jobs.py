@@ -169,7 +169,7 @@ def test_a_grid_job_tells_how_far_it_is(server):
     notes = {state["note"] for _, state in server.events(f"/jobs/{job['id']}/events")}
     assert any("of 40 points" in note for note in notes)
     result = server.client.get(f"/jobs/{job['id']}/result").json()
-    assert len(responses.Grid.model_validate(result).rows) == 150
+    assert len(responses.Grid.model_validate(result).rows) == 40
 
 
 def test_what_is_forgotten_is_gone_unless_it_is_still_open(server):
