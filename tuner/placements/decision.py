@@ -279,9 +279,11 @@ def _decided(question: Question, best: Search) -> Decision:
     """Return the best plan of a plan search, together with the search.
 
     If early updates (updates that start before the gradient norm is known), on-device gradient accumulation or
-    parameters in host memory save almost no time, the returned plan does without them.
+    parameters in host memory save almost no time, the returned plan does without them. The parameters are looked at
+    only while training runs. Before, the search has already decided on them, and annealing may make its gain smaller.
     """
-    return Decision(question, best, fewest(best, best_worth_moving(best)))
+    fastest = best.best() if question.running is None else best_worth_moving(best)
+    return Decision(question, best, fewest(best, fastest))
 
 
 def _searches(
