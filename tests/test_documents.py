@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -126,7 +127,8 @@ class Shell:
 
     def serve(self, line):
         log = (self.folder / "serve.log").open("w")
-        words = [*line.split(), "--port", self.port]
+        # A process of its own and no fork, because its end is waited for.
+        words = [str(Path(sys.executable).parent / "tune"), *line.split()[1:], "--port", self.port]
         self.servers.append(
             subprocess.Popen(words, cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
         )
