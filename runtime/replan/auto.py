@@ -123,7 +123,12 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
 
     held = footprint(workload, current)
     return quick_plan(
-        workload, machine, current, device_bytes=held["device"] + free_device, host_bytes=held["host"] + free_host
+        workload,
+        machine,
+        current,
+        device_bytes=held["device"] + free_device,
+        host_bytes=held["host"] + free_host,
+        effort=EFFORT,
     )
 
 
