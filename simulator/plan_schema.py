@@ -127,8 +127,9 @@ class _Counts(Page):
             in GPU memory can be updated early by the CPU. The last of these subgroups are chosen.
         speculate_among: If larger than ``speculate``, the early updates on the CPU are instead spread evenly over the
             last ``speculate_among`` subgroups that can be updated early by the CPU.
-        speculate_visits: Number of subgroups with placement ``device`` that are updated early: the last ones.
-        device_sums: Number of subgroups that accumulate gradients on the GPU: the first ones that can.
+        speculate_visits: Number of subgroups with placement ``device`` (state in host memory, updated by the GPU) that
+            are updated early: the last ones.
+        device_sums: Number of subgroups that accumulate gradients on the GPU: the first ones whose placement allows it.
     """
 
     placement: tuple[_PlacementRun, ...] = Field(min_length=1)

@@ -48,7 +48,11 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=8, help="number of timed steps. A checkpoint is saved after each step"
     )
-    parser.add_argument("--quick", action="store_true", help="train a tiny model with one checkpoint writer, for tests")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="train a tiny model, once without checkpoints and once with ebbtide's, for tests",
+    )
     args = parser.parse_args()
     models, steps = args.models, args.steps
     writers: tuple[str, ...] = WRITERS

@@ -81,8 +81,8 @@ LAUNCHER_OPTIONS = (
     click.option(
         "--launcher",
         type=click.Choice(_LAUNCHERS),
-        help="Launcher of the ranks. With several ranks on a node, torchrun and accelerate limit "
-        "DeepSpeed's own CPU Adam to one thread per rank (default: deepspeed, all cores).",
+        help="Launcher of the ranks (default: deepspeed, with which CPU Adam uses all cores). With several ranks "
+        "on a node, torchrun and accelerate limit DeepSpeed's own CPU Adam to one thread per rank.",
     ),
     click.option(
         "--omp-threads",

@@ -32,8 +32,8 @@ class StoredSteps:
             a run may still load state that another run has stored.
         subgroups: Function that returns the subgroups with state on a drive at the time of the call.
         updated: Function that waits until no update writes to a drive any more.
-        apart: True while a checkpoint makes the engine's state dicts (`committed_apart`). Making them does not wait
-            for writes to a drive, because the checkpoint waits for these writes later.
+        apart: True while a checkpoint collects the engine's state dicts (`committed_apart`). Writes to a drive are
+            not waited for in this time, because the checkpoint waits for these writes later.
         loading: True while a checkpoint is loaded (`read`). Restored state is then not yet compared with its hash
             (`check_restored`).
     """

@@ -43,11 +43,11 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
     chosen, slots = _of_all_ranks(*_first_that_fits(engine, rule, sizes, room, choices))
     stored = choices[min(chosen, len(choices) - 1)]
     logger.info(
-        "ebbtide: state of %d of %d subgroups is stored in %s: %s",
+        "ebbtide: optimizer state of %d of %d subgroups is stored in folder %s, because %s",
         len(stored),
         count,
         folder,
-        "an earlier run stored it there" if before else f"this rank's host memory has room for {room / GIB:.2f} GiB",
+        "an earlier run stored it there" if before else f"host memory has room for {room / GIB:.2f} GiB of this rank",
     )
     made = _plan(engine, sizes, stored, slots)
     return made.model_copy(update={"storage_dir": str(folder)})

@@ -64,8 +64,8 @@ def test_with_accumulation_others_copy_sixteen_bits_out_and_in_as_well(machine_b
     """Check how long a simulated rank of stock offload waits for the gradient copies of other ranks, with two
     micro-batches. The expected time is computed by hand.
 
-    For each gradient element, 2 bytes are copied to the host in the first micro-batch. In the second one, 2 bytes
-    are copied to the GPU, 2 bytes to the host, and then 4 bytes (fp32) to the host.
+    In the first micro-batch, each gradient element is copied to the host (2 bytes). In the second one, this sum is
+    copied to the GPU (2 bytes), the new sum to the host (2 bytes), and the sum in fp32 to the host (4 bytes).
     """
     alone = seconds("zero_offload", one_layer(1000, 0, micro=2), machine_by_hand)
     waiting = seconds("zero_offload", one_layer(1000, 10**9, micro=2), machine_by_hand)

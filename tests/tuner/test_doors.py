@@ -98,8 +98,8 @@ def test_an_estimate_is_the_quick_answer_of_every_other_door():
 
 
 def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
-    """Check that `what_if`, in Python and over HTTP, predicts the iteration time of the plan that the function
-    `even_plan` finds in a short plan search.
+    """Check that `what_if`, in Python and over HTTP, predicts the same iteration time as a quick plan search
+    (`even_plan`).
 
     The size of GPU memory and the fraction of steps that clip gradients are varied.
     """

@@ -39,8 +39,8 @@ class Report:
 class Job:
     """A background job that writes and commits one checkpoint on its own thread.
 
-    The job's own thread, the training loop (`wait`, `cancel`) and optimizer updates (through the block writer)
-    use it.
+    Several threads use a job: its own, that of the training loop (`wait`, `cancel`), and those of optimizer updates,
+    which must not overwrite a block before the checkpoint has copied it.
     """
 
     def __init__(
