@@ -15,6 +15,8 @@ from ebbtide.simulator.workload import Workload
 # What ebbtide sets if the config leaves the size open, so that gradients leave early. How the gradients of more ranks
 # are put into buckets can change the bits of their sum.
 PLANNED_BUCKET_ELEMENTS, PLANNED_BUCKET_RANKS = 50_000_000, 2
+# A schedule is built in the same time however small the bucket is. Even, so that one part ends at half of a layer.
+MOST_PIECES = 64
 
 
 class Leaving(NamedTuple):
@@ -133,6 +135,10 @@ def _parameters(workload: Workload) -> list[list[int]]:
 
 
 def _pieces(elements: int, bucket: int) -> list[int]:
-    """Return the elements of a layer in equal parts that fit into a bucket, because its parameters are not known."""
-    count = -(-elements // bucket)
+    """Return the elements of a layer in equal parts that fit into a bucket, because its parameters are not known.
+
+    Small buckets give `MOST_PIECES` parts that do not fit. Each of them is then alone in its bucket, so `leavings`
+    stays the same: it asks only when half of the layer has left.
+    """
+    count = min(-(-elements // bucket), MOST_PIECES)
     return [elements * (i + 1) // count - elements * i // count for i in range(count)]

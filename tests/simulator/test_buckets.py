@@ -5,6 +5,7 @@ import random
 import pytest
 from ebbtide.simulator import Layer, OpKind, Plan, Way, Workload, build_schedule, build_strategy, preset
 from ebbtide.simulator.estimates.job import workload_from_model
+from ebbtide.simulator.schedules import buckets
 from ebbtide.simulator.schedules.buckets import leavings
 from ebbtide.tuner.candidates.update_orders import UpdateOrders
 
@@ -169,3 +170,21 @@ def test_the_order_of_updates_knows_when_gradients_leave():
     assert UpdateOrders(work, machine()).complete_s == [8, 6, 4, 2]
     held = work.model_copy(update={"reduce_bucket_params": 20})
     assert UpdateOrders(held, machine()).complete_s == [8, 8, 6, 6]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_small_bucket_costs_no_time_and_changes_nothing(seed, monkeypatch):
+    """Check that layers are cut into few parts however small the bucket is, and that all parts give the same result.
+
+    Without the limit, 8 B parameters with a bucket of 1,000 elements are 8 million parts in each schedule.
+    """
+    rng = random.Random(seed)
+    work = random_workload(rng, rng.choice([2, 3])).model_copy(update={"parameters": ()})
+    sizes = [layer.params + layer.params_of_others for layer in work.layers]
+    bucket = max(1, max(sizes) // rng.randint(65, 500))
+    assert max(len(buckets._pieces(n, bucket)) for n in sizes if n) == min(
+        buckets.MOST_PIECES, -(-max(sizes) // bucket)
+    )
+    found = leavings(work, bucket)
+    monkeypatch.setattr(buckets, "MOST_PIECES", 10**9)
+    assert found == leavings(work, bucket)
