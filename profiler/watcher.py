@@ -62,8 +62,8 @@ class Watcher:
 
     Args:
         engine: DeepSpeed engine.
-        first: True for the engine's first recorder. Without CUDA, counting activations slows down training. Activations
-            are then counted, and the thread samples memory, only in the first step of the first recorder.
+        first: True for the engine's first recorder. It matters only without CUDA, where counting activations slows down
+            training. Only the first recorder then counts activations and samples memory, and only in its first step.
     """
 
     def __init__(self, engine: Any, *, first: bool = True) -> None:

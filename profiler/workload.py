@@ -114,10 +114,10 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
 
 
 def _bucket_params(optimizer: Any) -> dict[str, int]:
-    """Return the fields of a workload that tell the size of DeepSpeed's gradient bucket, as a dict.
+    """Return the size of DeepSpeed's gradient bucket with and without a plan, as a dict of the workload's fields.
 
-    A bucket of DeepSpeed's default size counts as one that the config does not set. Training under a plan may then have
-    another size.
+    If the bucket has DeepSpeed's default size, ebbtide may set another size in training under a plan. Any other size
+    also applies under a plan.
     """
     own, ranks = int(optimizer.reduce_bucket_size), _world_size()
     planned = planned_bucket(ranks) if own == REDUCE_BUCKET_ELEMENTS else None

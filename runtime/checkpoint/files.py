@@ -160,8 +160,9 @@ class Files:
         """Replace the content of a small file completely or not at all. Return when the new content is on disk.
 
         Args:
-            point: Prefix of two names for tests, which can act at a named moment. ``<point>_written`` is the moment
-                before the new file is renamed, and ``<point>_renamed`` the moment after.
+            point: Name of this replacement for tests, which can interrupt it at two moments: at ``<point>_written``,
+                before the new file takes the place of the old one, and at ``<point>_renamed``, after that. If empty,
+                tests cannot interrupt it.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         descriptor = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

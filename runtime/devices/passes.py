@@ -149,9 +149,13 @@ class WatchedPasses:
             self._now = None
 
     def will_wait(self, ends: Iterable[Completion]) -> None:
-        """Record that work on the training stream will now wait for the ends of the given copies.
+        """Record that the training stream is about to wait for copies.
 
-        This method only records the wait. It does not make the stream wait.
+        The time of this wait is later subtracted from the measured time of the forward or backward. This method does
+        not make the stream wait.
+
+        Args:
+            ends: The ends of the copies.
         """
         if self._now is not None:
             missing = [end for end in ends if not end.ended]

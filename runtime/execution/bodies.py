@@ -39,8 +39,9 @@ class OpBodies:
         gate: The object that an update asks before it overwrites state, because a checkpoint may still be reading the
             state. None if nothing else reads the state.
         spent: For each subgroup: the last elements of its state before the latest update, and this update's
-            hyperparameters. From them, `UpdateRule.spent` computes what DeepSpeed's CPU op would have written over the
-            end of the gradient. Empty if the op does not overwrite gradients (`UpdateRule.spends`).
+            hyperparameters. Some of DeepSpeed's CPU ops overwrite the last elements of the gradient during an update,
+            but ebbtide's update does not. `UpdateRule.spent` computes the values that DeepSpeed would have written
+            there. Empty if DeepSpeed's op does not overwrite the gradient (`UpdateRule.spends` is False).
     """
 
     def __init__(

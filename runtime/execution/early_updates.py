@@ -171,9 +171,11 @@ class EarlyUpdates:
         return [state for state in states if self._kept.get(state.index, state.state) is not state.state]
 
     def bring_back(self, state: SubgroupState) -> None:
-        """Copy a subgroup's optimizer state from its spare buffer to the training framework's own tensors.
+        """Copy a subgroup's optimizer state from a spare buffer back to the training framework's own tensors.
 
-        Training uses the framework's tensors from now on. No update of the subgroup may be running.
+        The state is in the spare buffer because an early update, which starts before the gradient norm is known, has
+        written it there. After this call, training uses the framework's tensors. No update of the subgroup may be
+        running.
         """
         origin = self._kept[state.index]
         for to, source in zip(origin, state.state, strict=True):

@@ -163,9 +163,10 @@ class TrainingEngine(Protocol):
         ...
 
     def bucket_params(self) -> int:
-        """Return how many elements of gradients the framework collects before it hands them over.
+        """Return the number of gradient elements that the framework collects before it hands them to ebbtide together.
 
-        They are counted as in the subgroups. 0: the framework hands over each gradient at once.
+        Under ZeRO-3, only this rank's share of these elements is counted. The result is 0 if the framework hands over
+        each gradient immediately.
         """
         ...
 

@@ -134,9 +134,13 @@ class Executor(IssuedOps):
     # -- launching ---------------------------------------------------------------------------
 
     def prefetch(self, *, early_updates: bool = True) -> None:
-        """Start to copy subgroups' state to staging buffers on the GPU before the gradient norm is known.
+        """Start to copy subgroups' state to staging buffers on the GPU, before the gradient norm is known.
 
-        Subgroups that are updated early in this step come first. Copying ends when all staging buffers are full.
+        Subgroups whose updates also start before the norm is known (early updates) are copied first. Copies are started
+        until no staging buffer is free.
+
+        Args:
+            early_updates: False if all updates of this step wait for the gradient norm.
         """
         self._begin_ahead()
         self.issue.backward(None, early=early_updates)

@@ -191,10 +191,11 @@ class Session:
         """Move a subgroup's tensors to the given memory, and make the framework use them there.
 
         Args:
-            now: State of the subgroup. None for the tensors that the framework made.
-            placement: Placement of the optimizer state. If None, only the parameters move.
-            location: Memory for the parameters.
-            apart: If True, parameters that stay are copied out of a buffer that they share with other subgroups.
+            now: The subgroup's present tensors. None if they are still the ones that the framework made.
+            placement: Placement that the optimizer state gets. If None, only the parameters move.
+            location: Memory that the parameters get.
+            apart: If True, parameters that are already in this memory, but share a buffer with other subgroups, are
+                copied to a tensor of their own.
         """
         before, store = self.engine.take(subgroup, now), self._store
         if placement is None:
@@ -219,18 +220,19 @@ class Session:
 
     @property
     def saves_in_flight(self) -> bool:
-        """Return whether the state dicts for a checkpoint are being made, under a plan that keeps optimizer state on a
+        """Return whether a checkpoint is collecting the state dicts at present, and the plan keeps optimizer state on a
         drive.
 
-        Making the state dicts does not wait for updates that still write to the drive, because the checkpoint itself
+        While this is so, code that reads state does not wait for updates that still write to the drive. The checkpoint
         waits for these writes later.
         """
         return self.stored.apart and self.plan.stores
 
     def wait_for_readers(self) -> None:
-        """Wait until running updates have ended, so that code outside of the plan can read optimizer state.
+        """Wait until running updates have ended, so that code that is not part of ebbtide can read optimizer state.
 
-        While a checkpoint is being saved, state on a drive is not waited for, because it is not read then.
+        While a checkpoint collects the state dicts, this method does not wait for updates of state on a drive, because
+        this state is not read then.
         """
         if self.saves_in_flight:
             self.executor.wait_memory()

@@ -39,11 +39,12 @@ class GradientOp:
 
 
 def amounts(subgroups: Sequence[int], wire_dtype: str = "bf16") -> Bytes:
-    """Return the bytes per parameter of optimizer state, gradient and model parameter, from which the amount of work of
-    a copy or an update is computed.
+    """Return the bytes per parameter of optimizer state, gradient and model parameter. The amount of work of a copy or
+    an update is computed from these bytes.
 
     Args:
-        subgroups: Number of elements of each subgroup. The result does not depend on these numbers.
+        subgroups: Number of elements of each subgroup. The workload that the bytes are computed from needs such
+            numbers, but any numbers give the same result.
         wire_dtype: Dtype of the model's parameters.
     """
     return Bytes.of(_skeleton(tuple(subgroups), wire_dtype))

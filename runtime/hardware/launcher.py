@@ -24,8 +24,8 @@ _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 def local_ranks() -> int:
     """Return the number of ranks on this host, from environment variables of the launcher. Return 1 without them.
 
-    torchrun's variable ``LOCAL_WORLD_SIZE`` comes first if torchrun's id of the run is set too. Otherwise
-    ``LOCAL_SIZE`` comes before it, because Accelerate sets torchrun's variable even in processes that torchrun did not
+    If torchrun's id of the run is set, torchrun's variable ``LOCAL_WORLD_SIZE`` is read first. If the id is not set,
+    ``LOCAL_SIZE`` is read first, because Accelerate sets ``LOCAL_WORLD_SIZE`` even in processes that torchrun did not
     start.
     """
     first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()

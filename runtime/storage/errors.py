@@ -1,4 +1,4 @@
-"""Errors of optimizer state that is stored on a drive."""
+"""Exceptions for optimizer state on a drive, for example when the state cannot be read or is damaged."""
 
 
 class StorageError(RuntimeError):

@@ -66,10 +66,11 @@ class Layout:
         return Layout({**self.sizes, **sizes}, self._weights, self.block_bytes, self.extents)
 
     def cuts(self, subgroup: int) -> list[int]:
-        """Return the offsets at which each drive's part of a subgroup's state begins, and the state's
-        length, in bytes.
+        """Return the byte offsets that divide a subgroup's state among the drives.
 
-        The offsets count from the start of the subgroup's tensors, which are laid out in one row.
+        The offsets are those at which each drive's part begins, followed by the length of the state. They count from
+        the start of the subgroup's tensors, which are placed one after the other, each padded to whole sectors
+        (`padded`).
         """
         row = sum(map(padded, self.sizes[subgroup]))
         total = sum(self._weights)
@@ -83,7 +84,13 @@ class Layout:
         return [end - begin for begin, end in pairwise(self.cuts(subgroup))]
 
     def start(self, drive: int, subgroup: int, extent: int) -> int:
-        """Return the offset in a drive's file at which one copy (extent) of a subgroup's state begins."""
+        """Return the byte offset in a drive's file at which the drive's part of an extent begins.
+
+        An extent is a region of the drives that holds the state of one subgroup after one step.
+
+        Args:
+            extent: Index of the extent among the subgroup's extents.
+        """
         return self._starts[subgroup][drive] + extent * self.shares(subgroup)[drive]
 
     def blocks(self, subgroup: int) -> Iterator[Block]:

@@ -337,15 +337,16 @@ class ExtentStore:
             return record
 
     def settle(self, name: str, *, committed: bool) -> None:
-        """Keep or drop the step of optimizer state that `prepare` has made durable on the drives for a checkpoint.
+        """Keep or drop the optimizer state that `prepare` has made durable on the drives for a checkpoint.
 
-        If the step is kept and the drives then hold more steps than allowed, surplus steps are dropped
-        (`Retention.of`). The new list of steps is durable when this method returns, so that a dropped step cannot come
-        back after a power loss. Only then may the drives' regions of dropped steps be overwritten.
+        The drives hold the state after several steps. If the new state is kept and the drives then hold the state of
+        more steps than allowed, the state of surplus steps is dropped (`Retention.of` selects the steps to keep). When
+        this method returns, the new list of kept steps is durable, so that dropped state cannot come back after a power
+        loss. Only then may the regions of dropped state be overwritten.
 
         Args:
             name: Name that was given to `prepare`.
-            committed: True to keep the step, because the checkpoint was committed. False to drop it.
+            committed: True to keep the state, because the checkpoint was committed. False to drop it.
 
         Raises:
             StorageError: The list of steps could not be written.

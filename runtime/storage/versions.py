@@ -43,13 +43,12 @@ class Extents:
 class Announced:
     """A version of optimizer state on drives that is to be committed.
 
-    Every write of a subgroup's state has a number, and later writes have higher numbers. The version contains each
-    subgroup's newest write with a number from ``due`` to ``version``. If a subgroup has no such write yet, the commit
-    waits for it.
+    Writes of subgroups' state are numbered in ascending order. For each subgroup, the version contains the newest write
+    with a number from ``due`` to ``version``. If a subgroup has no such write yet, the commit waits for one.
 
     Attributes:
-        version: Number of this version. Writes with a higher number belong to later versions.
-        due: Lowest number of a write that belongs to this version. State with a lower number is too old.
+        version: Number of this version, and highest number of a write that belongs to it.
+        due: Lowest number of a write that belongs to this version. State from an earlier write is too old.
         subgroups: Subgroups that belong to this version.
     """
 

@@ -20,8 +20,8 @@ Gather = Callable[[list[Any]], private.Handle]
 class CollectiveGathers:
     """A launcher of ZeRO-3's parameter gathers in an order that is the same on all ranks.
 
-    A gather waits for the updates of its parameters. If each rank launched gathers as its own updates end, two ranks
-    could launch two gathers in different orders and hang.
+    A gather waits for the updates of its parameters. If each rank launched a gather as soon as its own updates had
+    ended, two ranks could launch gathers in different orders and hang.
 
     DeepSpeed requests the parameters of later modules in advance. Such a gather is launched immediately if all ranks
     know that it need not wait for an update. They know this after the first gather from a subgroup, because every rank
@@ -32,9 +32,9 @@ class CollectiveGathers:
 
     Attributes:
         awaited: Subgroups without any gather since their latest update was launched. All ranks have the same set.
-        own_precision: Dtype of the next gather of small parameters. True: their own dtype, because stock DeepSpeed
-            would have gathered them earlier, at the end of a step or after a save or load of a checkpoint. False: the
-            dtype that forward computes in, because stock DeepSpeed would gather them in forward.
+        own_precision: True if the next gather of small parameters keeps their own dtype, because stock DeepSpeed would
+            have gathered them at the end of a step, or after a save or load of a checkpoint. False if the gather uses
+            the dtype that forward computes in, because stock DeepSpeed would gather them in forward.
     """
 
     def __init__(self, partitions: Partitions) -> None:
@@ -47,14 +47,14 @@ class CollectiveGathers:
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set the precision of the next gathers of small parameters, to be the same as in stock DeepSpeed.
+        """Set the precision of the next gathers of small parameters to the precision that stock DeepSpeed would use.
 
-        Stock DeepSpeed gathers small parameters in their own precision after a step or a checkpoint, and keeps them
-        gathered. If it has not done so, it gathers them in the next forward, in the precision of ``torch_autocast``.
+        After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision, and keeps them
+        gathered. If they are not gathered yet, forward gathers them, in the precision of ``torch_autocast``.
 
         Args:
-            stay: True for the parameters' own precision, if stock DeepSpeed would have gathered the small parameters by
-                now. False for the precision of ``torch_autocast``.
+            stay: True for the parameters' own precision, because stock DeepSpeed would have the small parameters
+                gathered already. False for the precision of ``torch_autocast``.
         """
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()

@@ -131,8 +131,9 @@ class FlatPartitions(FlatState):
         self.find_parameters()
 
     def find_parameters(self) -> None:
-        """Look up the buffers in which DeepSpeed now holds this rank's 16-bit partition of each parameter
-        group.
+        """Store references to DeepSpeed's buffers with this rank's 16-bit partition of each parameter group.
+
+        Call this method again whenever DeepSpeed has replaced these buffers.
         """
         groups = self._optimizer.real_dp_process_group
         ranks = [torch.distributed.get_rank(group=group) for group in groups]

@@ -20,11 +20,11 @@ class Gathers:
 
     Attributes:
         partitions: A table of the memory (host or GPU) that holds each parameter's partition.
-        shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, which stock DeepSpeed
-            keeps gathered. False while DeepSpeed saves or loads a checkpoint, when the small parameters must be
-            partitioned like all others.
-        moved: True if partitions have moved to other memory and gathered parameters do not use it yet (see
-            `show_anew`).
+        shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, because stock DeepSpeed
+            would have them gathered at that time. False while DeepSpeed saves or loads a checkpoint, because DeepSpeed
+            then needs all parameters partitioned.
+        moved: True if partitions have moved to other memory, and gathered parameters may still refer to the old memory.
+            `show_anew` makes them refer to the new memory.
     """
 
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
@@ -154,16 +154,16 @@ class Gathers:
             small[0].all_gather(small)
 
     def stay_gathered(self, stay: bool) -> None:
-        """Set the precision in which small parameters are gathered next, to be the same as in stock DeepSpeed.
+        """Set the precision of the next gathers of small parameters to the precision that stock DeepSpeed would use.
 
-        Stock DeepSpeed gathers small parameters after a step or a checkpoint, in their own precision, and keeps them
+        After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision, and keeps them
         gathered. If it releases them before forward, it gathers them again in forward, in the precision that forward
         computes in.
 
         Args:
-            stay: True for the parameters' own precision: stock DeepSpeed has gathered the small parameters after a step
-                or a checkpoint. False for the precision that forward computes in: stock DeepSpeed has released them
-                since.
+            stay: True for the parameters' own precision, because stock DeepSpeed would still have the small parameters
+                gathered. False for the precision that forward computes in, because stock DeepSpeed would have released
+                them.
         """
         self._together.stay_gathered(stay)
 

@@ -273,7 +273,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._flat.let_go(self._ebbtide)
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Do nothing. Under ZeRO-1 and 2 each step has waited for its updates before any code can read parameters."""
+        """Return a function that does nothing, and install no hooks on reads of parameters.
+
+        Under ZeRO-1 and 2, reads of parameters need not wait for updates, because each step has waited for its updates
+        before any code can read parameters.
+        """
         del wait
         return lambda: None
 

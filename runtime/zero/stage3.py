@@ -70,7 +70,12 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return []
 
     def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
-        """End the accumulation of micro-batches at step(), if the script and not DeepSpeed decides when it ends."""
+        """Make the sum of a parameter's micro-batch gradients the gradient of the next update, and store the norm of
+        this sum.
+
+        DeepSpeed calls this method at ``step()`` if the training script, and not DeepSpeed, decides which micro-batch
+        is the last one of a step.
+        """
         total = self._windows.finish(self._piece(param))
         self.norm_for_param_grads[self.get_param_id(param)] = _norm(total.to(grad_buffer.device))
 

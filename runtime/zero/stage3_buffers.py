@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO-3 buffers, which a plan uses for its subgroups. They are restored if the plan cannot be attached.
+"""The use of DeepSpeed's ZeRO-3 buffers by a plan, and their restoration if the plan cannot be attached.
 
-A plan's subgroups are DeepSpeed's subgroups or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`). DeepSpeed's norms
-and checkpoints know only DeepSpeed's subgroups. If the plan's subgroups are parts, DeepSpeed's fp32 tensors are
-therefore not divided (`FlatState`). Its flat parameter tensors are divided only when the plan moves the parameters of
-one part to other memory.
+A plan's subgroups are DeepSpeed's subgroups or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`). Even if they are
+parts, DeepSpeed's fp32 tensors are not divided (`FlatState`), because DeepSpeed's norms and checkpoints work only with
+DeepSpeed's own subgroups. DeepSpeed's flat parameter tensors are divided only when the plan moves the parameters of one
+part to other memory.
 """
 
 from collections.abc import Iterator

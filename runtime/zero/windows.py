@@ -14,20 +14,20 @@ from ebbtide.runtime.execution.subgroup_state import SubgroupState
 
 @dataclass(slots=True)
 class ZeroSlice(ParameterSlice):
-    """The part of a parameter in a subgroup of this rank, and the places of its two gradients.
+    """The part of a parameter that lies in one subgroup of this rank, and the places of the parameter's two gradients.
 
     DeepSpeed keeps two gradients per parameter. The first is the sum to which the next micro-batch's gradient is added.
-    The second is the fp32 gradient that updates apply, which changes only in the last backward of a step. While the two
+    The second is the fp32 gradient that updates apply. It changes only in the last backward of a step. While the two
     are equal, the subgroup's gradient buffer holds both. If they differ, the attributes tell where each of them is.
 
     Attributes:
-        begun: True if an earlier micro-batch of the present step gave a gradient.
-        used: True if the last micro-batch of any step so far gave a gradient.
-        kept: The fp32 gradient, if it is in a tensor of its own, which updates then read. This is so after other code
-            has accessed the gradient, or after a step that did not use the parameter. Otherwise None.
+        begun: True if an earlier micro-batch of the present step gave the parameter a gradient.
+        used: True if the last micro-batch of at least one step so far gave the parameter a gradient.
+        kept: The fp32 gradient, if it has a tensor of its own. Updates then read it from this tensor. The gradient gets
+            such a tensor when other code accesses it, or in a step that does not use the parameter. Otherwise None.
         summed: True if there is a sum that the next micro-batch's gradient may be added to. Under ZeRO-1 and 2 there is
             no sum before the first gradient.
-        apart: The sum, if it is in a tensor of its own. Otherwise None.
+        apart: The sum, if it has a tensor of its own. Otherwise None.
         copied: True if the previous step's gradient is in the subgroup's spare buffer.
         empty: True if this part of the gradient buffer is known to be zero, so that the buffer is not checked again. A
             check reads all elements and synchronizes with the GPU.
@@ -66,12 +66,12 @@ class Windows(GradientBuffers[ZeroSlice]):
     def accept(
         self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        """Store the gradient of a parameter from a step's first micro-batch, or add that of a later micro-batch to the
-        sum. Return the sum.
+        """Store the gradient of a parameter from a step's first micro-batch, or add the gradient from a later
+        micro-batch to the sum of the earlier ones. Return the sum.
 
-        If the last micro-batch of a step gives the parameter no gradient, stock DeepSpeed applies the previous step's
-        gradient again. Before the new gradients overwrite the previous step's gradient, it is therefore saved in a
-        spare buffer.
+        If the last micro-batch of a step gives a parameter no gradient, stock DeepSpeed applies the parameter's
+        gradient from the previous step again. This method therefore saves the previous step's gradient in a spare
+        buffer before new gradients overwrite it.
 
         Args:
             first: True for the first micro-batch of an optimizer step.

@@ -23,11 +23,10 @@ class Loading:
     """A loader of checkpoints that wraps ``engine.load_checkpoint``. Only the training thread uses it.
 
     Attributes:
-        into: Existing tensors that take the place of the checkpoint's tensors, so that host memory holds no second
-            copy. For weights and for optimizer state in host memory, they are the tensors of the running training, and
-            the load reads the files into them. For optimizer state that the checkpoint left on a drive, they are
-            memory-mapped tensors of this drive. A tensor's key is its path in the nested dicts of the checkpoint's
-            file. Empty except during a load.
+        into: Tensors that a load uses instead of new ones, so that host memory holds no second copy. Weights, and
+            optimizer state in host memory, are read from the files into the tensors of the running training. Optimizer
+            state that the checkpoint left on a drive is not read: its tensors are memory-mapped from the drive. The key
+            of a tensor is its path in the nested dicts of the checkpoint's file. Empty except during a load.
         chosen: The checkpoint that the last load selected.
     """
 

@@ -69,7 +69,8 @@ def counted(candidate: Committed) -> float:
 def committed_at(candidate: Committed) -> float:
     """Return the Unix time in seconds at which a checkpoint was committed.
 
-    Times order checkpoints from different folders, because each folder numbers its own checkpoints.
+    These times tell which of two checkpoints in different folders is newer. The checkpoints' numbers cannot tell,
+    because each folder numbers its own checkpoints.
     """
     return candidate.manifest.committed_unix_s
 

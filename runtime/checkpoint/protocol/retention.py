@@ -15,7 +15,7 @@ from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManife
 
 @dataclass(frozen=True)
 class Committed:
-    """A checkpoint with a readable global manifest."""
+    """A committed checkpoint, with its global manifest (the file that marks it as committed)."""
 
     folder: Path
     manifest: GlobalManifest

@@ -267,7 +267,10 @@ def twin(directory: Path) -> Path:
 
 
 def restore_deleted(directory: Path) -> None:
-    """Restore the checkpoints that were deleted from a folder before a save, if the save was never committed."""
+    """Restore the checkpoints that a trainer deleted from a folder before a save, if the save was never committed.
+
+    Until the commit, hard links in a hidden folder (see `twin`) keep the files of the deleted checkpoints.
+    """
     place = twin(directory)
     with _alone(place / NOTES) as notes:
         if notes is None or _anybody(notes):
@@ -336,7 +339,8 @@ def _settle(save_dir: Path, notes: Path) -> None:
 def settle_below(directory: Path) -> None:
     """Clean up a trainer's output folder after a crash. The folder holds one folder per checkpoint.
 
-    Checkpoints that were deleted during a save which was never committed are restored (see `settle`).
+    If a save was never committed, the older checkpoints that the trainer deleted before or during this save are
+    restored. Hard links have kept their files (see `settle` and `restore_deleted`).
     """
     settle(directory)
     restore_deleted(directory)

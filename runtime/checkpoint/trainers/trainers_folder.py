@@ -59,8 +59,8 @@ def settle(path: Path | None = None, *, over: bool = False) -> None:
     A folder is complete if it contains the last file that the Trainer writes.
 
     Args:
-        path: Folder of a save that has just begun. An older note is removed from this folder although it is incomplete,
-            because the save has written another note there.
+        path: Folder of a save that has just begun. The save has written a note of its own to this folder. The older
+            note in this folder is therefore removed, even if the folder is incomplete.
         over: True at the end of training. The note is then removed from every folder, complete or not.
     """
     if not _notes:

@@ -1,4 +1,4 @@
-"""A warning if the plan that is attached to an engine was made for another machine or another training."""
+"""A check that logs a warning if an engine's plan was made for another machine or another workload."""
 
 import logging
 from itertools import product

@@ -21,7 +21,7 @@ MENDED = {"lion": "0.19.8", "adagrad": "0.19.8"}
 
 
 class UnsupportedDeepSpeedError(RuntimeError):
-    """The installed DeepSpeed is outside the tested range, or lacks a member that ebbtide needs."""
+    """An error: the installed DeepSpeed has not been tested with ebbtide, or lacks a member that ebbtide needs."""
 
 
 def check_version() -> None:

@@ -119,10 +119,11 @@ STAGE12 = (
 
 
 def missing_names() -> list[str]:
-    """Return the private DeepSpeed names used by ebbtide that the installed DeepSpeed's sources do not contain.
+    """Return the private names of DeepSpeed that ebbtide uses and that the installed DeepSpeed lacks.
 
-    The sources are searched because optimizers set some attributes only while they run. A name that exists only in
-    versions later than the installed one is not searched for.
+    A name counts as missing if DeepSpeed's source code does not contain it. An optimizer object would not show all
+    names, because optimizers set some attributes only while they run. Names that exist only in versions newer than the
+    installed one are not reported.
     """
     import deepspeed
     from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
