@@ -1,4 +1,4 @@
-"""The classes for a layer of a workload, and for the memory in use at one moment of a profiled iteration."""
+"""The classes `Layer` (of a workload) and `MemoryPoint` (memory in use at one moment of a profiled iteration)."""
 
 from typing import Literal, Self
 

@@ -44,19 +44,18 @@ class CheckpointPlan(Page):
             background, and state is copied before an update overwrites it. ``in_place``: when the files have their
             final names, so that they survive a killed process. They are synced afterwards, to survive a power failure.
             ``sync``: when the files survive a power failure. ``auto``: ``in_place`` if a trainer library (Trainer,
-            Accelerate, Lightning) looks for the files itself, otherwise ``lazy``. With such a library, ``lazy`` needs
-            `tune run` or ``ebbtide.enable()``, which clean up after a killed save. Without them, ``lazy`` means
-            ``in_place``.
+            Accelerate, Lightning) looks for the files itself, otherwise ``lazy``. With such a library, ``lazy`` is
+            treated as ``in_place`` unless `tune run` or ``ebbtide.enable()`` is used, because only these clean up after
+            a killed save.
         busy: What a save does while the previous checkpoint is still being written: ``wait`` for it, ``skip`` the save,
             or ``replace`` the unfinished checkpoint.
         copy_budget_bytes: Host memory reserved for copies of state that is updated before it is written.
         write_bytes_per_s: Limit for the rate of checkpoint writes. None: no limit.
         writers: Number of concurrent writes to the disk while a checkpoint is written.
-        keep: Number of completed checkpoints that are kept in ``dir``, the newest first. 0: all. Drives with optimizer
-            state keep the state of the same number of checkpoints. If ``keep`` is 0, they keep that of
-            ``save_total_limit`` checkpoints, a setting of the Trainer. Without this setting, they keep that of one
-            checkpoint, or of two with ``load_best_model_at_end``. An older checkpoint with state on drives cannot be
-            loaded. The log states the number at the start.
+        keep: Number of completed checkpoints that are kept in ``dir``, the newest first. 0: all. Optimizer state on
+            drives is kept for the same number of checkpoints. Older checkpoints with state on drives cannot be loaded.
+            If ``keep`` is 0, the number for drives is ``save_total_limit``, a setting of the Trainer. Without this
+            setting, the number is 1, or 2 with ``load_best_model_at_end``. The log states the number at the start.
         deadline_s: Seconds without progress of storage or of other ranks after which a checkpoint is given up with an
             error. For drives with stored optimizer state, a value above 300 counts as 300.
         dir: Folder of automatic checkpoints.

@@ -147,7 +147,8 @@ class Rate:
 
     Attributes:
         most: Limit far above the rate of any hardware. A higher value must have been given in a wrong unit.
-        instead: Name of another rate, and the factor by which to multiply it if this rate was not measured.
+        instead: Name of another rate, and a factor. If this rate was not measured, the other rate times the factor is
+            used in its place.
         changeable: True if `Machine.with_rates` may change the rate.
         label: Name of the rate in tables for people. Empty: it is not shown.
         scatters: True if a robust plan allows for the spread of this rate's measurements.

@@ -319,10 +319,15 @@ class Workload(Shown, Page):
         """Return a ZeRO-3 workload with iterations that take no longer than this workload's, under any plan.
 
         The result is used to compute lower bounds and to choose the order of updates. Below ZeRO-3, a step waits for
-        all of its updates, so that forward never overlaps updates. The returned workload must not overlap them either.
-        So these times are moved to the last layer's backward, which runs before any gradient is complete: the time of
-        forward, the idle time of the pipeline and the exchange of parameters. If gradients leave the GPU only once per
-        step, all passes before the last micro-batch's backward are moved there too.
+        all of its updates, so that updates never overlap the next forward. In a ZeRO-3 workload they can. To prevent
+        this overlap, three times are moved to the last layer's backward, which runs before any gradient is complete:
+
+        - The time of forward.
+        - The idle time of the pipeline.
+        - The time in which ranks exchange updated parameters.
+
+        If gradients leave the GPU only once per step, the time of all passes before the last micro-batch's backward is
+        moved there too.
 
         A ZeRO-3 workload is returned unchanged.
         """

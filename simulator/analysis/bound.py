@@ -34,8 +34,9 @@ class Bound:
         iteration_s: The bound, in mean seconds of an iteration in a steady state.
         params: Number of this rank's parameters with each placement, if the bound were reached.
         binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth. The suffix
-            ``(update)`` marks a resource that updates use without a pause, from the gradient norm or an earlier
-            moment of backward until the next forward.
+            ``(update)`` marks a resource that updates and their copies keep busy without a pause. This busy time ends
+            when the next forward reaches the last layer. It starts when the gradient norm is known or, if some of the
+            work can be done earlier, at the end of the last layer's backward.
     """
 
     iteration_s: float

@@ -179,10 +179,10 @@ class CheckpointSimulation:
     save to `FOLLOWED` iterations after it. If an update would overwrite state that the checkpoint has not written yet,
     the state is first copied in host memory. If there is no room for the copy, the update waits.
 
-    To know which state must be copied, the times of the updates after the save are estimated first. They are taken from
-    a simulation of a save that writes nothing. They are then multiplied by a factor, because writes slow training down.
-    The factor is the time from the save to the next gradient norm in a simulation with all writes, divided by the same
-    time without writes.
+    Which state must be copied depends on the times of the updates after the save. These times are estimated in two
+    steps. First, they are taken from a simulation of a save that writes nothing. Second, they are multiplied by a
+    factor, because writes slow training down. The factor compares the time from the save to the next gradient norm in
+    two simulations: it is this time with all writes, divided by this time without writes.
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:

@@ -44,7 +44,14 @@ _IN_WORKLOAD = {
 
 @dataclass(frozen=True)
 class Point:
-    """A combination of values to simulate for `what_if`: a strategy, a GPU memory size, and changed fields."""
+    """A case that `what_if` simulates.
+
+    Attributes:
+        strategy: Name of the strategy that is simulated.
+        options: Options of the strategy.
+        gpu_memory_bytes: Size of GPU memory.
+        changes: New values for fields of the machine or of the workload, by field name.
+    """
 
     strategy: str
     options: Mapping[str, Any]

@@ -204,7 +204,13 @@ def machine_vector(machine: Machine) -> Floats:
 
 
 def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
-    """Return the timeline of a schedule after the compiled simulator ran, without the memory in use over time."""
+    """Return the timeline of a schedule: the start and end of each op, as the compiled simulator has computed them.
+
+    The timeline lacks the memory in use over time, because the compiled simulator returns only memory peaks.
+
+    Args:
+        simulated: Result of the compiled simulator for this schedule.
+    """
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)
         for op, start, end in zip(schedule.schedule.ops, simulated.start_s, simulated.end_s, strict=True)

@@ -109,9 +109,13 @@ class Layout:
         return min(self.data, math.ceil(self.gpus_per_node / self.tensor))
 
     def entering_bytes(self, size_bytes: float) -> float:
-        """Return a rank's share of the bytes that enter its node while ZeRO gathers ``size_bytes``.
+        """Return a rank's share of the bytes that enter its node from other nodes while ZeRO gathers parameters.
 
-        Each of ZeRO's rings, one for each tensor-parallel rank, gathers this number of bytes.
+        ZeRO gathers in rings of ranks. There is one ring for each tensor-parallel rank. Rings that stay inside the node
+        bring no bytes into it.
+
+        Args:
+            size_bytes: Bytes that each ring gathers.
         """
         rings = self._rings_entering()
         return rings * passed_on(size_bytes, self.data) / self.ranks_per_node

@@ -228,8 +228,8 @@ def run_ahead_s(device_s: float, issued_s: float) -> float:
     """Return the seconds for a sequence of GPU kernels, if the host launches kernels while the GPU runs earlier ones.
 
     The result is the third root of the sum of the cubes of both times: a little more than the longer time, or 1.26
-    times either if they are equal. The host waits only if it is ahead of the GPU by a bounded number of launches, and
-    the GPU waits only if it has no work left.
+    times either time if they are equal. It is more than the longer time because each side sometimes waits for the
+    other. The host waits if it is a limited number of launches ahead of the GPU. The GPU waits if it has no work left.
 
     Args:
         device_s: Seconds in which the GPU runs the kernels.

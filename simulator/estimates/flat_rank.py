@@ -157,14 +157,14 @@ class FlatRank(Rank):
         """Return by how many bytes gradients that wait for their reduction raise the GPU memory peak of a backward.
 
         The bytes are the sum of two parts. One is a buffer for the largest parameter's gradient. The other depends on
-        the ZeRO stage:
+        the ZeRO stage and on the number of micro-batches:
 
         - ZeRO-2: the gradients of the rank's slice, but only if they are accumulated in a wider data type than the
           parameters'.
-        - ZeRO-1: all gradients, because they stay until the single reduction of a step. If they are accumulated in a
-          wider data type, they exist in both types after each backward. In a step with a single micro-batch, backward
-          frees activations while gradients appear. Only the bytes by which the peak exceeds that of the activations
-          then count.
+        - ZeRO-1 with several micro-batches in a step: all gradients, because they stay until the single reduction of
+          the step. If they are accumulated in a wider data type, they count in both types.
+        - ZeRO-1 with one micro-batch in a step: all gradients, but backward frees activations while gradients appear.
+          So only the bytes count by which the peak of both together exceeds the peak of the activations alone.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self._made_bytes * largest

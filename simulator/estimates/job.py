@@ -165,13 +165,17 @@ def _no_network(layout: Layout, machine: Machine) -> str:
 
 
 def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
-    """Return a sentence that names the key of a DeepSpeed config that makes plans impossible, or an empty string.
+    """Return the reason why no plan can be searched for a DeepSpeed config. Empty if a plan can be searched.
 
-    With such a key, training under a plan is not possible, has nothing to plan, or cannot be simulated.
+    The reason names the key of the config to change. There are three kinds of reasons:
+
+    - Training with this config cannot use a plan.
+    - The optimizer runs its own step and keeps all state in host memory, so there is nothing to search.
+    - The config has an offload that ebbtide does not simulate together with a plan.
 
     Args:
         config: DeepSpeed config.
-        moved: Offload settings in the config.
+        moved: The offload settings of this config.
     """
     own_step = own_step_key(config)
     if own_step:

@@ -128,8 +128,11 @@ class Offloading:
 
     @property
     def _blocks(self) -> bool:
-        """Return True if this DeepSpeed version, under ZeRO-3, lets the host thread wait for gradients and convert
-        them to fp32.
+        """Return True if DeepSpeed's version is older than 0.19.5.
+
+        These versions, under ZeRO-3, block the host thread until gradients have arrived in host memory, and then
+        convert the gradients to fp32 on the CPU. Newer versions convert on the GPU, and backward does not wait for the
+        gradients.
         """
         return not at_least(_ASYNC_GRADIENTS, self.deepspeed)
 

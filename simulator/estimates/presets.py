@@ -197,9 +197,10 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 def _passes_bytes_per_s(rate: float) -> float:
     """Return the host memory bandwidth that DeepSpeed's CPU update uses, in bytes/s, computed from a published speed.
 
-    The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory. The copy
-    is limited by one CPU core or by DRAM bandwidth, whichever is slower. The result is computed for both cases. The
-    slower case leaves less time for the update, so it gives the larger bandwidth, which is returned.
+    The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory. How long
+    the copy alone takes is not known. Its limit is the speed of one CPU core, or DRAM bandwidth. The result is computed
+    for each of these two limits, and the larger result is returned. The larger result belongs to the slower copy, which
+    leaves less time for the update.
 
     Args:
         rate: Published number of parameters per second that one rank updates and copies.
@@ -213,10 +214,11 @@ def _drawn_bytes_per_s(sheet: Sheet) -> Quantity:
     """Return the host memory bandwidth that DeepSpeed's CPU update uses if only one rank runs on a preset machine.
 
     If a speed of the update (parameters per second) was published for the machine, the bandwidth is computed from this
-    speed. If the speed was published for several concurrent ranks, this bandwidth is a lower limit. If no speed was
-    published, a fraction of a NUMA node's bandwidth is assumed. The fraction is one half for servers, such as the
-    preset of the H100 node, because the update used half of its socket's bandwidth in the only published measurement of
-    a single rank (A100).
+    speed. If the speed was published for several concurrent ranks, this bandwidth is a lower limit.
+
+    If no speed was published, a fraction of a NUMA node's bandwidth is assumed (``Sheet.alone``). For a server with
+    many memory channels, the fraction is one half: in a published measurement, a single rank on an A100 node used half
+    of its socket's bandwidth.
     """
     node = sheet.triad_bytes_per_s / sheet.numa_nodes
     if not sheet.stock_update:

@@ -243,9 +243,11 @@ class Rank(RankSizes):
         return min(1.0, ahead / max(1, bucket))
 
     def bucket_params(self) -> dict[str, int]:
-        """Return the fields of a workload that tell the size of DeepSpeed's gradient bucket, as a dict.
+        """Return the fields of a workload that contain the size of DeepSpeed's gradient bucket, as a dict.
 
-        They count one rank's share, as the workload's layers do.
+        The sizes are numbers of elements: one for DeepSpeed alone, and one for training under a plan. Under ZeRO-3 they
+        are divided by the number of data-parallel ranks, because the workload's layers count only one rank's share of
+        the parameters.
         """
         own = self.job.reduce_bucket_elements
         planned = own if self.job.names_bucket else planned_bucket(self.layout.gpus) or own

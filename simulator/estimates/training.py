@@ -231,9 +231,9 @@ class Training(BaseModel):
 
     @property
     def aligned(self) -> bool:
-        """Return True if each parameter is aligned in DeepSpeed's flat buffer (``parameter_alignment``).
+        """Return True if the DeepSpeed config sets ``parameter_alignment`` and the ZeRO stage is below 3.
 
-        DeepSpeed has this buffer only under ZeRO-1 and 2.
+        Each parameter then starts at a multiple of 16 bytes in DeepSpeed's flat buffer. ZeRO-3 has no such buffer.
         """
         return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
 

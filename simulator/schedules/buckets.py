@@ -20,9 +20,10 @@ MOST_PIECES = 64
 
 
 class Leaving(NamedTuple):
-    """A layer whose gradients leave DeepSpeed's bucket.
+    """A layer with gradients that leave DeepSpeed's bucket. Gradients wait in this bucket to be reduced together.
 
     Attributes:
+        layer: Index of the layer.
         ascending: True if the layer's gradients leave in the order of the layer's parameters. False if they leave in
             the reverse order, in which backward computes them.
     """
@@ -35,10 +36,12 @@ Leavings = tuple[tuple[Leaving, ...], ...]
 
 
 class _Gradient(NamedTuple):
-    """A gradient, or a part of a large one, in the order of backward.
+    """The gradient of one parameter, or a part of a layer's gradient if the layer's parameters are not known.
 
     Attributes:
-        done: Fraction of its layer's gradient elements that are computed when this gradient is.
+        layer: Index of the layer.
+        elements: Number of elements of this gradient.
+        done: Fraction of the layer's gradient elements that backward has computed when this gradient is complete.
     """
 
     layer: int
@@ -47,12 +50,19 @@ class _Gradient(NamedTuple):
 
 
 def planned_bucket(ranks: int) -> int | None:
-    """Return the bucket size, in elements, that ebbtide sets if a DeepSpeed config does not. None: DeepSpeed's."""
+    """Return the ``reduce_bucket_size`` that ebbtide sets if the DeepSpeed config has none, in elements.
+
+    The result is None for more than `PLANNED_BUCKET_RANKS` ranks: DeepSpeed's default then stays, because another size
+    could change the bits of the gradients' sum over the ranks.
+    """
     return PLANNED_BUCKET_ELEMENTS if ranks <= PLANNED_BUCKET_RANKS else None
 
 
 def bucket_of(workload: Workload) -> int:
-    """Return the number of elements of DeepSpeed's bucket in training under a plan, counted as in the layers."""
+    """Return the size of DeepSpeed's gradient bucket in training under a plan, in elements.
+
+    Under ZeRO-3, only one rank's share of the elements counts, as in the workload's layers.
+    """
     return workload.planned_bucket_params or workload.reduce_bucket_params
 
 
@@ -118,7 +128,11 @@ def _elements(workload: Workload) -> list[int]:
 
 
 def _parameters(workload: Workload) -> list[list[int]]:
-    """Return, for each layer, the elements of its parameters. Empty if they are not known, or lie in several layers."""
+    """Return, for each layer, a list with the number of elements of each of its parameters.
+
+    The result is empty if these numbers are not known, or if a parameter lies in several layers. Below ZeRO-3 they are
+    not known.
+    """
     if workload.zero_stage < 3:  # known is only the flat partition
         return []
     sizes = iter([n for group in workload.parameters for n in group if n])
@@ -135,10 +149,11 @@ def _parameters(workload: Workload) -> list[list[int]]:
 
 
 def _pieces(elements: int, bucket: int) -> list[int]:
-    """Return the elements of a layer in equal parts that fit into a bucket, because its parameters are not known.
+    """Divide a layer's gradient into equal parts that fit into a bucket, and return their sizes in elements.
 
-    Small buckets give `MOST_PIECES` parts that do not fit. Each of them is then alone in its bucket, so `leavings`
-    stays the same: it asks only when half of the layer has left.
+    The parts are used if the sizes of the layer's parameters are not known. Their number is at most `MOST_PIECES`, so
+    with a small bucket they may be too large for it. Each part is then alone in its bucket. The result of `leavings` is
+    the same as for parts that fit, because it depends only on the time at which half of the layer has left.
     """
     count = min(-(-elements // bucket), MOST_PIECES)
     return [elements * (i + 1) // count - elements * i // count for i in range(count)]

@@ -51,8 +51,9 @@ class CheckpointedLoop(EbbtideLoop):
         Args:
             saves: Numbers of the iterations that end with a checkpoint save.
             save_s: Seconds for which a save blocks training.
-            hooks_s: Seconds from a save to the moments at which the next part of the optimizer state in GPU memory is
-                copied to the host. `CheckpointSimulation` computes them.
+            hooks_s: Times after a save, in seconds, at which a layer's forward begins or its backward ends. At each of
+                these times, one part of the optimizer state in GPU memory is copied to the host for the checkpoint.
+                `CheckpointSimulation` computes the times.
         """
         super().__init__(workload, plan)
         self.machine, self.saving, self.writing = machine, plan.checkpoint, writing
@@ -151,9 +152,12 @@ class CheckpointedLoop(EbbtideLoop):
         return hook <= self.hook and segment.part != "urgent"
 
     def _emit(self, more: Callable[[], bool]) -> None:
-        """Append to the schedule the next writes of a checkpoint, in order, as long as ``more()`` is true.
+        """Append writes of a checkpoint to the schedule, in their planned order, until ``more()`` returns False.
 
-        After the last write the checkpoint is complete.
+        After the last write, the sync of the checkpoint's files is appended, which completes the checkpoint.
+
+        Args:
+            more: Function that is called before each write. It returns True if the write may be appended.
         """
         while more():
             segment, hook = self.pending.popleft()

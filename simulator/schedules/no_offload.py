@@ -21,7 +21,10 @@ class DeviceLoop(TrainingLoop):
         """Append no ops to the schedule, because gradients stay on the GPU in training without offload."""
 
     def step(self) -> None:
-        """Append to the schedule the updates of all subgroups on the GPU, which first convert gradients to fp32."""
+        """Append an optimizer step to the schedule: the gradient norm, and the GPU's update of each subgroup.
+
+        Each update includes the conversion of the subgroup's gradients to fp32.
+        """
         norm = self._norm()
         ends, adams = [norm], Bytes.of(self.workload).adams
         summed = self.workload.grad_bytes_per_param

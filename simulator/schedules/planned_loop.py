@@ -19,11 +19,16 @@ from ebbtide.simulator.workload import Workload
 
 
 class Part(NamedTuple):
-    """One layer's part of a subgroup's gradient. It is copied or summed after the layer's backward.
+    """The part of a subgroup's gradient that belongs to one layer.
+
+    Gradients that go to host memory are copied in such parts.
 
     Attributes:
         number: Position among all parts of a workload.
-        last: True for the part of the subgroup that leaves last in backward and completes the gradient.
+        subgroup: Number of the subgroup.
+        elements: Number of elements of the part.
+        last: True for the part that completes the subgroup's gradient, because it is the last one to leave DeepSpeed's
+            bucket.
     """
 
     number: int
@@ -33,12 +38,13 @@ class Part(NamedTuple):
 
 
 def parts_of(workload: Workload, leave: Leavings) -> tuple[tuple[Part, ...], ...]:
-    """Return, for each layer, a tuple of the parts of subgroups' gradients that the layer's backward produces.
+    """Return, for each layer, a tuple of the parts of subgroups' gradients that belong to the layer.
 
     The parts of a layer are in the order of their transfer to the host.
 
     Args:
-        leave: For each layer, the layers whose gradients leave DeepSpeed's bucket after its backward.
+        leave: The result of `leavings`: for each layer, the layers whose gradients leave DeepSpeed's bucket after the
+            backward of that layer.
     """
     ascending = {left.layer for some in leave for left in some if left.ascending}
     held = [some if n in ascending else some[::-1] for n, some in enumerate(workload.shares())]

@@ -141,10 +141,11 @@ class StockLoop(TrainingLoop):
         return self.options.updates == "interleaved" and subgroup in self.staged
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients of later updates on the GPU.
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients of staged updates.
 
-        Memory for a subgroup's whole gradient is allocated in the backward of the subgroup's last layer, which comes
-        first.
+        For a staged update, a subgroup's state is copied from host memory to the GPU. The subgroup's gradient waits in
+        GPU memory for this update. Memory for the whole gradient is allocated in the backward of the subgroup's last
+        layer. Backward reaches this layer before the subgroup's other layers.
         """
         if micro_step > 0:
             return 0
@@ -199,8 +200,9 @@ class StockLoop(TrainingLoop):
     def _gradient_kernels(self, elements: int, layer: int, waits: list[int]) -> int:
         """Append to the schedule the GPU kernels that compute the norm of a layer's gradients and convert them to fp32.
 
-        They run at the same time as backward of the next layers, and wait for its kernels. Gradients that leave
-        DeepSpeed's bucket at the end of backward have none to wait for.
+        If gradients are copied asynchronously, these kernels run during the backward of other layers. They are then
+        delayed by that backward's matrix products, so a wait is appended before them. For gradients that leave
+        DeepSpeed's bucket at the end of backward, there is no wait, because no other backward runs.
         """
         w = self.workload
         waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR

@@ -1,4 +1,7 @@
-"""The options that distinguish DeepSpeed's ways of ZeRO-3 offload, and the costs of their steps (version 0.19.8)."""
+"""The options that distinguish DeepSpeed's strategies of ZeRO-3 offload, and the costs of the strategies' work.
+
+The costs are memory traffic and time, such as for the conversion of gradients to fp32 (DeepSpeed 0.19.8).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

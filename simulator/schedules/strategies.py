@@ -328,8 +328,9 @@ def shared_plan(workload: Workload, device_share: float, resident_share: float =
 
 
 def spread(staged: int, count: int) -> list[Placement]:
-    """Return ``count`` placements of subgroups: ``staged`` of them ``device`` (updated on the GPU), evenly spread
-    among ``host``.
+    """Return a list of ``count`` placements: ``device`` (updated on the GPU) or ``host`` (updated by the CPU).
+
+    The placement ``device`` occurs ``staged`` times in the list, evenly spread.
     """
     return ["device" if (i + 1) * staged // count > i * staged // count else "host" for i in range(count)]
 

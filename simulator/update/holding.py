@@ -1,4 +1,7 @@
-"""The bytes that a rank's training state, buffers and gradients take in each memory, for numbers of subgroups."""
+"""The bytes that a rank's training state, buffers and gradients take in each memory.
+
+The bytes are computed from the number of subgroups with each placement, and from the sizes of these subgroups.
+"""
 
 from __future__ import annotations
 

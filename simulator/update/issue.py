@@ -56,21 +56,20 @@ class Issue(Generic[Op]):
         arrived: Callable[[int], list[Op]],
         redo: Sequence[Recipe] = (),
     ) -> None:
-        """Begin training under a plan, with no op of an update issued and all buffers free.
+        """Set up the state machine for training under a plan: no op of an update is issued, and all buffers are free.
 
         Args:
             recipes: For each subgroup, the recipe (sequence of ops) of its update under the plan.
             order: Order of the updates after the gradient norm is known.
             arrival: Order in which subgroups' gradients become complete.
             slots: Number of buffers of each kind.
-            prefetch: Number of subgroups whose state may be copied to the GPU before the gradient norm is known.
-                Early updates are not counted.
+            prefetch: Number of subgroups whose state may be copied to the GPU before the gradient norm is known. Early
+                updates are not counted.
             add: Function that issues an op of a subgroup after given ops, and returns the new op.
-            arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the
-                update reads it.
-            redo: For each subgroup, the recipe of its update if no early update is allowed in a step, or if its
-                early update was dropped because the step clipped or overflowed. Empty if no early update can be
-                dropped.
+            arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the update
+                reads it.
+            redo: For each subgroup, the recipe of its update if no early update is allowed in a step, or if its early
+                update was dropped because the step clipped or overflowed. Empty if no early update can be dropped.
         """
         self.recipes, self.order, self.arrival = recipes, order, arrival
         self.redo = redo or recipes

@@ -121,14 +121,13 @@ def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[in
     """Merge the order of the CPU's updates and the order of the GPU's updates into one sequence of all subgroups.
 
     Training itself does not depend on this sequence, because CPU and GPU do not wait for each other. Other code needs
-    one, such as the writers of a checkpoint.
+    the sequence, such as the code that writes checkpoints.
 
-    The sequence keeps both orders, and alternates between CPU and GPU as the layers do. If the n-th subgroup in the
-    order of the layers is updated by the CPU, the n-th subgroup of the sequence is the next one in the CPU's order.
-    Otherwise, it is the next one in the GPU's order.
+    The sequence keeps both orders. If the CPU updates the n-th subgroup in the order of the layers, the n-th subgroup
+    of the sequence is the next one in the CPU's order. Otherwise, it is the next one in the GPU's order.
 
     Raises:
-        ValueError: The order does not fit the placements.
+        ValueError: ``order`` does not name each subgroup that the CPU updates, or that the GPU updates, exactly once.
     """
     if order == FORWARD:
         return tuple(range(len(placements)))

@@ -47,7 +47,10 @@ class Way(NamedTuple):
 
     @property
     def code(self) -> int:
-        """Return a number below 128 for this `Way` of updating a subgroup: placement, parameter location and flags."""
+        """Return the number that encodes this way of updating: its placement, parameter location and flags.
+
+        The number is below 128, so that it fits into a signed byte. `of_codes` decodes it.
+        """
         code = PLACEMENT_CODES[self.placement] + LOCATION_CODES[self.parameters]
         return code + self.early * EARLY + self.sum_on_device * SUMMED
 
@@ -144,5 +147,5 @@ _BY_CODE = {way.code: way for way in ways()}
 
 
 def of_codes(codes: Iterable[int]) -> tuple[Way, ...]:
-    """Return the ways of updating subgroups (placement, parameter location and flags) for numbers from `Way.code`."""
+    """Decode numbers from `Way.code` into ways of updating (placement, parameter location and flags)."""
     return tuple(_BY_CODE[int(code)] for code in codes)

@@ -164,15 +164,15 @@ class Problem:
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
-        """Return terms of the linear program: the seconds that a resource must work, for the updates of some blocks of
-        layers, between the moment ``least`` of a step and the next forward of these blocks.
+        """Return terms of the linear program that add up to the seconds of work that a resource does for updates.
 
-        Work that can be done outside of this time does not count:
+        The updates are those of some blocks of layers. Only work counts that must be done after the moment ``least`` of
+        a step and before the next forward of these blocks. So these ops do not count:
 
         - An op that can start before ``least``, or that may end after the next forward of these blocks.
-        - A copy of state into a buffer, if the state is in its buffer before the gradient norm is known.
-        - A copy of state out of a buffer, if the state is still in its buffer when the next forward ends. Copies out of
-          buffers count only if ``blocks`` are all blocks.
+        - A copy of state into a buffer, if the copy is made before the gradient norm is known.
+        - A copy of state out of a buffer, if the state may stay in the buffer until the next forward has ended, or if
+          ``blocks`` are not all blocks.
 
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
@@ -250,15 +250,20 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: updates fit between the moment
     at which they can start and the next forward.
 
-    There is one constraint for each resource (a queue of ops or a shared capacity), each number k, and each of three
-    moments of the step. The moments are the end of the last layer's backward, the completion of the gradients of the
-    first k blocks of layers, and the gradient norm. Updates of these blocks that cannot start before the moment must
-    end before the next forward reaches the last layer of block k. The constraint: from the moment until then, there are
-    at least as many seconds as these updates, and copies of the blocks' parameters from host memory, occupy the
-    resource. `Problem.seconds` tells which copies of state count.
+    There is one constraint for each resource (a queue of ops or a shared capacity), each number k of blocks of layers,
+    and each of three start moments:
 
-    If the moment is before the norm, the time for which forward and backward wait is added to these seconds. If forward
-    and backward use the resource completely, the seconds in which they run are left out.
+    - The end of the last layer's backward.
+    - The moment at which all gradients of the first k blocks are complete.
+    - The gradient norm.
+
+    The constraint counts the updates of the first k blocks that cannot begin before the start moment. They must end
+    before the next forward reaches the last layer of block k. So the time in between must be at least the time for
+    which these updates use the resource. Copies of the blocks' parameters from host memory count like updates.
+    `Problem.seconds` tells which copies of state count.
+
+    If the start moment is before the norm, the time for which forward and backward wait is added to the time in
+    between. If forward and backward use the resource completely, the time in which they run is left out.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -296,8 +301,8 @@ def backward_waits_for_gradients(p: Problem) -> None:
     A <= B + C + D:
 
     - A: time to copy the gradients of blocks 1 to k to the host
-    - B: time from the first moment at which one of these gradients can be complete, the end of the backward of block
-      k's last layer, to the end of backward
+    - B: time from the end of the backward of block k's last layer to the end of backward. None of these gradients is
+      complete before this time starts.
     - C: time for which backward waits for copies
     - D: time of the copies that are still to be made when backward ends
 
@@ -325,16 +330,16 @@ def backward_waits_for_gradients(p: Problem) -> None:
 def what_is_held_fits_into_memory(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: all data fits into each memory.
 
-    The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Bytes that
-    are not linear in the program's variables, or that differ between plans, are replaced by values that are never too
-    large:
+    The data are optimizer state, gradients, parameters and buffers, with the bytes that `Holding` counts. Some of these
+    bytes are not linear in the program's variables, or they differ between plans. The constraints count fewer bytes for
+    them, or the same number, so that the bound stays a lower bound:
 
-    - Buffers: only the state that they contain when the gradient norm is known and when the next forward ends (see
-      `buffers_hold_what_is_in_them`).
-    - Host memory reserved for state that lives in GPU memory: zero, because only plans that split DeepSpeed's subgroups
-      reserve any (`Workload.state_stays`).
+    - Buffers: a buffer counts only with the state that is in it at two moments. One is when the gradient norm becomes
+      known, and the other is the end of the next forward (see `buffers_hold_what_is_in_them`).
+    - Host memory reserved for state that lives in GPU memory: zero bytes, because only plans that split DeepSpeed's
+      subgroups reserve any (`Workload.state_stays`).
     - Gradients that are being copied to the host: the bytes of all gradients, or the runtime's limit for such copies if
-      it is less. Each gradient counts with the same fraction of its bytes.
+      the limit is less. Each gradient counts with the same fraction of its bytes.
     - GPU copies of parameters that live in host memory: two layers of mean size, although the GPU may hold the two
       largest layers.
     """

@@ -22,7 +22,10 @@ Resource = Lane | str  # a lane, or a shared capacity such as "dram"
 
 
 class Since(IntEnum):
-    """The earliest moment of an iteration at which a piece of work can start. Earlier moments are smaller numbers."""
+    """Moments of an iteration, such as the gradient norm. An op can start at one of these moments or later.
+
+    Earlier moments are smaller numbers.
+    """
 
     ANY = 0  # in the iteration
     BACKWARD = 1  # the last micro-batch's backward of the last layer has ended
@@ -32,15 +35,15 @@ class Since(IntEnum):
 
 @dataclass(frozen=True)
 class Work:
-    """An op, such as a copy, for the update of one parameter element in a given way of updating.
+    """One op of an update, such as a copy, with its cost per parameter element.
 
-    A way of updating is a combination of placement, parameter location and flags (`Way`). A resource is a lane (queue
-    of ops), or a shared capacity such as DRAM bandwidth.
+    The op belongs to a way of updating: a combination of placement, parameter location and flags (`Way`). A resource is
+    a lane (queue of ops), or a shared capacity such as DRAM bandwidth.
 
     Attributes:
         way: Index of the way of updating among the ways that the lower bound considers.
-        seconds: Least seconds for which the op occupies each resource. A shared capacity counts as if the op had all of
-            it.
+        seconds: Least seconds per element for which the op occupies each resource. For a shared capacity, these are the
+            seconds if no other op uses the capacity.
         since: Earliest moment of an iteration at which the op can start.
         published: True if the next forward of the element's layer waits for the op.
         times: Number of such ops in an iteration.
@@ -78,16 +81,16 @@ class Costs:
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
     def step(self, step: Step) -> dict[Resource, float]:
-        """Return a lower bound of each resource's busy seconds for one op of an update, as a dict.
+        """Return the least time that one op of an update occupies each resource, as a dict.
 
-        The seconds are per parameter element. A resource is the op's lane (queue of ops), or a shared capacity such as
-        DRAM bandwidth:
+        The times are in seconds per parameter element. A resource is the op's lane (queue of ops), or a shared capacity
+        such as DRAM bandwidth:
 
-        - A shared capacity is occupied for the op's amount of work divided by the whole capacity.
-        - The lane is occupied for the time that the op takes alone, or for the longest time of a shared capacity if
-          that is longer.
+        - The time of a shared capacity is the op's amount of work divided by the whole capacity.
+        - The time of the lane is the op's duration if no other op runs, but at least the longest time of a shared
+          capacity.
 
-        For an op on the CPU, each value is the smallest over all numbers of threads.
+        For an op on the CPU, each time is the smallest over all numbers of threads.
         """
         some = [
             self._of(
@@ -107,7 +110,10 @@ class Costs:
         return {resource: min(each[resource] for each in some) for resource in some[0]}
 
     def fetch(self) -> dict[Resource, float]:
-        """Return by resource (link, DRAM) the least seconds that copying one parameter to the GPU occupies it."""
+        """Return the least time that the copy of one parameter to the GPU occupies each resource.
+
+        The result is a dict from a resource, such as DRAM bandwidth, to seconds.
+        """
         wire = self.bytes.wire
         return self._of(Op(0, OpKind.PARAMETER_FETCH, Lane.H2D_FETCH, wire, "h2d_bytes_per_s", dram_bytes=wire))
 
