@@ -122,8 +122,8 @@ def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = N
     Args:
         bed: Simulated seconds of an iteration on the testbed, by model and way.
         slower, faster: Names of the two ways.
-        binding: Index in `BINDINGS`, the slowest and the fastest published binding of ranks to cores. None: the
-            binding that the testbed's preset assumes, which lies between them.
+        binding: Binding of ranks to CPU cores that was simulated. 0: the slowest published binding. 1: the fastest
+            published binding. None: the binding that the testbed's preset assumes, which lies between them.
     """
 
     def seconds(row: dict[str, Any], name: str) -> float:

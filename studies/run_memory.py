@@ -219,11 +219,10 @@ def _machine() -> Machine:
 
 @contextmanager
 def _peak(engine: Any, peaks: dict[str, Peak], name: str) -> Iterator[None]:
-    """Record the peak of host memory while the ``with`` block runs, as ``peaks[name]``.
+    """Record the peak of host memory that ebbtide takes while the ``with`` block runs, as ``peaks[name]``.
 
-    Memory of the process that ebbtide does not need is left out. So the peak is the sum of two numbers: the memory
-    that ebbtide holds for the plan when the block ends, and the memory that the process used during the block but not
-    after it.
+    The peak is the sum of two numbers: the memory that ebbtide holds for the plan when the block ends, and the memory
+    that the process used during the block but had freed by its end. Other memory of the process does not count.
     """
     gc.collect()
     reset_host_peak()

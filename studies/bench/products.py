@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 @cache
 def computes_16_bit() -> bool:
-    """Return True if this CPU has instructions for 16-bit matrix products, as with AVX-512 and newer.
+    """Return True if this CPU has vector instructions newer than AVX2, such as AVX-512.
 
-    On older CPUs, torch's own loops take 40 to 100 times as long as fp32 products.
+    torch needs such instructions to compute 16-bit matrix products fast. On other CPUs, torch uses loops of its own,
+    which take 40 to 100 times as long as products in fp32.
     """
     return torch.backends.cpu.get_cpu_capability() not in ("DEFAULT", "AVX2")
 

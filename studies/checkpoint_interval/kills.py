@@ -32,8 +32,8 @@ def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: F
 
 
 def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
-    """Return the predicted number of training steps that are kept from the time between two failures: those that a
-    checkpoint contains when the second failure comes.
+    """Return the predicted number of training steps between two failures that are not lost, because a checkpoint
+    contains them when the second failure comes.
 
     Args:
         gap_s: Seconds between the two failures.

@@ -99,7 +99,11 @@ def _draw_memory(ax: Axes, workload: Workload, machine: Machine) -> None:
 
 
 def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:
-    """Return the start, end and name of each training phase on a curve of memory use."""
+    """Return the start in seconds, the end in seconds and the name of each training phase.
+
+    Args:
+        curve: Points of a curve of memory use over time. Each point has the name of its training phase.
+    """
     result: list[tuple[float, float, str]] = []
     for point, following in pairwise(curve):
         if result and result[-1][2] == point.phase:

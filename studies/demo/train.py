@@ -139,10 +139,10 @@ class Training:
 def stock(folder: Path, model: DemoModel) -> None:
     """Train with stock DeepSpeed for the demo, in several turns of a few steps each.
 
-    The process first profiles some steps and writes ``workload.json``, from which the plan is made. Then it pauses
-    before each turn and before it writes the results, so that other processes can train in turn. In each turn, one
-    step is timed and one is profiled. At the end, ``workload.json`` is written again, from the profiled steps of all
-    turns, and gives the plans' final predictions.
+    The process first profiles some steps and writes ``workload.json``, from which the demo's plan is made. Then it
+    pauses before each turn and before it writes the results, so that other processes can train in turn. In each turn,
+    one step is timed and one is profiled. At the end, ``workload.json`` is written again, from the profiled steps of
+    all turns. The final predictions for the demo's plans are computed from this file.
     """
     run = Training(model, None)
     run.train(FIRST_STEPS, profiled=range(WARMUP_STEPS, FIRST_STEPS))
@@ -188,7 +188,10 @@ def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
 
 
 def alone(folder: Path, model: DemoModel, name: str, plan: Path, resume: Path | None) -> None:
-    """Train for the demo under a plan with checkpoints, up to the last step, without pauses for other processes.
+    """Train for the demo under a plan with checkpoints, up to the last step.
+
+    Other runs of the demo pause after every few steps, so that several processes can train in turn. This run never
+    pauses.
 
     If ``resume`` is a folder, training starts from its newest checkpoint.
     """

@@ -236,8 +236,10 @@ def search_s(model: str, about: Mapping[str, Any], machine: Machine, storage: Ma
 
 
 def replanned_s(work: Workload, machine: Machine, made: Plan) -> float:
-    """Return the seconds of an iteration under the plan that a live re-plan makes of a plan with the same subgroups
-    which updates all of them on the CPU. The machine is as measured, and all memory of the first decision may be used.
+    """Return the seconds of an iteration under the plan that a new plan search during training (`quick_plan`) chooses.
+
+    Training runs under a plan with the subgroups of the plan ``made``, but with all updates on the CPU. The new search
+    gets the same machine and memory limits as the search that found ``made``.
     """
     cut, limits = work.cut_as(made), Limits.of(work, machine)
     first = made.with_ways([Way("host")] * made.subgroup_count, staging_slots=0, prefetch=0, prediction=None)

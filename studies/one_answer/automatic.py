@@ -68,8 +68,8 @@ def automatic(
 
 
 def simulated_workload(work: Workload, schedule: Schedule, watched: SimResult) -> Workload:
-    """Return the workload that ebbtide's runtime would observe in the simulated training steps
-    ``watched``.
+    """Return the workload that ebbtide's runtime would measure if the simulated training steps ``watched`` were real
+    steps.
     """
     seen = observed_workload(_Engine(work), list(_passes(work, schedule, watched)))  # type: ignore[arg-type]
     return seen.model_copy(

@@ -162,14 +162,15 @@ def exact_s(workload: Workload, machine: Machine) -> float:
 
 
 def gap(workload: Workload, machine: Machine, **freedom: Any) -> dict[str, float]:
-    """Return how much longer an iteration under the tuner's plan is than the lower bound, in percent
-    (``gap_pct``).
+    """Return a dict that tells how close the tuner's plan comes to the lower bound of the iteration time, which no plan
+    can beat.
 
-    No plan can beat the lower bound. The dict also has both times, and the seconds that the search
-    (``planning_s``) and the lower bound (``proof_s``) took.
+    ``gap_pct`` is the percentage by which an iteration under the plan is longer than the lower bound. The dict also has
+    both times, the number of subgroups, and the seconds that it took to find the plan (``planning_s``) and to compute
+    the lower bound (``proof_s``).
 
     Args:
-        freedom: Arguments of the planner.
+        freedom: Further arguments of `plan`, such as ``offload_parameters``.
     """
     began_s = time.perf_counter()
     result = plan(workload, machine, **freedom)

@@ -5,11 +5,12 @@
 A prediction is made as a user would make it before training: from a preset machine, `workload_from_model`,
 `build_strategy` and the simulator (`studies.published_runs.shipped`).
 
-- ``--predict``: File of runs with offload to predict. Without it, the two files of the repository are used, one for
-  this option and one for ``--training``.
+- ``--predict``: File of runs with offload to predict. If this option is missing, the repository's
+  `published_offload_runs.csv` is used. For ``--training``, the repository's `published_training_runs.csv` is then used,
+  unless that option is given.
 - ``--training``: File of further runs to predict. Their errors are shown by family: A100, H100, consumer cards, and
-  offloaded training. Some constants of presets were fitted to some of these runs, so the errors of these runs are
-  shown separately (`studies.published_runs.families`).
+  offloaded training. Some constants of presets were fitted to some of these runs, so the errors of these runs are shown
+  separately (`studies.published_runs.families`).
 - ``--calibrate``: File of runs that correct the presets, as `tune calibrate` does. The errors with and without the
   correction are printed side by side.
 """

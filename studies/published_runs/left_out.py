@@ -104,9 +104,9 @@ def _draws(
     A campaign is a series of runs by one source. The runs to calibrate on are never predicted.
 
     Args:
-        whence: Origin of the runs to calibrate on. ``same campaign``: the other runs of their campaign are predicted.
-            ``other campaigns``: all runs of a campaign are predicted, and none of the runs is from it. ``anywhere``:
-            the runs are from all campaigns, and all other runs are predicted.
+        whence: Campaigns that the two lists of a pair come from. ``same campaign``: both lists come from one campaign.
+            ``other campaigns``: all runs of one campaign are predicted, and the runs to calibrate on come from all
+            other campaigns. ``anywhere``: both lists come from all campaigns.
         count: Number of pairs.
         size: Number of runs to calibrate on.
     """

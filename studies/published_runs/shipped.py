@@ -114,10 +114,16 @@ def _schedule_of(run: Run, machine: Machine) -> Schedule:
 
 
 def _ratio_of_today(ratio: float, count: int) -> float:
-    """Return the ratio with which DeepSpeed 0.19.8 keeps as many subgroups on the GPU as the build of 2024 did.
+    """Return the value of DeepSpeed's ``ratio`` with which DeepSpeed 0.19.8 keeps as many subgroups on the GPU as a
+    published run did.
 
-    DeepSpeed 0.19.8 rounds the number of subgroups on the GPU down. Its build of 2024 rounded the number in host memory
-    down.
+    ``ratio`` is the fraction of the subgroups with state in host memory. DeepSpeed 0.19.8 rounds the number of
+    subgroups on the GPU down. The published runs used builds of 2024, which rounded the number of subgroups in host
+    memory down.
+
+    Args:
+        ratio: Value of ``ratio`` in the published run.
+        count: Number of subgroups.
     """
     on_device = count - int(ratio * count + 1e-9)
     return max(0.0, 1 - (on_device + 0.5) / count)  # half a subgroup more, against rounding

@@ -11,11 +11,13 @@ STATE_BYTES = 12  # of each parameter, read and written at each step
 
 
 def disk_figures(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:
-    """Return the disk's rates, and how close training with all optimizer state on the disk comes to the lower bound.
+    """Return measurements of training with all optimizer state on a disk, compared with the lower bound that the disk
+    sets.
 
-    For updates and for iterations, the measured time of each run is divided by the run's lower bound. The lower bound
-    is computed from the rates that the disk had right before and after this run. The median of the quotients over all
-    runs is returned.
+    ``update_over_floor`` is the measured time of a run's updates, divided by the lower bound of that time.
+    ``iteration_over_floor`` is the measured time of an iteration, divided by the lower bound of an iteration. Both are
+    medians over all runs. The lower bound for a run depends on the rates that the disk had right before and after the
+    run.
 
     Args:
         beside: Rates of the disk for each run, measured right before and after the run.

@@ -61,9 +61,10 @@ def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Pa
 
 
 def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
-    """Resume an engine from the newest checkpoint, and return the bytes that are read from the disk.
+    """Resume an engine from the newest checkpoint, and return the number of bytes that this reads from the disk.
 
-    The drive files are dropped from the page cache first.
+    Before that, the files with optimizer state are dropped from the page cache. Otherwise they would be read from
+    memory.
     """
     for path in folder.glob("*.extents"):
         descriptor = os.open(path, os.O_RDONLY)

@@ -58,12 +58,11 @@ class Kernels:
         self._ended_s: float | None = None  # processor time of the training thread
 
     def synchronized(self) -> None:
-        """Record that the host has waited for the emulated device, so that the next kernel takes its whole emulated
+        """Record that the host has waited for the emulated device. The next kernel then takes its whole emulated
         duration.
 
-        A GPU would then run no kernel while the host prepares the next one. For all other kernels, the time of the
-        preparation is subtracted from the emulated duration, because a GPU would run the previous kernel in that
-        time.
+        For all other kernels, the time in which the host prepared the kernel is subtracted from the duration, because a
+        GPU would run the previous kernel in that time. After a wait, no previous kernel runs.
         """
         self._ended_s = None
 

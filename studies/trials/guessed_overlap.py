@@ -39,8 +39,8 @@ class Guessed:
         guessed_s: Seconds of an iteration under the best plan with early updates.
         predicted_s: Predicted value of ``guessed_s``.
         speculate: Number of subgroups that are updated early.
-        slowdown_pct: Percentage by which early updates make the mean iteration longer, by the fraction
-            of steps that clip.
+        slowdown_pct: A dict from the fraction of steps that clip gradients, such as ``5%``, to the percentage by which
+            the mean iteration with early updates is longer than the mean iteration without them.
     """
 
     ratio: float

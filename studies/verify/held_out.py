@@ -68,8 +68,8 @@ def loss_scaled_twice(engine: Any) -> None:
 def _wrong_gradient(change: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]) -> Arm:
     """Build a defect that changes the gradients of one tensor in one step (`AT`), to test `tune verify`.
 
-    ``change`` gets the gradient, and a list of all gradients of the tensor up to now. It returns the wrong
-    gradient.
+    ``change`` gets the newest gradient of the tensor, and a list with this gradient and all earlier ones. Each backward
+    pass adds one gradient to the list. ``change`` returns the wrong gradient.
     """
 
     def arm(engine: Any) -> None:

@@ -92,9 +92,9 @@ class Group:
     def _by_bits(self, name: str, defect: Defect, side: str) -> Case:
         """Compare a run that has a defect with a correct run, bit by bit, and return what `tune verify` finds.
 
-        `tune verify` compares a run under a plan with a run of stock DeepSpeed. ``side`` tells which of these two the
-        run with the defect replaces. The other one is a correct run. In fp32, the correct run is always one of stock
-        DeepSpeed, because a correct run under a plan would be bit-identical to it.
+        `tune verify` compares a run under a plan with a run of stock DeepSpeed. ``side`` tells which of the two has the
+        defect. The other one is correct. If the correct one is the run under a plan and training is in fp32, a run of
+        stock DeepSpeed is used instead, because both would have the same bits.
         """
         wide = defect.dtype == "fp32"
         right = self._run("fp32 stock" if wide else "stock", STOCK)

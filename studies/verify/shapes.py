@@ -54,10 +54,12 @@ KINDS = ("stock", "plan", "torch", "torch flipped")  # runs of each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:
-    """Return the models and settings with which `tune verify` is tested on training without an inserted defect.
+    """Return the models and settings of the training runs without a defect, for the test of `tune verify`.
+
+    `tune verify` must find no defect in these runs.
 
     Args:
-        stage: ZeRO stage of a group of runs. The settings that have a ZeRO stage of their own, such as ZeRO-1, belong
-            to the group of stage 2.
+        stage: ZeRO stage that the test sets for a group of runs. A setting that fixes another ZeRO stage, such as
+            ZeRO-1, is only in the group of stage 2.
     """
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

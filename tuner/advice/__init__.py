@@ -1,1 +1,5 @@
-"""Answers that need further plans: quick plans, changes that make a job fit, and goodput under failures."""
+"""Further answers about a training job, in addition to its best plan.
+
+They include a quick plan, changes that make the job fit into memory, the time that more GPU memory would save, and
+goodput under failures.
+"""

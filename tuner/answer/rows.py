@@ -222,14 +222,15 @@ def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
 
 
 def role_of(label: str) -> Role:
-    """Return the kind of training that a label in a plan's file names.
+    """Return the kind of training that a label stands for, such as training without offload.
 
-    Older versions of the planning service stored the name of a strategy, such as ``zero3_offload``, instead of a
-    label. Such names are accepted too.
+    A plan file lists other ways to train the same job, each with its predicted time and a label. Older versions of the
+    planning service stored the name of a strategy, such as ``zero3_offload``, instead of a label. Such names are
+    accepted too.
 
     Returns:
-        ``stock`` (DeepSpeed without a plan), ``no offload``, ``variant`` (a variant of the plan), or ``peer``
-        (another system, or DeepSpeed with other settings).
+        ``stock`` (DeepSpeed without a plan), ``no offload``, ``variant`` (a variant of the plan), or ``peer`` (another
+        system, or DeepSpeed with other settings).
     """
     if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
         return "stock"

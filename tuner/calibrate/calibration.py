@@ -232,11 +232,10 @@ def _check(observations: Sequence[Observation]) -> None:
 
 
 def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
-    """Return a copy of a machine with the measured time between two iterations (the training loop): the
-    seconds of a whole iteration minus those of its phases.
+    """Return a copy of a machine with the measured time that training spends between two iterations.
 
-    Only runs with all phases and the whole iteration are used. Without such a run, the machine stays as it
-    is.
+    This time is the seconds of a whole iteration minus those of its phases: forward, backward and step. Only runs that
+    measured all three phases and the whole iteration are used. Without such a run, the machine itself is returned.
     """
     between = [
         max(LEAST_LOOP_S, 2 * seen.measured_s["iteration"] - sum(seen.measured_s.values()))

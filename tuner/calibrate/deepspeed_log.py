@@ -56,7 +56,7 @@ class DeepSpeedLog:
 
     @property
     def sums_s(self) -> list[float]:
-        """Return a list with the sum of the phases' seconds of each iteration in a DeepSpeed log."""
+        """Return a list with the seconds of each iteration in a DeepSpeed log: the sum over the iteration's phases."""
         return [sum(seconds) for seconds in zip(*self.phases_s.values(), strict=True)]
 
 

@@ -6,9 +6,10 @@ The width of the interval has these parts:
   each spread is simulated.
 - The errors of the simulator and the noise of single iterations. For a calibrated machine, they are the error that its
   calibration left, which is at least `MODEL_SPREAD`. For all other machines, they are `MODEL_SPREAD`.
-- Only for a preset: `CAMPAIGN_SPREAD`, because a preset describes a kind of node, and the user's node has other
+- `CAMPAIGN_SPREAD`, if the machine is a preset. A preset describes a kind of node, and the user's node has other
   software and another training loop.
-- Only for a preset on a host without published runs, and for DeepSpeed's own offload: `OFFLOAD_SPREAD`.
+- `OFFLOAD_SPREAD`, if three conditions hold: the machine is a preset, the prediction is for DeepSpeed's own offload,
+  and no published run shows the speed of the preset's host.
 
 `MODEL_SPREAD` was chosen on the published runs in the repository, so these runs are no proof of it. After a calibration
 on three random runs, the intervals contain the measured times of seven to nine in ten other runs
@@ -172,10 +173,10 @@ def _secant(of: Callable[[float], float], width: float) -> float:
 
 
 def knob_sigma(machine: Machine, knob: Knob) -> float:
-    """Return the uncertainty of the bandwidths or compute speeds of a machine that share one calibration factor, as a
-    standard deviation in log units.
+    """Return the uncertainty of a group of a machine's speeds, as a standard deviation in log units.
 
-    The first of them represents all of them: the result is its standard deviation.
+    A `Knob` names a group of speeds, such as bandwidths, that get one common correction factor. The result is the
+    standard deviation of the first speed in the group.
     """
     value = getattr(machine, knob.fields[0])
     quantity: Quantity = value[knob.ranks]["dram"] if knob.ranks else value

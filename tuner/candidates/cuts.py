@@ -52,10 +52,11 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
 
 
 def quick_cuts(cuts: Sequence[Workload]) -> list[int]:
-    """Return the positions in a list of workloads at which a short plan search begins: the workloads with
-    about 32 and about 110 subgroups.
+    """Return the indices of the workloads that a quick plan search tries first: those with about 32 and about 110
+    subgroups.
 
-    The workloads in the list differ in their subgroup size.
+    Args:
+        cuts: Workloads that differ only in their subgroup size.
     """
 
     def distance(number: int, count: int) -> float:

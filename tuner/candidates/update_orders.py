@@ -2,13 +2,13 @@
 
 A CPU update can start when the subgroup's gradient is in host memory. The updated parameters are needed when the next
 forward reaches their layer. Gradients arrive from the last layer to the first, but forward needs the first layers
-first. If all gradients have arrived when the gradient norm is known, the order of forward is best. Otherwise the best
-of these orders is chosen, on a simple model of the CPU, the copies and the next forward:
+first. If all gradients have arrived when the gradient norm is known, the order of forward is best. Otherwise several
+orders are compared on a simple model of the CPU, the copies and the next forward. The best of them is chosen:
 
-- Of the gradients that have arrived, the one that forward needs soonest comes next (Schrage's rule for release times
-  and tails).
-- The last layers are updated in the order of forward, before or after all other layers. The other layers are updated
-  in the order of arrival. The number of last layers varies.
+- By urgency: the next update is for the subgroup that forward needs soonest, among the subgroups with a gradient that
+  has arrived (Schrage's rule for release times and tails).
+- In two parts: the subgroups of the last layers are updated in the order of forward, and all other subgroups in the
+  order of arrival. Either part may be first. Several divisions into two parts are tried.
 """
 
 import heapq

@@ -253,11 +253,12 @@ def explore(
 
 
 def _decided(question: Question, answer: Answer) -> Answer:
-    """Return the answer of a configuration search with the decision's quick plans for the fastest configurations that
-    train under a plan, one for each kind of offload.
+    """Return the answer of a configuration search with better plans for the fastest configurations.
 
-    Their plans were sketched so far, as those of all configurations. If the search varies the subgroup size, the
-    decision chooses it among the sizes that it tries for other commands.
+    The search itself only compares simple plans for each configuration. Afterwards, this function makes a quick plan
+    search for the fastest configuration of each kind of offload that trains under a plan. A plan that is faster than
+    before replaces the simple one. If the search varies the subgroup size, the quick plan search chooses it among the
+    sizes in `SIZES`.
     """
     sizes, more = SIZES if "sub_group_size" in answer.space.free else (), list[Outcome]()
     for offload in PLANNED:

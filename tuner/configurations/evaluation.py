@@ -166,12 +166,11 @@ class Question:
     def answer(self, c: Configuration, effort: float = SKETCH, sizes: Sequence[int] = ()) -> Outcome:
         """Simulate one training configuration, and return its predicted time and memory.
 
-        If it cannot be simulated or does not fit, the result gives the reason.
+        If the configuration cannot be simulated or does not fit into memory, the result gives the reason.
 
         Args:
-            effort: Effort of the decision on the plan. `explore` sketches all configurations, and decides on the
-                fastest ones as other commands do in a quick answer.
-            sizes: Subgroup sizes that the decision may choose instead of the configuration's own.
+            effort: Fraction of a full plan search's evaluations. With `SKETCH`, the search only compares simple plans.
+            sizes: Subgroup sizes that the plan search may choose instead of the configuration's own.
         """
         try:
             work, (name, options) = self.workload(c), self.strategy(c)
@@ -215,10 +214,11 @@ class Question:
         )
 
     def _planned(self, c: Configuration, effort: float, sizes: Sequence[int]) -> tuple[Plan | None, Peaks]:
-        """Return the plan that the decision makes for a training configuration, and its score.
+        """Return the plan that a plan search finds for a training configuration, and the plan's score.
 
-        If no plan fits, the plan is None, and the score is that of the plan which lacks the least memory. In a sketch,
-        at most a few micro-batches are simulated. More would not change memory or the overlap with updates.
+        If no plan fits into memory, the plan is None, and the score is that of the plan which lacks the least memory.
+        If ``effort`` is at most `SKETCH`, at most a few micro-batches are simulated. More micro-batches would not
+        change the memory or the overlap with updates.
         """
         if effort <= SKETCH:
             c = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))

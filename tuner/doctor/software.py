@@ -76,7 +76,10 @@ def _known(row: KnownWrong) -> Finding:
 
 
 def compiler() -> list[Finding]:
-    """Report if the compiler for ebbtide's CPU kernel and DeepSpeed's operators is installed. It is not run."""
+    """Report whether the software that compiles ebbtide's CPU kernel and DeepSpeed's operators is installed.
+
+    This software is a C++ compiler, ninja and Python's header files. The check does not run the compiler.
+    """
     name = os.environ.get("CXX", "g++")
     path = shutil.which(name)
     header = Path(sysconfig.get_path("include")) / "Python.h"
@@ -128,9 +131,7 @@ def kernel() -> list[Finding]:
 
 
 def private_names() -> list[Finding]:
-    """Report if the installed DeepSpeed still has all internal names that ebbtide uses when it trains under
-    a plan.
-    """
+    """Report whether the installed DeepSpeed has all internal names that ebbtide uses when it trains under a plan."""
     from ebbtide.runtime.zero.checks import private
     from ebbtide.runtime.zero.checks.private_names import TESTED, missing_names
 

@@ -137,11 +137,16 @@ class Question:
 
     @property
     def cuts(self) -> list[Workload]:
-        """Return a list of workloads, one for each subgroup size that the plan search tries, the largest
-        subgroups first.
+        """Return a list of workloads, one for each subgroup size that the plan search tries, the largest subgroups
+        first.
 
-        Only the workload's own size is tried if the workload lists no parameters, or on a machine with
-        unified memory. While training runs, the subgroups stay. Neighboring ones are then planned as one first.
+        Before training, the list has only the workload itself if the machine has unified memory, if the workload lists
+        no parameters, or if no other sizes may be tried.
+
+        While training runs, its subgroups cannot change. The list then has two copies of the workload, followed by the
+        workload itself. In the first copy, every four neighboring subgroups are joined, and in the second copy every
+        two. The best plans for the copies are only starting points of the search for the workload itself. If the
+        running plan has state on drives, or the machine has unified memory, there are no copies.
         """
         if (
             self.running is None
@@ -278,9 +283,10 @@ def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tu
 def _decided(question: Question, best: Search) -> Decision:
     """Return the best plan of a plan search, together with the search.
 
-    If early updates (updates that start before the gradient norm is known), on-device gradient accumulation or
-    parameters in host memory save almost no time, the returned plan does without them. The parameters are looked at
-    only while training runs. Before, the search has already decided on them, and annealing may make its gain smaller.
+    The returned plan leaves out early updates (updates that start before the gradient norm is known) and on-device
+    gradient accumulation for subgroups where they save almost no time. If training already runs, the plan also has no
+    16-bit parameters in host memory if that saves almost no time. Before training, the plan keeps the parameter
+    locations that the search has chosen.
     """
     fastest = best.best() if question.running is None else best_worth_moving(best)
     return Decision(question, best, fewest(best, fastest))
@@ -426,13 +432,13 @@ def _finalists(searches: Sequence[Search], near: float = NEAR) -> list[Search]:
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
-    """Return the plan search with the fewest subgroups, among those with a best plan that takes at most about 0.5%
-    longer than the fastest plan of all searches.
+    """Return the plan search with the fewest subgroups among the best ones: the best plan of each of these searches
+    takes at most about 0.5% longer than the fastest plan of all searches.
 
     Args:
         searches: Plan searches at different subgroup sizes.
-        quick: Decision of a quick search for the same job. If some search has a plan that is at least as fast as the
-            plan of this decision, only such searches are considered.
+        quick: Decision of a quick search for the same job, or None. Searches with a best plan that is slower than this
+            decision's plan are left out. If all are slower, the search with the fastest plan is returned.
     """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))

@@ -113,11 +113,11 @@ def _roomiest_s(search: Search, fixed: Mapping[int, Placement]) -> float:
 
 
 def _division(search: Search) -> Fit:
-    """Return the division of the model's parameters among placements that leaves the most free bytes in the fullest
-    memory: the GPU's, the host's or a drive.
+    """Divide the model's parameters among placements, so that the fullest memory keeps as many free bytes as possible.
 
-    The number of 16-bit parameters in host memory is the one in the plans that the search begins with
-    (`Search.locations`).
+    A placement says where the optimizer state of parameters lives and is updated. The memories are GPU memory, host
+    memory and the drives. The fraction of the 16-bit parameters in host memory is not varied: it is the fraction in the
+    first plans of the search, as `Search.locations` says.
     """
     away = sum(
         n for n, location in zip(search.workload.subgroups, search.locations, strict=False) if location == "host"

@@ -49,7 +49,7 @@ def begun(
         effort: Fraction of a full search's evaluations.
         bounds: Lower bounds of the iteration time that searches for the same job with other subgroup sizes have
             computed.
-        kept: Further arguments of `Search`, for what a plan in force does not change.
+        kept: Further arguments of `Search`, such as settings of the plan that cannot change while training runs.
     """
     new = partial(Search, workload, machine, seed=seed, effort=effort, bounds=bounds, **kept)
     found = new(limits=limits.in_memory)

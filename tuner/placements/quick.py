@@ -46,12 +46,13 @@ def quick_plan(
     effort: float = QUICK,
     seed: int = 0,
 ) -> QuickPlan:
-    """Ask the decision (`ebbtide.tuner.placements.decision`) for a better plan while training runs, and return the
-    best plan found.
+    """Search for a better plan while training runs (`ebbtide.tuner.placements.decision`), and return the best plan
+    found.
 
-    The new plan has the same subgroups and the same number of CPU threads as the plan in force. It overlaps updates
-    with the next forward only if the plan in force does. All else is decided as for `ebbtide.tuner.plan`, which may
-    change these settings too. The result is deterministic for a given ``seed``.
+    The new plan keeps three settings of the plan in force: the subgroups, the number of CPU threads, and whether
+    updates overlap with the next forward. `ebbtide.tuner.plan`, which plans before training, may choose these three
+    settings. All other settings are chosen in the same way by both functions. The result is deterministic for a given
+    ``seed``.
 
     Args:
         workload: Training job of one rank.

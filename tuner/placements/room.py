@@ -1,4 +1,7 @@
-"""The memory that a plan takes, computed without a simulation, and what of a plan must be left out to fit."""
+"""The memory that a plan takes, computed without a simulation.
+
+If a plan does not fit into memory, its staging buffers and on-device gradient sums are reduced.
+"""
 
 from itertools import accumulate
 

@@ -366,8 +366,7 @@ class Search:
     ) -> Candidate:
         """Build a plan with a given number of subgroups per placement, spread evenly over the model.
 
-        Each subgroup's 16-bit parameters are in the memory (GPU or host) that this search assumes in its first plans
-        (`locations`).
+        Each subgroup's 16-bit parameters are in GPU or host memory, as in the first plans of this search (`locations`).
         """
         return evenly(numbers, slots, fixed, self.locations)
 

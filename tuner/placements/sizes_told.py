@@ -1,4 +1,6 @@
-"""Sentences about a plan's subgroup size."""
+"""Sentences for the user about a plan's subgroups: whether smaller subgroups are faster, and whether the plan divides
+DeepSpeed's subgroups.
+"""
 
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.cuts import LARGE, TOLD

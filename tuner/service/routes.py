@@ -228,7 +228,11 @@ def _jobs(router: APIRouter, service: Service, names: Names) -> None:
 
     @router.post("/jobs/what-if", status_code=201)
     async def what_if(posted: ask.WhatIfJob) -> told.JobState:
-        """Start a background job that simulates each strategy at each combination of the given values."""
+        """Start a background job that simulates a grid of cases.
+
+        Each given strategy is simulated for each combination of the given GPU memory sizes and of the values given for
+        fields of the machine or the workload.
+        """
         _check_cells(posted, service.quota.job_cells)
         return await _submit(service, names, posted, "what-if")
 

@@ -1,12 +1,12 @@
 """The database of the planning service: background jobs, uploaded training runs and machines in one SQLite file.
 
 If a client was told that data is stored, the data is on disk (SQLite's write-ahead log with full synchronization).
-After a kill at any time, the database has the state of the last committed transaction. Every method is one
-transaction. Methods that write wait for the disk, so they run in threads.
+After a kill at any time, the database has the state of the last committed transaction. Every method is one transaction.
+Methods that write wait for the disk, so they run in threads.
 
-Writes run one at a time, under a lock. They have a database connection of their own, so that readers see only
-committed data. Reads share another connection. They also run one at a time: a read that began during another read
-would see the database as of the other read's start, and could miss a job that its own thread has just added.
+Writes run one at a time, under a lock. They have a database connection of their own, so that readers see only committed
+data. All reads share a second connection, and they also run one at a time. Overlapping reads on one connection would
+all see the database as it was when the first of them started. A thread might then not see a job that it has just added.
 """
 
 import fcntl

@@ -203,9 +203,9 @@ def _is_large(difference: Difference, found: Sequence[Difference], noise: Noise 
 def _everywhere(other: Run, found: Sequence[Difference], noise: Noise) -> Difference | None:
     """Look for a defect that changes all fp32 master parameters of a run, such as a wrong learning rate.
 
-    If all masters differ between two runs, and nearly all of them by more than rounding explains, return the
-    difference of the master that differs most clearly. It is reported as the place of the defect. Otherwise return
-    None. Rounding alone would leave some masters nearly unchanged.
+    If all masters differ between two runs, and nearly all of them by more than rounding explains, return the difference
+    of the master that differs most clearly. It is reported as the place of the defect. Otherwise return None, because
+    rounding alone would leave some masters nearly equal in both runs.
     """
     masters = [d for d in found if d.name.endswith(MASTER)]
     if not masters or len(masters) < len(other.masters):
@@ -229,8 +229,11 @@ def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) 
     """Return a difference between two training runs, after one step, that rounding cannot explain. Return None if there
     is none.
 
-    Only differences that appear in a few tensors are judged. So the result is also None in the first step, if any
-    tensor differed after an earlier step, or if at least half of the tensors differ now.
+    Only differences that appear in a few tensors are judged. So the result is also None in three cases:
+
+    - The step is the first one.
+    - Some tensor already differed after an earlier step.
+    - At least half of the tensors differ now.
 
     If losses and gradient norms agree bit by bit up to this step, rounding explains a difference of at most the
     rounding of one update. If they do not, gradients may have been summed in another order. Rounding then explains a

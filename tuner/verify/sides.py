@@ -101,11 +101,10 @@ def compared(
     Args:
         runs: Runs, such as under the plan, with DeepSpeed alone, and without offload. The most trusted one is last.
         noise: Size of the differences that rounding and random order of operations explain.
-        repeated: A repeat of the run under the plan, and one of the run with DeepSpeed alone, by the name of the run.
-            Empty if the two runs have the same bits, so that no repeats are needed.
-        chance: Difference between a run and its repeat, which shows that training is not deterministic. None if a run
-            and its repeat have the same bits. The run under the plan must then have the same bits as the run with
-            DeepSpeed alone.
+        repeated: Second runs under the plan and with DeepSpeed alone, by the name of the run that they repeat. Empty if
+            the two first runs have the same bits, so that no second runs are needed.
+        chance: Difference between a run and its repeat, if training is not deterministic. If None, training is taken to
+            be deterministic: the run under the plan must then have the same bits as the run with DeepSpeed alone.
     """
     findings = []
     for run, other in pairwise(runs):
