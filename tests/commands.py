@@ -1,8 +1,9 @@
 """A process that runs `tune` commands in forks of itself, for tests that run many of them.
 
-A new interpreter imports ebbtide and loads compiled kernels for a second of a core before a command begins. A fork of
-a process that has done so begins at once. The command has its own folder, environment, input and output, as in a
-shell. Tests of the command `tune` itself start it anew: `test_wheel.py`, `tuner/test_first_contact.py`.
+A new interpreter needs a second of CPU time to import ebbtide and load compiled kernels before a command begins. A fork
+of a process that has already done so begins at once. The command has its own folder, environment, input and output, as
+in a shell. Tests of the start of `tune` itself use a new interpreter instead: `test_wheel.py`,
+`tuner/test_first_contact.py`.
 """
 
 import json
@@ -27,10 +28,12 @@ sys.exit(int.from_bytes(status, "big", signed=True) if status else 1)
 
 
 class Commands:
-    """A server of `tune` commands.
+    """A server process that runs the `tune` commands of tests, each in a fork of itself, so that the commands start
+    fast.
 
     Attributes:
-        folder: Directory with a program ``tune``, for PATH.
+        folder: Directory for the environment variable PATH. It contains a program ``tune`` that passes each command to
+            the server process.
     """
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
@@ -78,7 +81,7 @@ def serve(address: str) -> None:
 
 
 def _ended() -> bool:
-    """Return True if a fork has ended whose end was not known before."""
+    """Reap one fork of this process that has ended. Return False if there is none."""
     try:
         return os.waitpid(-1, os.WNOHANG)[0] > 0
     except ChildProcessError:
@@ -86,9 +89,13 @@ def _ended() -> bool:
 
 
 def _run(caller: socket.socket) -> None:
-    """Run one command as its caller would, tell the caller the exit status, and end this process.
+    """Run one command that a client has sent, send the exit status to the client, and end this process.
 
-    The command runs in a child of this process, because `tune run` replaces its own process by another program.
+    The command runs with the client's arguments, folder, environment, input and output. It runs in a child of this
+    process, because `tune run` replaces its own process by another program.
+
+    Args:
+        caller: Connection to the client.
     """
     head, files, *_ = socket.recv_fds(caller, 8, 3)
     size = int.from_bytes(head, "big")

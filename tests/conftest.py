@@ -134,8 +134,9 @@ PREPARED = pytest.StashKey()
 
 
 def pytest_configure(config):
-    """Start the process that forks itself for tests, once for all pytest workers. End a worker directly at exit,
-    because freeing all modules and engines takes seconds.
+    """Start the process in whose forks tests run Python programs. All pytest workers share this process.
+
+    Let each pytest worker exit without Python's cleanup, because freeing all modules and engines takes seconds.
     """
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)

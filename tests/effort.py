@@ -62,7 +62,7 @@ def effort(request):
 
 @pytest.fixture
 def in_earnest(monkeypatch):
-    """Let one test of a file search as long as users do."""
+    """Let one test run the full plan search that users get, although the other tests of its file run a short one."""
     for module, name, value in WHOLE:
         monkeypatch.setattr(module, name, value)
     monkeypatch.delenv(SHORT, raising=False)

@@ -37,14 +37,15 @@ MODULES = ("setuptools", "tests.runtime.contract.training")
 
 
 class Started:
-    """A Python program that runs in a process forked from the prepared one. Its output goes to temporary files.
+    """A Python program that runs in a fork of a process that has already imported torch and DeepSpeed. The program's
+    output goes to temporary files.
 
     Args:
         words: Arguments of Python: ``-c`` and the program, or ``-m`` and the module, then the program's arguments.
-        env: The environment variables of the process. None means those of this process.
-        cwd: The working directory of the process. None means that of this process.
-        finalize: True if the interpreter is finalized at the end of the process. This frees all modules, which takes
-            most of a second. Without it, the process ends after its threads and its `atexit` functions.
+        env: The environment variables of the fork. None means those of this process.
+        cwd: The working directory of the fork. None means that of this process.
+        finalize: True if the interpreter is finalized at the end of the fork. This frees all modules, which takes most
+            of a second. If False, the fork ends after its threads and its `atexit` functions.
     """
 
     def __init__(self, words, *, env=None, cwd=None, finalize=False):
@@ -96,7 +97,10 @@ def run(words, *, env=None, cwd=None, finalize=False, timeout=None):
 
 
 class Prepared:
-    """The prepared process as the process that started it sees it."""
+    """A handle with which pytest starts and ends the prepared process.
+
+    The prepared process has imported torch and DeepSpeed, and runs the Python programs of tests in forks of itself.
+    """
 
     def __init__(self):
         self._folder = tempfile.TemporaryDirectory(prefix="prepared-")
@@ -110,7 +114,7 @@ class Prepared:
         os.environ[ADDRESS] = path
 
     def close(self):
-        """End the prepared process, and with it all processes that it has forked."""
+        """End the process whose forks run the Python programs of tests, and end all these forks."""
         os.environ.pop(ADDRESS, None)
         self._process.stdin.close()
         self._process.wait()
@@ -149,7 +153,7 @@ def main():
 
 
 class Child(NamedTuple):
-    """A process that was forked for a request."""
+    """A fork of this process, which runs the Python program that a test has requested."""
 
     pid: int
     connection: socket.socket  # closed by a test that no longer waits
@@ -161,7 +165,7 @@ class Child(NamedTuple):
             os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self):
-        """Wait for the end of the process, and tell the test its exit code."""
+        """Wait until the process has ended, and send its exit code to the test that requested it."""
         _, status = os.waitpid(self.pid, 0)
         with contextlib.suppress(BrokenPipeError):  # no test waits any more
             self.connection.send(str(os.waitstatus_to_exitcode(status)).encode())
@@ -170,8 +174,13 @@ class Child(NamedTuple):
 
 
 def serve(path):
-    """Fork a process for each request, until standard input ends. Return the request in a forked process, and None in
-    the prepared process.
+    """Fork this process for each request that arrives at a Unix socket, until standard input ends.
+
+    Return the request and the files for its output in each fork. Return None in the process that forks, once standard
+    input has ended.
+
+    Args:
+        path: Path of the socket.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)

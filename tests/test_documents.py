@@ -54,8 +54,9 @@ def test_a_config_that_is_shown_is_one(page):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Return the environment variables of a new shell, in which `tune` is forked from a process that has imported
-    ebbtide.
+    """Return environment variables for a shell in which the command `tune` starts fast.
+
+    In this shell `tune` runs in a fork of a process that has already imported ebbtide.
     """
     variables = of_a_new_shell() | {"PYTHONPATH": CHEAP_START, SHORT: "1"}
     commands = Commands(tmp_path_factory.mktemp("commands") / "bin", variables)

@@ -28,7 +28,10 @@ def changes(decision):
 
 
 def shorten(decision):
-    """Make the plan search of this process short."""
+    """Make every plan search in this process short, so that tests that do not judge plans run faster.
+
+    A short search still takes every kind of step, but tries only a few plans in each step.
+    """
     for module, name, value in changes(decision):
         getattr(module, name)  # if the name is another one now, it must be changed above
         setattr(module, name, value)

@@ -79,15 +79,16 @@ def test_a_writers_cost_is_never_less_than_its_thread_takes():
 
 
 def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
-    """Check the CPU time that a checkpoint writer takes per written byte, if forward and backward run on the CPU.
+    """Check the CPU time per written byte that is derived for a checkpoint writer, if forward and backward run on the
+    CPU.
 
-    The CPU time must follow from the slowdown of forward and backward during writes, not from that of Adam on
-    the CPU. The machine has 16 cores and writes at 1 GB/s during forward and backward. If forward and backward
-    are slower by 3%, the CPU time must be 16 * 3% = 0.48 s per GB.
+    The CPU time must be derived from the slowdown of forward and backward during writes, not from the slowdown of Adam
+    on the CPU. The machine has 16 cores and writes 1 GB/s during forward and backward. If writes slow forward and
+    backward by 3%, the CPU time must be 16 * 3% = 0.48 s per GB.
 
-    The CPU time must not exceed what two writer threads can use. Alone they write 2 GB/s, so the limit is 2
-    threads / 2 GB/s = 1 s per GB. If forward and backward are slower by 25%, which would mean 4 s per GB, the
-    CPU time must be 1 s per GB.
+    The CPU time must not exceed what two writer threads can use. Without training, the two threads write 2 GB/s, so the
+    limit is 2 threads / 2 GB/s = 1 s per GB. A slowdown of 25% would mean 16 * 25% = 4 s per GB, so the CPU time must
+    be 1 s per GB.
     """
     found = with_writer_cost(
         machine(

@@ -81,8 +81,9 @@ class Counting(EmulatedDevice):
 
 
 def resident_bytes():
-    """Return the smallest resident set of this process at several moments, in bytes, because other threads
-    free memory late.
+    """Read the resident set size of this process five times, and return the smallest value in bytes.
+
+    Other threads free memory late, so that a single value could be too large.
     """
     found = []
     for _ in range(5):

@@ -1,7 +1,8 @@
-"""DeepSpeed's CPU optimizer ops, built as DeepSpeed's own builder would build them on other machines.
+"""Builds of DeepSpeed's CPU optimizer ops for several kinds of CPU, such as CPUs without AVX-512.
 
-The sources and flags are DeepSpeed's. The build takes seconds instead of a minute, because a small
-header replaces torch/extension.h, most of which the sources do not use, and ctypes replaces pybind.
+The sources are DeepSpeed's, and the flags are those that DeepSpeed's own builder would choose on such a CPU. The build
+takes seconds instead of a minute, because a small header replaces torch/extension.h, most of which the sources do not
+use, and ctypes replaces pybind.
 """
 
 from __future__ import annotations
@@ -126,11 +127,11 @@ stock_op = functools.cache(StockOp)
 
 
 class RecountingOp:
-    """An op for Adam with the bias correction of DeepSpeed 0.18.6, which calls ``pow`` for every subgroup
-    after the first one of a step.
+    """An op for Adam that makes the installed DeepSpeed compute the bias correction as DeepSpeed 0.18.6 does.
 
-    The installed version of DeepSpeed calls ``pow`` only if the step number jumps, so this op makes the
-    number jump.
+    DeepSpeed 0.18.6 calls ``pow`` for every subgroup after the first one of a step. The installed version calls ``pow``
+    only if the step number jumps. So before each of these subgroups, this op makes the step number jump: it calls the
+    installed version with another step number, on tensors of one element.
     """
 
     def __init__(self, op: StockOp) -> None:

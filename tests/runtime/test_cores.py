@@ -115,8 +115,10 @@ def test_masks_that_differ_are_a_launchers(node, monkeypatch):
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15])])
 def test_ranks_that_a_launcher_has_bound_alike_divide_what_they_have(node, monkeypatch, rank, expected):
-    """Check the cores of four ranks of which a launcher has bound two to each NUMA node: the two ranks of a
-    node divide the node's cores.
+    """Check which CPU cores the host updates of four ranks use, if a launcher has bound two ranks to each of two NUMA
+    nodes.
+
+    The two ranks of a node must divide the node's cores between them.
     """
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: SET)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

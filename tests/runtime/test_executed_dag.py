@@ -158,11 +158,13 @@ def backward(executor, workload):
 
 
 def delivered(slices, size):
-    """Yield the gradients that DeepSpeed delivers at a time, and the layer whose backward is the latest at that time.
+    """Yield the gradients that DeepSpeed hands over to ebbtide together, and the layer whose backward ran last before
+    that.
 
-    The bucket is filled as in ``reduce_independent_p_g_buckets_and_remove_grads``: when the next gradient does not fit,
-    the bucket's gradients are delivered, in the order of their parameters. If ``size`` is 0, each gradient is delivered
-    at once.
+    DeepSpeed collects gradients in a bucket of ``size`` elements, as in
+    ``reduce_independent_p_g_buckets_and_remove_grads``. When the next gradient does not fit, the bucket's gradients are
+    handed over in the order of their parameters. If ``size`` is 0, each gradient is handed over alone, as soon as it is
+    computed.
     """
     bucket = []
     for key in reversed(slices):

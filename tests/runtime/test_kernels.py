@@ -38,7 +38,10 @@ def any_op(request, op):
 
 
 class Stock:
-    """DeepSpeed's C++ Adam optimizer, without the slow Python constructor of DeepSpeedCPUAdam."""
+    """An Adam optimizer of one tensor that calls DeepSpeed's C++ op directly.
+
+    The constructor of DeepSpeed's Python class DeepSpeedCPUAdam would be slow.
+    """
 
     def __init__(self, op, p, weight_decay=0.0, adamw=True):
         self.op, self.number = op, next(_IDS)
@@ -60,7 +63,10 @@ def same(a, b):
 
 
 def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16, threads=2, seed=0):
-    """Run DeepSpeed's op and ebbtide's kernel on the same gradients. Return True if all tensors agree bit for bit."""
+    """Run several Adam steps with DeepSpeed's C++ op and with ebbtide's CPU kernel, on the same gradients.
+
+    Return True if the parameters and moments of both agree bit for bit after each step.
+    """
     generator = torch.Generator().manual_seed(seed)
     p = torch.randn(n, generator=generator)
     stock = Stock(op, p, weight_decay, adamw)

@@ -41,8 +41,10 @@ class Model(nn.Module):
 
 
 def handed_over(stage, columns, bucket):
-    """Train two steps under a plan. Return, for each layer in the order in which DeepSpeed hands over gradients, the
-    layer and the latest layer with a gradient at that time.
+    """Train two steps under a plan, and record in which order DeepSpeed hands over gradients in the second step.
+
+    Return a list with one pair for each gradient in this order: the gradient's layer, and the layer whose gradient
+    backward had computed last by then.
     """
     engine = start(Model(columns), stage=stage, reduce_bucket_size=bucket, subgroup_size=10 * WIDTH)
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"], 10 * WIDTH))

@@ -160,10 +160,10 @@ def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
     def form(state, grad, out, step, tail):
         """Return the properties of a call that decide which compiled version of an update kernel Triton uses.
 
-        They are the gradient's dtype, the form of weight decay (``step.variant``), and whether each tensor's address
-        and each of two sizes is a multiple of 16. The sizes are the number of all elements, and the number of
-        elements without the last ``tail`` ones. For the last elements, the kernel computes the moments with other
-        roundings.
+        The properties are the gradient's dtype, whether each tensor's address is a multiple of 16, whether each of two
+        sizes is a multiple of 16, and the form of weight decay (``step.variant``). The first size is the number of
+        elements. The second size is the number of elements without the last ``tail`` ones, for which the kernel rounds
+        the moments differently.
         """
         aligned = [tensor.data_ptr() % 16 == 0 for tensor in (*state, grad, out)]
         return (grad.dtype, *aligned, len(grad) % 16 == 0, (len(grad) - tail) % 16 == 0, step.variant)

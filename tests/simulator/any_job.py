@@ -127,12 +127,14 @@ class Tried:
     limits: Limits
 
     def seconds(self, iterations=3):
-        """Return the mean seconds of an iteration in a simulated run, over steps that clip gradients and steps that do
-        not. The workload's expected fraction of steps clips.
+        """Return the mean seconds of an iteration in a simulated run.
+
+        If the plan has early updates (before the gradient norm is known), this is a mean over steps that clip gradients
+        and steps that do not. The weight of the steps that clip is the workload's expected fraction of such steps.
 
         Args:
-            iterations: Number of iterations to simulate. The mean is over the second half of them, or over the last
-                one if 3 are simulated.
+            iterations: Number of iterations to simulate. The mean is over the second half of them, or over the last one
+                if 3 are simulated.
         """
         plain, early = self.codes & ~EARLY, (self.codes & EARLY).any()
         row, before = (self._rows(self.codes, n) for n in (iterations, max(3, iterations // 2)))

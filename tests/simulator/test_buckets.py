@@ -15,7 +15,9 @@ HOSTED = Plan(subgroup_size=10, ways=Way.each(["host"] * 4), overlap_forward=Fal
 
 
 def left(work, bucket):
-    """Return, for each layer, the numbers of the layers whose gradients leave after its backward."""
+    """Return, for each layer, the numbers of the layers whose gradients leave DeepSpeed's reduce bucket after this
+    layer's backward.
+    """
     return [[one.layer for one in some] for some in leavings(work, bucket)]
 
 
@@ -45,9 +47,12 @@ def test_all_that_is_left_leaves_at_the_end_of_backward():
 
 
 def test_small_parameters_leave_with_their_layer():
-    """Check that a layer of many small parameters is not held back.
+    """Check after which layer's backward the gradients of a layer of many small parameters leave DeepSpeed's reduce
+    bucket.
 
-    Only the last of its parameters waits for the next layer, and a layer counts as a whole.
+    A gradient leaves the bucket when the next one does not fit. The simulator lets all gradients of a layer leave at
+    one time: when half of the layer's elements have left. So if the bucket holds a single gradient, the gradients of a
+    layer leave after this layer's own backward, although the last one waits for a gradient of the next layer.
     """
     work = Workload(name="w", layers=layers(40, 40), subgroups=(80,), parameters=((10,) * 8,))
     assert left(work, 10) == [[0], [1]]
@@ -69,7 +74,9 @@ def test_zero2_counts_the_gradients_of_all_ranks_slices():
 
 
 def behind(schedule):
-    """Return a list with each gradient copy of a schedule: its subgroup, and the layer that is done when it starts."""
+    """Return a list with a pair for each gradient copy of a schedule: the subgroup whose gradient is copied, and the
+    layer of the op that the copy waits for.
+    """
     copies = [op for op in schedule.ops if op.kind == OpKind.GRADIENT_D2H]
     return [(op.subgroup, schedule.ops[op.after[0]].layer) for op in copies]
 
@@ -144,7 +151,9 @@ def test_the_bucket_is_the_configs(ranks, stage, zero, own, planned):
 
 
 def test_a_workload_file_without_a_bucket_keeps_its_meaning():
-    """Check that a workload file of before is read as one whose gradients leave layer by layer."""
+    """Check that a workload file without the fields of DeepSpeed's reduce bucket is read as a workload without a
+    bucket: each layer's gradients are reduced after this layer's backward.
+    """
     work = workload((10,) * 4)
     fields = work.model_dump(mode="json")
     del fields["reduce_bucket_params"], fields["planned_bucket_params"]
@@ -154,9 +163,11 @@ def test_a_workload_file_without_a_bucket_keeps_its_meaning():
 
 
 def test_a_whole_layer_leaves_in_the_order_of_its_parameters():
-    """Check the order of a layer's gradients, which lie in two subgroups.
+    """Check the order in which the simulator copies the gradients of two layers, with two parameters each.
 
-    If the bucket holds all of them, DeepSpeed sorts them. If they leave one by one, the last parameter's comes first.
+    If DeepSpeed's reduce bucket holds all gradients, DeepSpeed sorts them by the numbers of their parameters. If the
+    bucket holds one gradient at a time, the last parameter's gradient is copied first, because backward computes it
+    first.
     """
     own = {"layers": layers(20, 20), "parameters": ((10,) * 4,)}
     work = workload((10,) * 4, reduce_bucket_params=1000).model_copy(update=own)

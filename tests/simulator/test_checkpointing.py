@@ -262,12 +262,12 @@ def _not_torn(schedule, fast, subgroup, placement):
 
 
 def test_a_save_of_pieces_waits_for_what_is_not_in_deepspeeds_tensors():
-    """Check how long a simulated checkpoint save waits until all state is in DeepSpeed's own tensors, if the plan's
+    """Check the time that a simulated checkpoint save needs to copy state to DeepSpeed's own tensors, if the plan's
     subgroups are parts of DeepSpeed's subgroups.
 
     The save copies all state that stays in GPU memory to DeepSpeed's tensors on the host. Early updates (before the
-    gradient norm is known) write to DeepSpeed's tensors and to spare buffers in turn. So the save also copies, on
-    average, half of the state with early updates from spare buffers to DeepSpeed's tensors.
+    gradient norm is known) write alternately to DeepSpeed's tensors and to spare buffers, so on average half of their
+    state is in spare buffers. The save copies this half to DeepSpeed's tensors too.
     """
     have = machine(d2h_bytes_per_s=4e9)
     made = Plan(subgroup_size=GIGA, ways=(Way("resident"), Way("host", early=True), Way("host")), staging_slots=0)

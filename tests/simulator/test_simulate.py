@@ -280,8 +280,10 @@ def test_what_lies_outside_the_phases_is_a_phase_of_its_own():
 
 
 def stock(**options):
-    """Simulate stock DeepSpeed offload for two layers of 10 parameters. Backward of layer 1 ends at 5 s. A copy
-    of 2 bytes per parameter takes 20 s, and one of 4 bytes takes 40 s.
+    """Return the simulated timeline of stock DeepSpeed offload for two layers of 10 parameters each.
+
+    Backward of layer 1 ends at 5 s. A copy of one layer's 10 parameters between host and GPU takes 20 s with 2 bytes
+    per parameter, and 40 s with 4 bytes per parameter.
     """
     loop = StockLoop(workload((10, 10), backward_s=3.0), StockOptions(**options))
     loop.run(1)
@@ -290,8 +292,10 @@ def stock(**options):
 
 
 def rounded(timeline, kind):
-    """Return the start and end of each simulated op of a kind in seconds, rounded so that the picoseconds of
-    gradient kernels vanish.
+    """Return the start and end of each simulated op of a kind, in seconds, rounded to microseconds.
+
+    The rounding removes the picoseconds that simulated gradient kernels take, so that the times equal those worked out
+    by hand.
     """
     return [(round(start, 6), round(end, 6)) for start, end in spans(timeline, kind)]
 
@@ -423,7 +427,8 @@ def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
 
 
 def test_backward_goes_on_beside_the_share_of_a_reduction_that_it_does_not_wait_for():
-    """Check that simulated backward overlaps with a given share of a gradient reduction: here with the last third.
+    """Check that simulated backward does not wait for the last part of a gradient reduction. The length of this part is
+    given: here it is one third of the reduction.
 
     A reduction takes 30 s, so layer 0's backward begins 20 s after layer 1's reduction has begun.
     """

@@ -76,13 +76,15 @@ def test_with_overlap_comm_others_copy_beside_backward(machine_by_hand):
     """Check the simulated iteration time of one rank of stock DeepSpeed with `overlap_comm`, while other ranks copy
     their gradients to the host.
 
-    There are two layers. In each layer, backward takes 1 s and the other ranks' copies take 4 s. This rank's own copies
-    take only microseconds, but start after the other ranks' copies.
+    There are two layers. In each layer, backward takes 1 s, and after it the other ranks' copies of this layer take 4
+    s. This rank's own copy of a layer takes only microseconds, but starts after the other ranks' copies of the layer.
 
-    If this rank has gradients in both layers, backward waits for its own copies: 2 * (1 s + 4 s) = 10 s.
+    If this rank has gradients in both layers, backward waits for this rank's copy after each layer: 2 * (1 s + 4 s) =
+    10 s.
 
-    If this rank has no gradients in the last layer, backward of the first layer runs during the other ranks' copies:
-    1 s + 2 * 4 s = 9 s.
+    If this rank has no gradients in the last layer, backward of the first layer overlaps with the other ranks' copies
+    of the last layer. The time is 1 s for backward of the last layer, and 4 s for the other ranks' copies of each
+    layer: 1 s + 2 * 4 s = 9 s.
     """
     waiting = seconds("zero_offload", one_layer(1000, 10**9, beside=1.0), machine_by_hand)
     # Its own thousand elements of the last layer are behind the others' of this layer, and backward waits for them.

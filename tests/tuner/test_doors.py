@@ -77,10 +77,10 @@ def _peaks(row):
 
 
 def test_an_estimate_is_the_quick_answer_of_every_other_door():
-    """Check that `ebbtide.estimate` predicts the iteration time and host memory of the plan that `even_plan` finds in a
-    short search.
+    """Check that `ebbtide.estimate` returns the iteration time and host memory of the plan that a short search by
+    `even_plan` finds.
 
-    The service answers with this plan too, so users get the same prediction everywhere.
+    ebbtide's HTTP service answers with the same plan, so users get the same prediction from both.
     """
     model, machine, sequence, _ = ASKED
     have = preset(machine).with_rates(device_memory_bytes=16 * 2**30)

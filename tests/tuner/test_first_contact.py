@@ -1,5 +1,6 @@
-"""Tests of `tune` with a user's first mistakes in the shell: wrong paths, misspelt names, taken ports, and
-commands that succeed without saying anything.
+"""Tests of what `tune` answers to a new user's mistakes in the shell.
+
+Examples are wrong paths, misspelt names, taken ports, and a `tune run` of a script that does not use ebbtide.
 """
 
 import json

@@ -60,8 +60,10 @@ WORTH_MOVING = ("Mistral 7B", "h100-node", {"device_memory_bytes": 30 * 2**30})
 
 @pytest.mark.parametrize("job", [WORTH_MOVING, ("Llama 2 13B", "a100-node", {"gpus": 4})], ids=str)
 def test_parameters_move_only_if_that_is_clearly_faster(job, monkeypatch):
-    """Check that the plan search during training moves 16-bit parameters to host memory only if the plan becomes
-    faster by more than 1% than with all of them on the GPU, whether they are there now or not.
+    """Check that the plan search during training moves 16-bit parameters to host memory only if this is clearly faster:
+    by more than 1% compared with the best plan that has all of them on the GPU.
+
+    The same holds if the current plan already has the parameters in host memory.
     """
     model, name, about = job
     machine = preset(name).with_rates(**{k: v for k, v in about.items() if k == "device_memory_bytes"})
@@ -83,11 +85,11 @@ def test_parameters_move_only_if_that_is_clearly_faster(job, monkeypatch):
 
 @pytest.mark.parametrize("seed", [2, 3, 4, 6])
 def test_parameters_never_move_for_nothing(seed):
-    """Check that the plan search during training keeps all 16-bit parameters on the GPU if their move hardly saves
-    time.
+    """Check that the plan search during training keeps all 16-bit parameters on the GPU if moving them to host memory
+    would save hardly any time.
 
-    The annealing may reach such plans once parameters may move. In these cases every step clips gradients, and the
-    link is nearly full.
+    Simulated annealing may try plans with moved parameters as soon as moves are allowed. In the cases of this test,
+    every step clips gradients, and the link between GPU and host memory is nearly full.
     """
     workload, machine = random_pair(np.random.default_rng(seed), counts=(16, 16))
     base = workload.params * workload.wire_bytes

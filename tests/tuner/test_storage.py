@@ -143,11 +143,12 @@ def two_drives():
 
 
 def test_several_directories_are_as_fast_as_their_shares_let_them():
-    """Check how optimizer state is divided between two storage directories on different drives, and the rates of
-    both together.
+    """Check how optimizer state is divided between two storage directories on different drives, and the rates of both
+    drives together.
 
-    To read and write one byte takes 1/4 ns on a drive that reads and writes at once, and 1/2 + 1 ns on a drive that
-    does one after the other. So the first drive gets 6/7 of the state, and the second 1/7.
+    The first drive reads and writes at the same time. It needs 1/4 ns to write a byte, and less to read one meanwhile.
+    The second drive needs 1/2 ns to read a byte and then 1 ns to write it: 1.5 ns, which is six times as long. So the
+    first drive gets 6/7 of the state, and the second drive gets 1/7.
     """
     drives = two_drives()
     part = shares(drives)

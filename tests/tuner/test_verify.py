@@ -212,8 +212,9 @@ def doubled_update(state, wire, old, facts):
 
 
 def few_flips(state, wire, old, facts):
-    """Change the sign of the updates of eight elements. Another order of summation may do so, if the gradient of an
-    element is about zero.
+    """Change the sign of the updates of eight elements, a difference that `tune verify` must count as rounding.
+
+    Another order of summation can have the same effect on elements whose gradient is about zero.
     """
     state["head"][:8] += 2 * (old["head"] - state["head"])[:8]
 

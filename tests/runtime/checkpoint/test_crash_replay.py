@@ -38,8 +38,9 @@ def check(folder: Path, commits: int):
 
 @pytest.fixture(autouse=True)
 def readers_end_what_a_crash_left():
-    """Install ebbtide's hook, which every process that saves a checkpoint has. When a script reads a folder of
-    checkpoints, the hook first cleans up what a crash has left in the folder.
+    """Install the hook that ebbtide installs in every process that saves checkpoints.
+
+    Before Python code lists a folder of checkpoints, the hook cleans up what a crash has left in the folder.
     """
     watch()
 

@@ -151,8 +151,9 @@ def born_partitioned(**config):
 
 
 def a_life(engine, folder, rank=0):
-    """Train, evaluate, read, change and save the model of an engine. Return a list of all values that were
-    seen on the way.
+    """Train, evaluate, read, change and save the model of an engine.
+
+    Return a list of all tensors that these actions gave, to be compared with those of another engine.
     """
     from deepspeed.runtime.zero import GatheredParameters
 

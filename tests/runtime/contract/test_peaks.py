@@ -59,7 +59,10 @@ def test_no_more_than_one_subgroup_is_there_twice(stage, tmp_path):
 
 
 class Apart(Counting):
-    """A counting device whose tensors are copied to host memory, as those of a real GPU are."""
+    """An emulated GPU that records the largest number of bytes in use at one time.
+
+    A GPU tensor that moves to host memory is copied, as with a real GPU.
+    """
 
     def host_adopt(self, tensor):
         here = tensor.untyped_storage()._cdata

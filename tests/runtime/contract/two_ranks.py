@@ -52,10 +52,10 @@ def run(pattern=None, device=DEVICE, fail=False, speculate=0, away=(), overlaps=
     norms.
 
     Args:
-        away: Numbers of micro-batches, which need not be the last ones of their steps. The engine's ``offload_states``
-            is called after the first of these micro-batches, and ``reload_states`` after each of the others.
-        overlaps: "all" if the plans of all ranks overlap updates with the next forward. With any other value, only
-            rank 0's plan does.
+        away: Numbers of the micro-batches after which a method of the engine is called: ``offload_states`` after the
+            first of them, and ``reload_states`` after each other one. A micro-batch may be in the middle of a step.
+        overlaps: "all" if the plans of all ranks overlap updates with the next forward. With any other value, only rank
+            0's plan does.
     """
     rank = torch.distributed.get_rank()
     made = model() if model is Reordered else None
@@ -113,13 +113,11 @@ def compare(name, tried=PLANS, speculate=0, away=(), overlaps="all", **config):
 
 
 def a_gather_ahead_holds_nobody_up():
-    """Return whether DeepSpeed's request to gather the parameters of later modules in advance returns without
-    waiting for updates.
+    """Return True if DeepSpeed's prefetch of the parameters of later modules does not wait for ebbtide's updates.
 
-    On each rank, all updates that the first module does not need are held back until that module's forward has
-    ended. DeepSpeed requests later modules' parameters before then. If this request waited for the updates, it
-    would never return. On rank 1 the updates end even later than on rank 0, to check that no rank's gathers depend
-    on the time of its updates.
+    On each rank, the updates that the first module does not need are held back until this module's forward has ended.
+    DeepSpeed's prefetch begins before that end, so it could never finish if it waited for the updates. On rank 1 the
+    updates end later than on rank 0, to check that no rank's gathers depend on the time of its updates.
     """
     rank = torch.distributed.get_rank()
     config = {**EVERY_PASS, "stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**9}

@@ -90,8 +90,11 @@ class Order:
             self._seen[key] = kept[-KEPT:]
 
     def _storage(self, tensor):
-        """Return the number under which a tensor's storage is recorded. If a new storage reuses an old number,
-        forget the old accesses.
+        """Return the key under which the accesses to a tensor's storage are recorded: the address of the storage
+        object.
+
+        If the address belonged to a storage that has been freed since, forget the recorded accesses to the freed
+        storage.
         """
         storage = tensor.untyped_storage()
         key = storage._cdata

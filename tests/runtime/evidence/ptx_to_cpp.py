@@ -96,7 +96,7 @@ _LINE = re.compile(r"(?:@(!?)%p(\d+)\s+)?([a-z][\w.:]*)\s*(.*?);")
 
 
 class UnknownInstructionError(ValueError):
-    """An error for a PTX instruction that the translation does not know."""
+    """An error for a PTX instruction that the translation from PTX to C++ does not know."""
 
 
 def body_of(ptx: str) -> list[str]:

@@ -152,8 +152,9 @@ def without(wait, whole=Issue._issue):
 
 
 def taken_at_once(*slots, whole=Issue._take):
-    """Return a monkeypatch (owner, name, value) with which an op takes a buffer of the given kinds while an
-    earlier op may still need it.
+    """Return a planted bug that the race check must find, as a monkeypatch (owner, name, value).
+
+    With the bug, an op takes a buffer of the given kinds while an earlier op may still need this buffer.
     """
 
     def take(self, step, subgroup, waits):
@@ -210,11 +211,10 @@ def deaf(owner, name, method):
 
 
 def launched_behind_no_copy(self, *args, launch=Executor.launch, **kwargs):
-    """Launch a step's updates without the runtime's wait for parameters that are still being copied from host
-    memory.
+    """Launch a step's updates, but leave out the wait for parameters that are still being copied from host memory.
 
-    A test replaces `Executor.launch` with this function. No race may be reported, because other waits already
-    cover these copies.
+    A test replaces `Executor.launch` with this function. The race check must still report no race, because other waits
+    already cover these copies.
     """
     self._latest_fetch = Completion.done()
     return launch(self, *args, **kwargs)

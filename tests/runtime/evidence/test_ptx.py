@@ -176,11 +176,11 @@ def test_ptx_that_computes_otherwise_shows(kernels, capsys):
 
 
 def mutable(opcodes):
-    """Return the PTX instructions of an update kernel that the test replaces by wrong ones, as a dict from
-    position to opcode.
+    """Choose the instructions of an update kernel's PTX code that the test replaces by wrong ones, one at a time.
 
-    The compiler repeats an instruction for the eight elements of a thread, or four times if it handles a
-    pair of elements. Only the first of these repeated instructions is replaced.
+    Return a dict from the position of each chosen instruction in the code to its opcode. A GPU thread updates eight
+    elements, so the compiler writes each instruction eight times, or four times if one instruction handles two
+    elements. Only the first one of each such group is chosen.
     """
     places = {op: [i for i, o in enumerate(opcodes) if o == op] for op in ptx_to_cpp.MUTATED}
     return {i: op for op, found in places.items() for i in found[:: 4 if op.count("x2") else 8]}

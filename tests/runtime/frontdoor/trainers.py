@@ -263,14 +263,16 @@ OTHERS = {"sft": with_sft}
 def outcome(
     train: Callable[..., tuple[Any, list[Any]]], key: dict[str, Any] | None, **options: Any
 ) -> tuple[Outcome, dict[str, Any]]:
-    """Train an engine with the function ``train``, destroy the engine, and return the results of training and a key.
+    """Train an engine with the function ``train``, and destroy the engine.
+
+    Return the results of training, and a value of the config key ``ebbtide`` for another run of the same training.
 
     Args:
-        key: Value of the config key ``ebbtide``. None means that stock DeepSpeed trains.
+        key: Value of the config key ``ebbtide`` for this run. None means that stock DeepSpeed trains.
 
     Returns:
-        ((state, losses), key). After training with stock DeepSpeed, this key holds a plan for the engine's subgroups,
-        so that the next call can repeat the training under the plan. Otherwise the key is the argument ``key``.
+        ((state, losses), key for another run). If ``key`` is None, the returned key holds a plan for the engine's
+        subgroups, so that the training can be repeated under this plan. Otherwise the returned key is ``key`` itself.
     """
     engine, losses = train(key, **options)
     assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)

@@ -27,8 +27,13 @@ IN_JOB = CHECKPOINT_POINTS[CHECKPOINT_POINTS.index("job_started") :]
 
 
 class Killing(Files):
-    """File operations of a store or save that kill the process when a named point is reached for the n-th
-    time.
+    """File operations of the optimizer-state store or of a checkpoint save, which kill this process at a given point.
+
+    The code under test reports each named point that it reaches to the method `point`.
+
+    Args:
+        name: Name of the point at which the process is killed.
+        left: Number of times that the point is reached. At the last of them the process is killed.
     """
 
     def __init__(self, name, left):

@@ -49,8 +49,13 @@ def run(stores, files, done):
 
 
 def whole(stores, done):
-    """Check that every committed step is in the store of optimizer state, bit for bit, once the drive works
-    again.
+    """Check the steps in the store of optimizer state after some of its file operations were made to fail.
+
+    The store must contain the last step that was committed, or a later one. For each step in the store, the state must
+    equal the state that was written, bit for bit.
+
+    Args:
+        done: Numbers of the committed steps.
     """
     stores.close()
     store = stores.open(TWO, block_bytes=16_384)

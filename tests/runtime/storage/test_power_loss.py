@@ -85,7 +85,13 @@ def test_every_crash_state_has_every_committed_step(tmp_path, keep):
 
 
 class Careless(RecordingFiles):
-    """File operations that are recorded and leave out one kind of sync, which the test must notice."""
+    """File operations whose record lacks one kind of sync, as if the tested code had left this sync out.
+
+    The test must notice that the sync is missing.
+
+    Args:
+        kind: The missing sync: "fdatasync" or "fsync".
+    """
 
     def __init__(self, root, kind):
         super().__init__(root)

@@ -106,10 +106,11 @@ def _train(engine: Any, steps: int, mixed: bool) -> list[torch.Tensor]:
 
 
 def _mix(engine: Any) -> None:
-    """Change an engine's plan to one that has all placements in turn, beginning with another placement on each
-    rank.
+    """Switch an engine to a plan in which the subgroups take turns through the placements in `MIX`. A placement says
+    where optimizer state is kept and updated.
 
-    If the engine may keep parameters in host memory, every second subgroup has its parameters there.
+    The first subgroup's placement differs from rank to rank. If the engine's current plan keeps parameters in host
+    memory, the new plan keeps the parameters of every second subgroup there.
     """
     session = getattr(engine.optimizer, "_ebbtide", None)
     if session is None or session.engine.update_rule().own_step:
