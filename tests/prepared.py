@@ -18,6 +18,7 @@ import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -107,8 +108,9 @@ class Prepared:
         path = str(Path(self._folder.name) / "socket")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.prepared", path]
+        # In a session of its own, Ctrl-C does not reach the process: it ends with its standard input.
         self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdout.readline() == b"ready\n"
         os.environ[ADDRESS] = path
@@ -161,8 +163,9 @@ class Child(NamedTuple):
 
     def kill(self):
         """Kill the process, and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
             os.killpg(self.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)
 
     def reap(self):
         """Wait until the process has ended, and send its exit code to the test that requested it."""
@@ -177,22 +180,30 @@ def serve(path):
     """Fork this process for each request that arrives at a Unix socket, until standard input ends.
 
     Return the request and the files for its output in each fork. Return None in the process that forks, once standard
-    input has ended.
+    input has ended. At the end of that process, kill all forks and remove the socket's folder.
 
     Args:
         path: Path of the socket.
     """
+    children, own = set(), os.getpid()
+    try:
+        return _serve(path, children)
+    finally:
+        if os.getpid() == own:
+            for child in children:
+                child.kill()
+            shutil.rmtree(Path(path).parent, ignore_errors=True)
+
+
+def _serve(path, children):
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
     print("ready", flush=True)
-    children = set()
     while True:
         watched = {one: child for child in children for one in (child.connection, child.descriptor)}
         ready, _, _ = select.select([sys.stdin, listener, *watched], [], [])
         if sys.stdin in ready:
-            for child in children:
-                child.kill()
             return None
         for child in {watched[one] for one in ready if one in watched}:
             if child.descriptor not in ready:
@@ -224,12 +235,14 @@ def prepare():
     """Import once what most programs of the tests import, and load DeepSpeed's compiled ops."""
     if MODULES[-1] in sys.modules:
         return
+    from studies.bench.deepspeed_ops import build_host_ops
     from studies.bench.many_engines import answer_once
     from studies.checkpoints.run import warm_up
 
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a forked process may use the GPU
     for module in MODULES:
         importlib.import_module(module)
+    build_host_ops()  # in turn with the tests that compile the same ops
     warm_up()
     answer_once()
 
