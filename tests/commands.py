@@ -8,6 +8,8 @@ in a shell. Tests of the start of `tune` itself use a new interpreter instead: `
 
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +33,8 @@ class Commands:
     """A server process that runs the `tune` commands of tests, each in a fork of itself, so that the commands start
     fast.
 
+    The server and its commands end with `end`, or with the process that started the server.
+
     Attributes:
         folder: Directory for the environment variable PATH. It contains a program ``tune`` that passes each command to
             the server process.
@@ -47,18 +51,23 @@ class Commands:
             [sys.executable, "-m", "tests.commands", address],
             cwd=Path(__file__).parents[1],
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == b"ready\n"
 
     def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        """Kill the server and all commands that still run."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.communicate()
 
 
 def serve(address: str) -> None:
-    """Accept commands at a socket's address, and run each in a fork. Return only by an exception."""
+    """Accept commands at a socket's address, and run each in a fork. When standard input ends, kill this process and
+    its commands.
+    """
     from click.testing import CliRunner
     from ebbtide.tuner.cli import main
 
@@ -71,6 +80,9 @@ def serve(address: str) -> None:
         listening.listen()
         print("ready", flush=True)
         while True:
+            ready, _, _ = select.select([sys.stdin, listening], [], [])
+            if sys.stdin in ready:
+                os.killpg(os.getpid(), signal.SIGKILL)
             caller, _ = listening.accept()
             if not os.fork():
                 listening.close()
@@ -98,6 +110,8 @@ def _run(caller: socket.socket) -> None:
         caller: Connection to the client.
     """
     head, files, *_ = socket.recv_fds(caller, 8, 3)
+    for number in range(3):  # the server's files, which a command that hangs would keep open
+        os.dup2(files[number], number)
     size = int.from_bytes(head, "big")
     asked = b""
     while len(asked) < size:
