@@ -16,6 +16,7 @@ from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.deciding import explore, promise, tightened
 from ebbtide.tuner.configurations.evaluation import PLANNED, Outcome, Question
 from ebbtide.tuner.configurations.space import KNOBS, Configuration, Space
+from ebbtide.tuner.placements import decision
 
 LLAMA = {
     "model_type": "llama",
@@ -291,6 +292,17 @@ def test_state_that_memory_cannot_hold_is_stored_where_storage_is_given():
     assert fits.plan.count("stored") > 0
     assert fits.plan.storage_dir == "/nvme"
     assert fits.host_peak_bytes <= small["host_memory_bytes"]
+
+
+def test_steps_too_long_for_a_plan_search_are_planned_with_fewer_micro_batches(monkeypatch):
+    monkeypatch.setattr(decision, "MOST_PASSES", 64)
+    base = Configuration(gpus=1, accumulation=8, offload="optimizer")
+    found = explore(question(device_memory_bytes=12 * 2**30), Space.of(base, ("sub_group_size",)))
+    best = found.fitting[0]
+    assert best.configuration.accumulation == 8
+    work = workload_from_model(LLAMA, preset("h100-node"), sequence=1024, gradient_accumulation_steps=8)
+    planned = build_strategy("ebbtide", work.cut_as(best.plan), plan=best.plan)
+    assert best.iteration_s >= simulate_fast(planned, preset("h100-node")).iteration_s, "of all eight"
 
 
 def test_a_search_that_is_cut_short_says_so():

@@ -9,6 +9,7 @@ from ebbtide.simulator import Plan, build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.plan import Way
+from ebbtide.tuner.placements.decision import most_micro_batches
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import WORTH
@@ -44,6 +45,18 @@ def test_by_itself_it_takes_no_more_device_memory_than_the_plan_that_runs():
     )
     assert after <= before
     assert found.plan is current or found.iteration_s < found.current_s
+
+
+def test_a_step_too_long_for_a_search_keeps_the_plan_that_runs():
+    workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
+    longer = most_micro_batches(workload) + 1
+    workload = workload.model_copy(update={"gradient_accumulation_steps": longer})
+    current = on_the_host(workload)
+    found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)
+    assert found.plan is current
+    assert found.iteration_s == found.current_s
+    made = simulate_fast(build_schedule(workload, current), machine)
+    assert found.current_s == pytest.approx(made.iteration_s)
 
 
 def test_a_training_run_loads_no_pandas_for_it():

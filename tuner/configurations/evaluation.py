@@ -17,7 +17,7 @@ from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.calibrate.interval import workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
-from ebbtide.tuner.placements.decision import SKETCH, decide
+from ebbtide.tuner.placements.decision import SKETCH, decide, most_micro_batches
 from ebbtide.tuner.placements.decision import Question as Decided
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import named, with_storage
@@ -217,11 +217,11 @@ class Question:
         """Return the plan that a plan search finds for a training configuration, and the plan's score.
 
         If no plan fits into memory, the plan is None, and the score is that of the plan which lacks the least memory.
-        If ``effort`` is at most `SKETCH`, at most a few micro-batches are simulated. More micro-batches would not
-        change the memory or the overlap with updates.
+        The search simulates at most a few micro-batches if ``effort`` is at most `SKETCH`, and otherwise at most
+        `most_micro_batches`. More micro-batches would not change the memory or the overlap with updates.
         """
-        if effort <= SKETCH:
-            c = c.changed(accumulation=min(c.accumulation, _PLANNED_MICRO_BATCHES))
+        most = _PLANNED_MICRO_BATCHES if effort <= SKETCH else most_micro_batches(self.workload(c))
+        c = c.changed(accumulation=min(c.accumulation, most))
         key = ("plan", c, effort, tuple(sizes))
         if key not in self._known:
             work, away = self.workload(c), self.strategy(c)[1]["parameters"] == "cpu"

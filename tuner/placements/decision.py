@@ -349,6 +349,11 @@ def _search(question: Question, cut: Workload, coarser: Sequence[Search], bounds
     return search
 
 
+def most_micro_batches(workload: Workload) -> int:
+    """Return the largest number of micro-batches in a step for which a plan search is made."""
+    return MOST_PASSES // len(workload.layers)
+
+
 def check_length(workload: Workload) -> None:
     """Refuse a training job with so many micro-batches per step that the plan search would take hours and
     many GiB.
@@ -358,11 +363,10 @@ def check_length(workload: Workload) -> None:
     Raises:
         RuleError: The step has too many micro-batches for its number of layers.
     """
-    micro, layers = workload.gradient_accumulation_steps, len(workload.layers)
-    if micro * layers > MOST_PASSES:
-        most = MOST_PASSES // layers
+    micro, most = workload.gradient_accumulation_steps, most_micro_batches(workload)
+    if micro > most:
         raise RuleError(
-            f"accumulation (--accumulation) must be at most {most} for {layers} layers, but got {micro}. "
+            f"accumulation (--accumulation) must be at most {most} for {len(workload.layers)} layers, but got {micro}. "
             f"Plan with {most}: the plan also serves steps of more micro-batches",
             key="accumulation",
         )

@@ -15,7 +15,7 @@ from ebbtide.simulator.update.way import of_codes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.candidates.moves import STAGED
-from ebbtide.tuner.placements.decision import QUICK, Question, decide
+from ebbtide.tuner.placements.decision import QUICK, Question, decide, most_micro_batches
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.search import Bounds, Search
@@ -67,12 +67,13 @@ def quick_plan(
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
     question = Question(workload, machine, limits, seed=seed, effort=effort, running=current)
     try:
-        found = decide(question)
+        # The updates are too small a part of a longer step to be worth a minute of search.
+        found = decide(question) if workload.gradient_accumulation_steps <= most_micro_batches(workload) else None
     except ImpossibleError:  # less memory than the plan in force takes
-        current_s = question.search(workload, Bounds()).seconds_anyhow(Candidate.of_plan(current))
-        return QuickPlan(current, current_s, current_s)
-    current_s = found.search.seconds_anyhow(Candidate.of_plan(current))
-    if not found.iteration_s < current_s:
+        found = None
+    search = question.search(workload, Bounds()) if found is None else found.search
+    current_s = search.seconds_anyhow(Candidate.of_plan(current))
+    if found is None or not found.iteration_s < current_s:
         return QuickPlan(current, current_s, current_s)
     return QuickPlan(_as_plan(current, found.chosen, found.search), found.iteration_s, current_s)
 
