@@ -31,7 +31,7 @@ from ebbtide.runtime.zero.checks.guard import (
     leave_to_stock,
     stored_at,
 )
-from ebbtide.runtime.zero.checks.other_steps import warn_of_other_steps
+from ebbtide.runtime.zero.checks.other_steps import warn_of_late_gradients, warn_of_other_steps
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.runtime.zero.host_memory import check_host_memory, on_the_host
 from ebbtide.runtime.zero.stage3_buffers import swapped
@@ -210,6 +210,7 @@ def attach(
     _checkpointing(engine, session, plan.checkpoint)
     call_after_step(engine, session)
     warn_of_other_steps(plan, session.engine.wire_dtype(), engine)
+    warn_of_late_gradients(plan, engine)
     warn_of_mismatch(session, optimizer.gradient_accumulation_dtype.itemsize, machine)
     if machine is not None and workload is not None:
         from ebbtide.runtime.replan.watch import watch

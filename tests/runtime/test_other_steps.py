@@ -8,6 +8,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime.zero.checks.other_steps import differences, recomputes
+from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.workload import TrainedAs
 
 from tests.runtime.contract.training import DEVICES, device_of, plan_for, start
@@ -57,3 +58,18 @@ def test_an_engine_with_another_micro_batch_warns_before_its_first_step(caplog):
     engine.destroy()
     (said,) = [r.getMessage() for r in caplog.records if r.name == "ebbtide"]
     assert f"micro-batch size: {here + 1} in the plan, {here} in training" in said
+
+
+@pytest.mark.usefixtures("only_rank")
+@pytest.mark.parametrize(
+    ("zero", "told"), [({}, True), ({"reduce_bucket_size": 500_000_000}, False), ({"reduce_bucket_size": 5}, False)]
+)
+def test_an_engine_with_deepspeeds_bucket_warns_that_gradients_leave_late(zero, told, caplog):
+    engine = start(**zero)
+    times = ("iteration_s", "iteration_low_s", "iteration_high_s", "forward_s", "backward_s", "step_s", "update_s")
+    predicted = Prediction(**dict.fromkeys(times, 1.0))
+    plan = plan_for(engine, ["host"]).model_copy(update={"prediction": predicted})
+    with caplog.at_level(logging.WARNING, logger="ebbtide"):
+        ebbtide.runtime.attach(engine, plan, device=device_of(next(iter(DEVICES))))
+    engine.destroy()
+    assert any("Set reduce_bucket_size to 50000000" in r.getMessage() for r in caplog.records) == told

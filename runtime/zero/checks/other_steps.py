@@ -4,7 +4,11 @@ import logging
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from ebbtide.simulator.estimates.deepspeed_config import REDUCE_BUCKET_ELEMENTS
+from ebbtide.simulator.estimates.deepspeed_keys import ZERO
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedules.buckets import planned_bucket
 from ebbtide.simulator.workload import TrainedAs, WireDtype
 
 logger = logging.getLogger("ebbtide")
@@ -37,6 +41,27 @@ def warn_of_other_steps(plan: Plan, precision: WireDtype, engine: Any) -> None:
             "training differs from what the plan was made for, and may run out of GPU memory:\n  %s\n"
             "Change the script, or plan again with `tune plan`",
             "\n  ".join(lines),
+        )
+
+
+def warn_of_late_gradients(plan: Plan, engine: Any) -> None:
+    """Log a warning if an engine has DeepSpeed's default ``reduce_bucket_size``, but the plan was made for less.
+
+    Gradients leave the GPU only when this bucket is full. `ebbtide.runtime.initialize` sets the size that plans are
+    made for. An engine that the caller built has DeepSpeed's, unless the config names a size.
+    """
+    planned = planned_bucket(dist.get_world_size())
+    if plan.prediction is None or planned is None or engine.zero_optimization_stage() < 2:
+        return
+    named = isinstance(engine.config, dict) and "reduce_bucket_size" in (engine.config.get(ZERO) or {})
+    if not named and int(engine.optimizer.reduce_bucket_size) == REDUCE_BUCKET_ELEMENTS:
+        logger.warning(
+            "zero_optimization.reduce_bucket_size is %d, DeepSpeed's default, but the plan was made for %d. Gradients "
+            "leave the GPU later, and steps take longer than predicted. Set reduce_bucket_size to %d in the config: "
+            "the results stay the same",
+            REDUCE_BUCKET_ELEMENTS,
+            planned,
+            planned,
         )
 
 
