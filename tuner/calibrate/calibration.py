@@ -136,26 +136,35 @@ def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrat
     """
     _check(observations)
     start = with_loop(machine, observations)
+    fitted, changes = start, tuple[Change, ...]()
+    before = after = _median_error(start, observations)
+    missed = math.sqrt(float(np.mean(np.square(_phase_errors(start, observations)))))
+    if missed >= WITHIN:
+        corrected, made = _corrected(start, observations)
+        error = _median_error(corrected, observations)
+        if error <= before:
+            fitted, changes, after = corrected, made, error
+    fitted = fitted.model_copy(update={"unexplained_spread": _left(fitted, observations)})
+    contradictions = _contradictions(fitted, observations)
+    return Calibrated(
+        fitted,
+        changes,
+        tuple(contradictions.values()),
+        tuple(_unexplained(fitted, observations, contradictions)),
+        100 * math.expm1(before),
+        100 * math.expm1(after),
+    )
+
+
+def _corrected(start: Machine, observations: Sequence[Observation]) -> tuple[Machine, tuple[Change, ...]]:
+    """Return a machine with bandwidths and compute speeds fitted to measured runs, and the changes of its speeds."""
     knobs = knobs_of(start)
     fit = _fit(start, knobs, observations)
     identified = np.flatnonzero(fit.identified).tolist()
     sigma = np.hypot(fit.sigma, [knob.varies for knob in knobs])
     detail = f"calibrated on {len(observations)} run{'s' * (len(observations) > 1)}"
     fitted = turned(start, knobs, fit.x, {i: (float(sigma[i]), detail) for i in identified})
-    before, after = (_median_error(one, observations) for one in (start, fitted))
-    missed = math.sqrt(float(np.mean(np.square(_phase_errors(start, observations)))))
-    if after > before or missed < WITHIN:
-        fitted, identified, after = start, [], before
-    fitted = fitted.model_copy(update={"unexplained_spread": _left(fitted, observations)})
-    contradictions = _contradictions(fitted, observations)
-    return Calibrated(
-        fitted,
-        tuple(change for i in identified for change in _changes(start, fitted, knobs[i], sigma[i])),
-        tuple(contradictions.values()),
-        tuple(_unexplained(fitted, observations, contradictions)),
-        100 * math.expm1(before),
-        100 * math.expm1(after),
-    )
+    return fitted, tuple(change for i in identified for change in _changes(start, fitted, knobs[i], sigma[i]))
 
 
 @dataclass(frozen=True)
