@@ -255,11 +255,10 @@ def quick_demo(tmp_path_factory, deepspeed_ops):
         printed = folder / "printed.txt"
         if not printed.exists():
             folder.mkdir(exist_ok=True)
-            environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
             done = subprocess.run(
                 [sys.executable, "-m", "studies.demo", "--quick"],
                 cwd=folder,
-                env=environment,
+                env=without_a_rank(),
                 capture_output=True,
                 text=True,
                 check=False,

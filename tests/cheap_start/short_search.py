@@ -21,8 +21,8 @@ def changes(decision):
 
     anneal = decision.anneal
 
-    def annealed(searched, evaluations=EVALUATIONS, *more):
-        anneal(searched, min(EVALUATIONS, evaluations), *more)
+    def annealed(searched, evaluations=EVALUATIONS):
+        anneal(searched, min(EVALUATIONS, evaluations))
 
     return [(decision, "anneal", annealed), (decision, "DESCENT", CHANGES), (first_plans, "MOST_POINTS", POINTS)]
 

@@ -15,19 +15,20 @@ from pathlib import Path
 
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
+from tests.conftest import without_a_rank
 from tests.prepared import Started
 
 RANKS = 2
 LIMIT_S = 400  # a hang would run into it; compiling on a fresh machine does not
 
 
-def launch(module, folder, environment, *arguments):
+def launch(module, folder, *arguments):
     """Run ``main`` of a module on two ranks, wait until both end, and return a `subprocess.CompletedProcess` with the
     output of both. If a rank fails, the other is terminated, as torchrun does.
     """
     words = ["-m", "tests.runtime.forked_ranks", module, folder, *arguments]
     port = free_port()
-    ranks = [Started(words, env=environment | variables(rank, port)) for rank in range(RANKS)]
+    ranks = [Started(words, env=without_a_rank() | variables(rank, port)) for rank in range(RANKS)]
     with ThreadPoolExecutor(RANKS) as pool:
         waiting = [pool.submit(rank.wait, LIMIT_S) for rank in ranks]
         for one in as_completed(waiting):

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks' de
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_two_ranks_come_to_one_plan(deepspeed_ops, tmp_path, child_environment, stage):
-    done = launch("tests.runtime.auto_two_ranks", tmp_path, child_environment, stage)
+def test_two_ranks_come_to_one_plan(deepspeed_ops, tmp_path, stage):
+    done = launch("tests.runtime.auto_two_ranks", tmp_path, stage)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
     for key in ("ways", "order", "expected_s"):

@@ -1,3 +1,3 @@
 """A fixture for the tests of the studies, which reduces the effort of plan searches."""
 
-from tests.effort import effort, in_earnest  # noqa: F401
+from tests.effort import effort  # noqa: F401

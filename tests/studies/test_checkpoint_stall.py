@@ -3,13 +3,12 @@ stalls are not checked.
 """
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.conftest import RANK_VARIABLES
+from tests.conftest import without_a_rank
 
 pytestmark = pytest.mark.slow
 
@@ -35,9 +34,8 @@ def compared(tmp_path_factory, deepspeed_ops):
     (JSON files) and plots.
     """
     folder = tmp_path_factory.mktemp("compared")
-    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
     done = subprocess.run(
-        [sys.executable, "-c", BOTH, str(folder)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", BOTH, str(folder)], env=without_a_rank(), capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder

@@ -3,14 +3,12 @@ alone can resume from such a checkpoint.
 """
 
 import json
-import os
 from argparse import Namespace
 
 import pytest
 import torch
 
 from studies.bench.bits import differences, state_of
-from tests.conftest import RANK_VARIABLES
 from tests.runtime.contract.training import DEVICES, attached, start, train
 from tests.runtime.forked_ranks import launch
 
@@ -29,8 +27,7 @@ def saved(deepspeed_ops, tmp_path_factory):
 
 
 def two_ranks(folder):
-    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    done = launch("tests.runtime.checkpoint.two_rank_run", folder, environment)
+    done = launch("tests.runtime.checkpoint.two_rank_run", folder)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 import mmap
-import os
 from collections import deque
 
 import ebbtide.runtime
@@ -24,7 +23,7 @@ from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.workload import Workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tests.conftest import RANK_VARIABLES
+from tests.conftest import without_a_rank
 from tests.prepared import run
 from tests.runtime.contract.test_bits import two_groups
 from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, plan_for, start, train
@@ -241,8 +240,7 @@ def test_below_zero_3_a_flat_buffer_is_gone_before_the_next_one_moves():
 def measured(tmp_path_factory, deepspeed_ops):
     """Run `tests.runtime.measured_memory`, and return the folder with its results, one file per case."""
     folder = tmp_path_factory.mktemp("measured")
-    environment = {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
-    done = run(["-m", "tests.runtime.measured_memory", folder], env=environment)
+    done = run(["-m", "tests.runtime.measured_memory", folder], env=without_a_rank())
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

@@ -344,12 +344,12 @@ def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, child_environment, capsys):
+def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, capsys):
     """Check by vector clocks that memory accesses do not race on two ranks with different placements.
 
     On each rank no accesses may race. If a wait is left out on purpose, each rank must report a race.
     """
-    done = launch("tests.runtime.evidence.two_ranks", tmp_path, child_environment)
+    done = launch("tests.runtime.evidence.two_ranks", tmp_path)
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.json"
         assert path.exists(), done.stderr[-3000:]

@@ -19,12 +19,12 @@ LAST = list(DEVICES)[-1]
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL does not allow two ranks on one GPU")
-def test_two_ranks_store_and_resume_with_stocks_bits(deepspeed_ops, tmp_path, child_environment, only_rank):
+def test_two_ranks_store_and_resume_with_stocks_bits(deepspeed_ops, tmp_path, only_rank):
     alone = attached(start(), ["stored"], LAST, storage_dir=str(tmp_path / "one"))
     train(alone, 1)
     alone.save_checkpoint(tmp_path / "alone")
     alone.destroy()
-    done = launch("tests.runtime.storage.two_ranks_stored", tmp_path, child_environment)
+    done = launch("tests.runtime.storage.two_ranks_stored", tmp_path)
     for rank in (0, 1):
         told = tmp_path / f"rank{rank}.json"
         assert told.exists(), done.stderr[-3000:]
