@@ -228,8 +228,7 @@ def search_s(model: str, about: Mapping[str, Any], machine: Machine, storage: Ma
     and the subgroup size.
     """
     job = Configurations(MODELS[model], machine, sequence=about.get("sequence", 2048), storage=storage or {})
-    given = {"accumulation": "accumulation", "zero_stage": "zero_stage", "gpus": "gpus"}
-    base = Configuration(**{name: about[key] for name, key in given.items() if key in about})
+    base = Configuration(**{name: about[name] for name in ("accumulation", "zero_stage", "gpus") if name in about})
     space = Space.of(base, ("offload", "sub_group_size"))
     found = [o for o in explore(job, space).fitting if o.plan is not None]
     return found[0].iteration_s

@@ -43,10 +43,11 @@ class UpdateOrders:
     def _passes(self, w: Workload) -> None:
         left = [0.0, *accumulate(layer.backward_s for layer in w.layers)]
         self.backward_s, self.forward_s = left[-1], w.forward_s / self.micro_batches
-        first = [layers[0] if layers else 0 for layers in w.layers_of_subgroups()]
+        within = w.layers_of_subgroups()
+        first = [layers[0] if layers else 0 for layers in within]
         leave = leavings(w, bucket_of(w))
         behind = {one.layer: layer for layer, some in enumerate(leave) for one in some}
-        sent = [min((behind[layer] for layer in layers), default=0) for layers in w.layers_of_subgroups()]
+        sent = [min((behind[layer] for layer in layers), default=0) for layers in within]
         self.complete_s = [self.backward_s - left[layer] for layer in sent]
         before = [0.0, *accumulate(layer.forward_s for layer in w.layers)]
         self.behind_s = [self.forward_s - before[layer] for layer in first]

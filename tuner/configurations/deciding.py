@@ -260,15 +260,16 @@ def _decided(question: Question, answer: Answer) -> Answer:
     before replaces the simple one. If the search varies the subgroup size, the quick plan search chooses it among the
     sizes in `SIZES`.
     """
-    sizes, more = SIZES if "sub_group_size" in answer.space.free else (), list[Outcome]()
+    sizes, better = SIZES if "sub_group_size" in answer.space.free else (), dict[Configuration, Outcome]()
     for offload in PLANNED:
         some = (o for o in answer.fitting if o.plan is not None and o.configuration.offload == offload)
         sketched = next(some, None)
         if sketched is not None:
             found = question.answer(sketched.configuration, QUICK, sizes)
-            more += [found] if found.tokens_per_s > sketched.tokens_per_s else []
-    kept = [o for o in answer.outcomes if o.configuration not in {found.configuration for found in more}]
-    return replace(answer, outcomes=(*kept, *more))
+            if found.tokens_per_s > sketched.tokens_per_s:
+                better[found.configuration] = found
+    kept = [o for o in answer.outcomes if o.configuration not in better]
+    return replace(answer, outcomes=(*kept, *better.values()))
 
 
 def _by_speed(contests: Contests, may: Sequence[Configuration], promises: dict[Configuration, Promise]) -> None:

@@ -10,6 +10,7 @@ ends with a short simulated annealing, and a full one compares all sizes and ann
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -231,14 +232,13 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     """
     check_length(question.workload)
     check_bytes(question.workload, question.machine, question.limits)
+    found: dict[int, Search] = {}
     if question.effort <= QUICK:
-        return _quickly(question, progress)[0]
-    within = replace(question, effort=QUICK)
-    try:
-        quick, searches = _quickly(within, lambda share, what: progress(0.2 * share, what), last=False)
-    except ImpossibleError:  # whole subgroups of other sizes may fit
-        quick, searches = None, []
-    finalists = _finalists(_searches(question, lambda share, what: progress(0.2 + 0.4 * share, what), searches))
+        return _quickly(question, progress, found)
+    within, quick = replace(question, effort=QUICK), None
+    with suppress(ImpossibleError):  # whole subgroups of other sizes may fit
+        quick = _quickly(within, lambda share, what: progress(0.2 * share, what), found, last=False)
+    finalists = _finalists(_searches(question, lambda share, what: progress(0.2 + 0.4 * share, what), found))
     for number, search in enumerate(finalists):
         progress(0.6 + 0.2 * number / len(finalists), "improving the best plans")
         search.effort = question.effort
@@ -254,30 +254,28 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
 
 
-def _quickly(question: Question, progress: Progress, *, last: bool = True) -> tuple[Decision, list[Search]]:
-    """Find a plan by a quick plan search.
+def _quickly(question: Question, progress: Progress, found: dict[int, Search], *, last: bool = True) -> Decision:
+    """Find a plan by a quick plan search, and choose the subgroup size.
 
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the name of the current phase.
+        found: Searches so far, as for `_searches`.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
-
-    Returns:
-        The chosen plan with its subgroup size, and a list with one search for each subgroup size that was compared.
 
     Raises:
         ImpossibleError: No plan fits into memory.
     """
-    searches = _searches(question, progress, last=last)
+    searches = _searches(question, progress, found, last=last)
     if question.effort <= SKETCH:
-        return _decided(question, _largest_of_the_best(searches)), searches
+        return _decided(question, _largest_of_the_best(searches))
     most = 1 if question.workload.gradient_accumulation_steps > FEW_STEPS else FINALISTS
     finalists = _finalists(searches, GLANCED)[:most]
     if question.offload_parameters:
         free_parameters(finalists[0], _changes(finalists[0]))
     for search in finalists:
         glance(search)
-    return _decided(question, _largest_of_the_best(finalists)), searches
+    return _decided(question, _largest_of_the_best(finalists))
 
 
 def _decided(question: Question, best: Search) -> Decision:
@@ -292,9 +290,7 @@ def _decided(question: Question, best: Search) -> Decision:
     return Decision(question, best, fewest(best, fastest))
 
 
-def _searches(
-    question: Question, progress: Progress, known: Sequence[Search] = (), *, last: bool = True
-) -> list[Search]:
+def _searches(question: Question, progress: Progress, found: dict[int, Search], *, last: bool = True) -> list[Search]:
     """Run a short plan search at each subgroup size. Return the searches that found a plan which fits into memory, the
     largest subgroups first.
 
@@ -305,20 +301,20 @@ def _searches(
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the current subgroup size.
-        known: Earlier searches, which are returned as they are instead of a new search at their subgroup size.
+        found: Searches so far, by the number of their subgroup size in ``question.cuts``. They are not repeated. New
+            searches are added.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
 
     Raises:
         ImpossibleError: No plan fits with any subgroup size.
     """
-    have = {search.workload.subgroups: search for search in known}
-    cuts, found, bounds = question.cuts, dict[int, Search](), Bounds()
+    cuts, bounds = question.cuts, Bounds()
 
     def best_s(number: int) -> float:
         if number not in found:
             progress(number / len(cuts), f"subgroups of {cuts[number].subgroup_size:.0e} elements")
             coarser = [found[n] for n in sorted(found) if n < number and found[n].fits]
-            found[number] = have.get(cuts[number].subgroups) or _search(question, cuts[number], coarser, bounds)
+            found[number] = _search(question, cuts[number], coarser, bounds)
         return found[number].best_s
 
     if question.effort > QUICK or question.running is not None:
@@ -333,12 +329,12 @@ def _searches(
             number += step
         if math.isinf(best_s(number)) and last:
             best_s(len(cuts) - 1)
-    if question.running is not None:  # larger subgroups only show the way
-        found = {len(cuts) - 1: found[len(cuts) - 1]}
-    searches = [found[number] for number in sorted(found) if found[number].fits]
+    # While training runs, joined subgroups only show the way.
+    own = [found[number] for number in (sorted(found) if question.running is None else [len(cuts) - 1])]
+    searches = [search for search in own if search.fits]
     if searches:
         return searches
-    tried = [peaks for search in found.values() for peaks in search.scores.values()]
+    tried = [peaks for search in own for peaks in search.scores.values()]
     raise ImpossibleError.explain(question.workload, question.limits, tried)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import ParameterLocation, Plan
+from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.footprint import fetched_elements, moved_out
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import evenly
@@ -30,7 +30,7 @@ def begun(
     seed: int = 0,
     *,
     freely: bool = False,
-    effort: float | None = None,
+    effort: float = 1.0,
     bounds: Bounds | None = None,
     **kept: Any,
 ) -> Search:
@@ -66,7 +66,7 @@ def begun(
     return spilled if spilled.best_s < found.best_s or not found.fits else found
 
 
-def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -> None:
+def move_parameters(search: Search) -> None:
     """Allow a plan search to keep 16-bit parameters in host memory, and try some plans with such
     parameters.
 
@@ -75,17 +75,15 @@ def move_parameters(search: Search, tried: tuple[ParameterLocation, ...] = ()) -
 
     Args:
         search: Plan search that is extended.
-        tried: A further choice of parameter locations to try, one location per subgroup.
     """
     if not search.can_move_parameters:
         return
     search.moves_parameters = True
-    count, base, best_s = len(search.workload.subgroups), search.locations, search.best_s
+    count, best, best_s = len(search.workload.subgroups), search.locations, search.best_s
     fewest = 0 if search.fits else _fewest(search, count)
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
-    best = base
-    for locations in dict.fromkeys([tried, *(spaced(count, n) for n in sorted(numbers))]):
-        if locations and (math.isinf(best_s) or search.floor_s(locations) < best_s):  # else none can be better
+    for locations in (spaced(count, n) for n in sorted(numbers)):
+        if math.isinf(best_s) or search.floor_s(locations) < best_s:  # else none can be better
             seconds = try_first(search, locations)
             best, best_s = (locations, seconds) if seconds < best_s else (best, best_s)
     search.locations = best

@@ -18,7 +18,7 @@ from ebbtide.tuner.candidates.moves import STAGED
 from ebbtide.tuner.placements.decision import QUICK, Question, decide, most_micro_batches
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.placements.search import Bounds, Search
+from ebbtide.tuner.placements.search import Search
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def quick_plan(
         found = decide(question) if workload.gradient_accumulation_steps <= most_micro_batches(workload) else None
     except ImpossibleError:  # less memory than the plan in force takes
         found = None
-    search = question.search(workload, Bounds()) if found is None else found.search
+    search = Search(workload, machine, limits) if found is None else found.search
     current_s = search.seconds_anyhow(Candidate.of_plan(current))
     if found is None or not found.iteration_s < current_s:
         return QuickPlan(current, current_s, current_s)

@@ -66,8 +66,6 @@ class Search:
             If empty, all are on the GPU.
     """
 
-    effort = 1.0
-
     def __init__(
         self,
         workload: Workload,
@@ -75,10 +73,9 @@ class Search:
         limits: Limits,
         seed: int = 0,
         fixed: Mapping[str, Any] | None = None,
-        locations: tuple[ParameterLocation, ...] = (),
         storable: Collection[int] | None = None,
         *,
-        effort: float | None = None,
+        effort: float = 1.0,
         bounds: Bounds | None = None,
     ) -> None:
         """Prepare a search for the fastest plan of a workload on a machine.
@@ -89,25 +86,24 @@ class Search:
             limits: Memory and storage that plans may use.
             seed: Seed of the search.
             fixed: Values of fields that are equal in all plans and are not searched.
-            locations: Location of each subgroup's 16-bit parameters in the first plans. If empty, the GPU.
             storable: Subgroups with state that may be on a drive. If None, all may, if a drive is given.
-            effort: Fraction of a full search's evaluations. If None, 1.
+            effort: Fraction of a full search's evaluations.
             bounds: Lower bounds of the iteration time, computed by searches for the same job with other subgroup
                 sizes. They hold for all subgroup sizes, so this search reuses them and adds its own.
 
         Raises:
             ValueError: ``effort`` is not in (0, 1].
         """
-        if effort is not None:
-            if not 0 < effort <= 1:
-                raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 is the full search")
-            self.effort = effort
+        if not 0 < effort <= 1:
+            raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 is the full search")
+        self.effort = effort
         self.workload, self.machine, self.limits = workload, machine, limits
         stores = limits.storage_bytes is not None and workload.zero_stage == 3
         self.choices = choices(machine, storage=stores)
         kept = None if storable is None else set(range(len(workload.subgroups))) - {*storable}
         self._kept_in_memory = sorted(kept or ())
-        self.seed, self.locations, self.moves_parameters = seed, locations, False
+        self.seed, self.moves_parameters = seed, False
+        self.locations: tuple[ParameterLocation, ...] = ()
         self.early = may_update_early(workload, machine)
         self.spread: Any = None  # `Shares` of the fastest evenly spread plan
         self.fixed = dict(fixed or {})
