@@ -17,7 +17,7 @@ from ebbtide.runtime.kernels import host
 from ebbtide.simulator.estimates.deepspeed_config import REDUCE_BUCKET_ELEMENTS
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.quantity import Quantity
-from ebbtide.simulator.schedules.buckets import planned_bucket
+from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.workload import WireDtype, Workload
 
@@ -119,10 +119,9 @@ def _bucket_params(optimizer: Any) -> dict[str, int]:
     If the bucket has DeepSpeed's default size, ebbtide may set another size in training under a plan. Any other size
     also applies under a plan.
     """
-    own, ranks = int(optimizer.reduce_bucket_size), _world_size()
-    planned = planned_bucket(ranks) if own == REDUCE_BUCKET_ELEMENTS else None
-    share = int(optimizer.partition_count)
-    return {"reduce_bucket_params": max(1, own // share), "planned_bucket_params": max(1, (planned or own) // share)}
+    own = int(optimizer.reduce_bucket_size)
+    planned = planned_bucket(_world_size()) if own == REDUCE_BUCKET_ELEMENTS else None
+    return bucket_fields(own, planned, int(optimizer.partition_count))
 
 
 def _check_phases(traces: list[Trace]) -> None:

@@ -16,7 +16,14 @@ from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
-from ebbtide.runtime.execution.subgroup_state import SubgroupState, place, place_parameters, place_sums, staging_slots
+from ebbtide.runtime.execution.subgroup_state import (
+    Buffers,
+    SubgroupState,
+    place,
+    place_parameters,
+    place_sums,
+    staging_slots,
+)
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps
@@ -64,7 +71,6 @@ class Session:
         self.watch: Any = None
         self.set_aside: Plan | None = None
         self.closed = False
-        self._running: Executor | None = None  # while a switch moves its subgroups
         self._store: ExtentStore | None = None
         self.stored = StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all)
         self.pausing = PauseRule()
@@ -88,7 +94,7 @@ class Session:
         sizes = state.gradient.element_size(), state.wire.element_size()
         return keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
 
-    def _build(self, plan: Plan) -> tuple[Plan, Executor]:
+    def _build(self, plan: Plan, running: Executor | None = None) -> tuple[Plan, Executor]:
         if not self.overlaps:
             plan = plan.model_copy(update={"overlap_forward": False})
         plan = self._in_order_of_use(plan)
@@ -101,9 +107,9 @@ class Session:
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
             self._store = open_store(plan, stored, tensors)
-        if self._running is None:
+        if running is None:
             self.engine.prepare(self.device)
-        before = self._moved_out(plan)
+        before = self._moved_out(plan, running)
         slots = staging_slots(self.device, plan.staging_slots, staged, tensors, DTYPES[wire] if waits else None)
         states = []
         for index, (placement, location) in enumerate(zip(placements, plan.parameter_locations, strict=True)):
@@ -157,7 +163,7 @@ class Session:
         needed = self.engine.first_use()
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
 
-    def _moved_out(self, plan: Plan) -> list[SubgroupState | None]:
+    def _moved_out(self, plan: Plan, running: Executor | None) -> list[SubgroupState | None]:
         """Move state and parameters out of GPU memory if a new plan keeps them elsewhere, so that the plan's other
         tensors find room there.
 
@@ -165,16 +171,18 @@ class Session:
             The state of each subgroup. None for a subgroup with the tensors that the framework made.
         """
         states: list[SubgroupState | None] = [None] * len(plan.ways)
-        if self._running is not None:
-            states = self._running.states  # type: ignore[assignment]
+        if running is not None:
+            states = running.states  # type: ignore[assignment]
         now = [state.parameter_location if state else self.engine.parameter_location() for state in states]
         apart = now != [*plan.parameter_locations]
         for index, (way, location) in enumerate(zip(plan.ways, now, strict=True)):
             state = states[index]
             leaves = state is not None and state.placement == "resident" != way.placement
-            if leaves or apart:
-                there = "host" if way.parameters == "host" else location
-                states[index] = self._move(index, state, way.placement if leaves else None, there, apart=apart)
+            there: ParameterLocation = "host" if way.parameters == "host" else location
+            if leaves:
+                states[index] = self._move(index, state, way.placement, there, apart=apart)
+            elif apart:
+                states[index] = self._move_parameters(index, state, there)
         if apart:
             self.engine.settle()
         return states
@@ -183,7 +191,7 @@ class Session:
         self,
         subgroup: int,
         now: SubgroupState | None,
-        placement: Placement | None,
+        placement: Placement,
         location: ParameterLocation,
         *,
         apart: bool = False,
@@ -192,23 +200,28 @@ class Session:
 
         Args:
             now: The subgroup's present tensors. None if they are still the ones that the framework made.
-            placement: Placement that the optimizer state gets. If None, only the parameters move.
+            placement: Placement that the optimizer state gets.
             location: Memory that the parameters get.
             apart: If True, parameters that are already in this memory, but share a buffer with other subgroups, are
                 copied to a tensor of their own.
         """
         before, store = self.engine.take(subgroup, now), self._store
-        if placement is None:
-            location, wire = place_parameters(self.device, subgroup, location, before, apart=apart)
-            there = "host" if now is None else now.placement
-            state = SubgroupState(subgroup, there, before.state, wire, before.gradient, location)
-        else:
-            if now is not None and RECIPES[now.placement].state == "storage":
-                if RECIPES[placement].state == "storage":
-                    store = None  # it is there
-                else:  # what the view shows changes with the store
-                    before = replace(before, state=tuple(t.clone() for t in before.state))
-            state = place(self.device, subgroup, placement, location, before, apart=apart, store=store)
+        if now is not None and RECIPES[now.placement].state == "storage":
+            if RECIPES[placement].state == "storage":
+                store = None  # it is there
+            else:  # what the view shows changes with the store
+                before = replace(before, state=tuple(t.clone() for t in before.state))
+        return self._use(before, place(self.device, subgroup, placement, location, before, apart=apart, store=store))
+
+    def _move_parameters(self, subgroup: int, now: SubgroupState | None, location: ParameterLocation) -> SubgroupState:
+        """Move the 16-bit parameters of a subgroup, and leave its optimizer state where it is."""
+        before = self.engine.take(subgroup, now)
+        location, wire = place_parameters(self.device, subgroup, location, before, apart=True)
+        there: Placement = "host" if now is None else now.placement
+        return self._use(before, SubgroupState(subgroup, there, before.state, wire, before.gradient, location))
+
+    def _use(self, before: Buffers, state: SubgroupState) -> SubgroupState:
+        """Let the engine use a subgroup's new tensors, and release those that the new tensors replace."""
         self.engine.adopt(state)
         pairs = [(before.gradient, state.gradient), (before.wire, state.wire)]
         if not self.engine.shares_state:
@@ -376,9 +389,7 @@ class Session:
         old.close(with_device=False)
         self.gradient_buffers.close()
         self._register({state.index: () for state in old.states})
-        self._running = old
-        self.plan, self.executor = self._build(plan)
-        self._running = None
+        self.plan, self.executor = self._build(plan, old)
         self._account_for(self.plan)
         now, before = self.executor.bodies, old.bodies
         now.gate, now.spent, self.executor.before_op = before.gate, before.spent, old.before_op

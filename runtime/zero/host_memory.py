@@ -12,8 +12,8 @@ from ebbtide.runtime.kernels.rules import RULES, rule_class
 from ebbtide.runtime.zero.checks.guard import ConfigError
 from ebbtide.simulator.estimates.deepspeed_keys import at
 from ebbtide.simulator.plan import Placement, Plan
-from ebbtide.simulator.update.footprint import summed_elements, tallies
-from ebbtide.simulator.update.holding import Holding
+from ebbtide.simulator.update.footprint import held_under
+from ebbtide.simulator.update.holding import Holding, totals
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 
 logger = logging.getLogger("ebbtide")
@@ -49,9 +49,7 @@ def needed_bytes(
         micro_batches=micro_batches,
         state_stays=bool(plan.deepspeed_subgroup_size),
     )
-    amounts, updated_early = tallies(plan.subgroups, plan)
-    summed = summed_elements(plan.subgroups, plan)
-    return held.bytes(amounts, plan.staging_slots, plan.host_slots, updated_early, summed)["host"]
+    return totals(held_under(plan, held, plan.subgroups))["host"]
 
 
 def check_host_memory(

@@ -131,7 +131,7 @@ def unread(config: Mapping[str, Any], offload: Offloading, stage: ZeroStage) -> 
 
 def default_clipping() -> float:
     """Return the installed DeepSpeed's default for ``gradient_clipping``: 0 (none) before version 0.19.3, then 1."""
-    return 1.0 if at_least((0, 19, 3), None) else 0.0
+    return 1.0 if at_least((0, 19, 3)) else 0.0
 
 
 class _Resolver:

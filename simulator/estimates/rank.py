@@ -11,7 +11,7 @@ from ebbtide.simulator.estimates.compute import BACKWARD, FORWARD, Device, Shape
 from ebbtide.simulator.estimates.models.blocks import Block
 from ebbtide.simulator.estimates.rank_sizes import RankSizes, partitions_of
 from ebbtide.simulator.layer import Layer
-from ebbtide.simulator.schedules.buckets import planned_bucket
+from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, gathered
 from ebbtide.simulator.update.subgroups import cut
 from ebbtide.simulator.workload import Workload
@@ -249,10 +249,9 @@ class Rank(RankSizes):
         are divided by the number of data-parallel ranks, because the workload's layers count only one rank's share of
         the parameters.
         """
-        own = self.job.reduce_bucket_elements
-        planned = own if self.job.names_bucket else planned_bucket(self.layout.gpus) or own
-        share = self.job.data_parallel if self.job.zero_stage == 3 else 1
-        return {"reduce_bucket_params": max(1, own // share), "planned_bucket_params": max(1, planned // share)}
+        planned = None if self.job.names_bucket else planned_bucket(self.layout.gpus)
+        ranks = self.job.data_parallel if self.job.zero_stage == 3 else 1
+        return bucket_fields(self.job.reduce_bucket_elements, planned, ranks)
 
     def issue_s(self, block: Block) -> float:
         """Return the seconds that the host needs to launch the kernels of a block's forward.

@@ -1,4 +1,4 @@
-"""What one rank of a training job holds: its share of the parameters, and the GPU memory that it uses."""
+"""The sizes of one rank of a training job: its share of the parameters, and the GPU memory that it uses."""
 
 import math
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ they are computed. Sources: ``DeepSpeedZeroOptimizer_Stage3.reduce_independent_p
 method of the same name in ``stage_1_and_2.py``.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -58,10 +58,28 @@ def planned_bucket(ranks: int) -> int | None:
     return PLANNED_BUCKET_ELEMENTS if ranks <= PLANNED_BUCKET_RANKS else None
 
 
+def in_order(leave: Leavings) -> list[int]:
+    """Return the layers in the order in which their gradients leave DeepSpeed's bucket in backward."""
+    return [left.layer for some in reversed(leave) for left in some]
+
+
+def bucket_fields(elements: int, planned: int | None, ranks: int) -> dict[str, int]:
+    """Return the fields of a workload that contain the size of DeepSpeed's gradient bucket, as a dict.
+
+    Args:
+        elements: Elements that the bucket holds in training without a plan.
+        planned: The same in training under a plan. None: ``elements``.
+        ranks: Number of ranks that share each gradient. The fields count only one rank's share of the bucket.
+    """
+    sizes = {"reduce_bucket_params": elements, "planned_bucket_params": planned or elements}
+    return {field: max(1, size // ranks) for field, size in sizes.items()}
+
+
 def bucket_of(workload: Workload) -> int:
     """Return the size of DeepSpeed's gradient bucket in training under a plan, in elements.
 
-    Under ZeRO-3, only one rank's share of the elements counts, as in the workload's layers.
+    If the workload does not have this size, it is the size without a plan. Under ZeRO-3, only one rank's share of the
+    elements counts, as in the workload's layers.
     """
     return workload.planned_bucket_params or workload.reduce_bucket_params
 
@@ -69,9 +87,9 @@ def bucket_of(workload: Workload) -> int:
 def leavings(workload: Workload, bucket: int) -> Leavings:
     """Return, for each layer, the layers whose gradients leave DeepSpeed's bucket after this layer's backward.
 
-    They are in the order in which they leave. If the parts of a layer's gradient leave at different times, the whole
-    counts at the time at which half of the elements have left. Gradients that leave while a layer's backward is
-    running count at the nearer end of that backward.
+    They are in the order in which they leave. Each layer is listed once: after the backward in which half of its
+    elements have left. Gradients that leave while a layer's backward is running are counted at its start or at its
+    end, whichever is nearer.
 
     Args:
         bucket: Elements that the bucket holds, counted as in ``workload.layers``. 0: there is no bucket.
@@ -79,12 +97,10 @@ def leavings(workload: Workload, bucket: int) -> Leavings:
     layers = range(len(workload.layers))
     if not bucket or workload.zero_stage == 1:  # ZeRO-1 reduces after the whole backward
         return tuple((Leaving(layer),) for layer in layers)
-    found: list[list[Leaving]] = [[] for _ in layers]
     left, whole = [0] * len(layers), _elements(workload)
-    for layer in (n for n in layers if not whole[n]):
-        found[layer].append(Leaving(layer))
+    found = [[] if whole[layer] else [Leaving(layer)] for layer in layers]
     for gradients, at in _flushes(workload, bucket):
-        own: dict[int, int] = defaultdict(int)
+        own = Counter[int]()
         for gradient in gradients:
             own[gradient.layer] += gradient.elements
         # DeepSpeed's ZeRO-3 sorts a bucket's gradients by their parameters' numbers.

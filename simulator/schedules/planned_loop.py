@@ -11,7 +11,7 @@ from itertools import count
 from typing import NamedTuple
 
 from ebbtide.simulator.schedule import Lane, OpKind
-from ebbtide.simulator.schedules.buckets import Leavings, bucket_of
+from ebbtide.simulator.schedules.buckets import Leavings, bucket_of, in_order
 from ebbtide.simulator.schedules.loop import TrainingLoop
 from ebbtide.simulator.update.footprint import fetched_elements, fetched_for
 from ebbtide.simulator.update.tiers import Memory
@@ -48,8 +48,7 @@ def parts_of(workload: Workload, leave: Leavings) -> tuple[tuple[Part, ...], ...
     """
     ascending = {left.layer for some in leave for left in some if left.ascending}
     held = [some if n in ascending else some[::-1] for n, some in enumerate(workload.shares())]
-    in_order = [left.layer for some in reversed(leave) for left in some]
-    last = {subgroup: layer for layer in in_order for subgroup, _ in held[layer]}
+    last = {subgroup: layer for layer in in_order(leave) for subgroup, _ in held[layer]}
     numbers = count()
     return tuple(
         tuple(Part(next(numbers), subgroup, elements, layer == last[subgroup]) for subgroup, elements in some)
@@ -77,7 +76,7 @@ class PlannedLoop(TrainingLoop):
         self.locations, self.overlaps = locations, overlaps
         self.fetched = fetched_elements(workload, locations)
         self.parts = parts_of(workload, self.leavings)
-        leave = [left.layer for some in reversed(self.leavings) for left in some]
+        leave = in_order(self.leavings)
         self.first_to_leave = next(n for n in leave if self.shares[n]) if self.bucket else leave[0]
         self.ends: list[int] = []
 

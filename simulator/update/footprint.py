@@ -32,12 +32,21 @@ def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
     """
     held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
     locations = plan.parameter_locations
-    amounts, updated_early = tallies(workload.subgroups, plan)
     gone = moved_out(workload, fetched_elements(workload, locations)) * workload.wire_bytes
-    summed = summed_elements(workload.subgroups, plan)
-    taken = held.by_kind(amounts, plan.staging_slots, plan.host_slots, updated_early, summed)
+    taken = held_under(plan, held, workload.subgroups)
     taken["device"] = with_base(workload, taken["device"], gone)
     return taken
+
+
+def held_under(plan: Plan, held: Holding, sizes: Sequence[int]) -> ByKind:
+    """Return the bytes that subgroups and buffers need under a plan, by memory and by kind of contents.
+
+    Args:
+        held: Bytes per element and per buffer of each placement.
+        sizes: Elements of each subgroup.
+    """
+    amounts, updated_early = tallies(sizes, plan)
+    return held.by_kind(amounts, plan.staging_slots, plan.host_slots, updated_early, summed_elements(sizes, plan))
 
 
 def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:

@@ -26,7 +26,7 @@ from ebbtide.simulator.update.steps import (
     Slot,
     Step,
     Wait,
-    every_element,
+    adam_passes,
     into,
     out_of,
     unfused_passes,
@@ -125,7 +125,7 @@ class Recipe:
 def _host_update(
     waits: Wait,
     rate: RateName = "host_adam_params_per_s",
-    work: Amount = every_element,
+    work: Amount = adam_passes,
     dram: Amount = lambda b: b.host_traffic,
 ) -> Step:
     # The kernel writes the parameters to a slot whose last copy must have left.
@@ -138,7 +138,7 @@ def _device_update(waits: Wait) -> Step:
         OpKind.UPDATE_DEVICE,
         Lane.DEVICE_UPDATE,
         "device_adam_params_per_s",
-        every_element,
+        adam_passes,
         Wait.NORM | Wait.GRADIENT | waits,
         device_share=1.0,
         publishes=True,

@@ -111,7 +111,7 @@ def no_amount(_: Bytes) -> float:
     return 0.0
 
 
-def every_element(amounts: Bytes) -> float:
+def adam_passes(amounts: Bytes) -> float:
     return amounts.adams
 
 
