@@ -12,7 +12,7 @@ from ebbtide.runtime.execution.bodies import OpBodies
 from ebbtide.runtime.execution.early_updates import EarlyUpdate, EarlyUpdates, StagedUpdate, SubgroupJob
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.issued_ops import IssuedOps, StepRecord
-from ebbtide.runtime.execution.step_template import GradientOp, amounts
+from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.simulator.plan import Plan
@@ -85,7 +85,6 @@ class Executor(IssuedOps):
         coming = arrival or range(len(states))[::-1]
         redo = [way.redo for way in plan.ways]
         self.issue = Issue(recipes, plan.issue_order, coming, buffers, plan.prefetch, self._add, self._arrived, redo)
-        self._amounts = amounts([s.elements for s in states])
         self._jobs: list[SubgroupJob] = []
         self._ready = dict[int, SubgroupJob]()  # of early updates that may begin
         self._complete = dict[int, Completion]()  # behind it a gradient on the device is complete
@@ -243,8 +242,7 @@ class Executor(IssuedOps):
     def _add(self, step: Step, subgroup: int, waits: list[Completion]) -> Completion:
         if self.device.unified and step.kind in WRITTEN_BY:  # the kernel wrote where parameters are read
             return self._latest[subgroup]
-        work = self.states[subgroup].elements * step.work(self._amounts)
-        op = Op(-1, step.kind, step.lane, work, step.rate, subgroup=subgroup)
+        op = Op(-1, step.kind, step.lane, 0.0, subgroup=subgroup)
         completion = self._latest[subgroup] = Completion(op.label)
         self._issued.append((op, completion))
         if Wait.NORM in step.waits:  # no parameter is written in host memory that a copy for a pass still reads

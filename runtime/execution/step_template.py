@@ -6,14 +6,12 @@ simulation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.update.way import ways
 from ebbtide.simulator.workload import Workload
 
@@ -38,25 +36,13 @@ class GradientOp:
     after: tuple[OpKind, ...]
 
 
-def amounts(subgroups: Sequence[int], wire_dtype: str = "bf16") -> Bytes:
-    """Return the bytes per parameter of optimizer state, gradient and model parameter. The amount of work of a copy or
-    an update is computed from these bytes.
-
-    Args:
-        subgroups: Number of elements of each subgroup. The workload that the bytes are computed from needs such
-            numbers, but any numbers give the same result.
-        wire_dtype: Dtype of the model's parameters.
-    """
-    return Bytes.of(_skeleton(tuple(subgroups), wire_dtype))
-
-
 def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[GradientOp]:
     """Return the gradient operations, such as copies, of a step's first micro-batch and of each later
     micro-batch.
 
     They are taken from the simulated schedule of the plan.
     """
-    workload = _skeleton(subgroups, wire_dtype, micro_batches=2)
+    workload = _skeleton(subgroups, wire_dtype)
     schedule = build_schedule(workload, plan, iterations=1)
     sent = set[int]()  # subgroups whose gradient of the first micro-batch has been sent
     items = []
@@ -72,11 +58,11 @@ def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -
     return items
 
 
-def _skeleton(subgroups: tuple[int, ...], wire_dtype: str, micro_batches: int = 1) -> Workload:
+def _skeleton(subgroups: tuple[int, ...], wire_dtype: str) -> Workload:
     return Workload(
         name="template",
         layers=tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in subgroups),
         subgroups=subgroups,
         wire_dtype=wire_dtype,  # type: ignore[arg-type]
-        gradient_accumulation_steps=micro_batches,
+        gradient_accumulation_steps=2,
     )
