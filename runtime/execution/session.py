@@ -164,8 +164,8 @@ class Session:
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
 
     def _moved_out(self, plan: Plan, running: Executor | None) -> list[SubgroupState | None]:
-        """Move state and parameters out of GPU memory if a new plan keeps them elsewhere, so that the plan's other
-        tensors find room there.
+        """Move state, gradients and parameters out of GPU memory if a new plan keeps them elsewhere, so that the
+        plan's other tensors find room there.
 
         Returns:
             The state of each subgroup. None for a subgroup with the tensors that the framework made.
@@ -177,7 +177,7 @@ class Session:
         apart = now != [*plan.parameter_locations]
         for index, (way, location) in enumerate(zip(plan.ways, now, strict=True)):
             state = states[index]
-            leaves = state is not None and state.placement == "resident" != way.placement
+            leaves = state is not None and _leaves_device(state.placement, way.placement)
             there: ParameterLocation = "host" if way.parameters == "host" else location
             if leaves:
                 states[index] = self._move(index, state, way.placement, there, apart=apart)
@@ -443,3 +443,9 @@ class Session:
         total += sum(slot.nbytes for slot in self.executor.host_slots)
         total += self.executor.early_updates.nbytes
         return total + self.gradient_buffers.spare_bytes()
+
+
+def _leaves_device(before: Placement, after: Placement) -> bool:
+    """Return whether a subgroup's state or gradient is in GPU memory with one placement, but not with another one."""
+    was, will = RECIPES[before], RECIPES[after]
+    return was.state == "device" != will.state or was.gradient == "device" != will.gradient

@@ -4,6 +4,7 @@ changed, or resumed from a checkpoint.
 
 import contextlib
 import gc
+from itertools import permutations
 from pathlib import Path
 
 import ebbtide.runtime
@@ -94,6 +95,36 @@ def test_what_leaves_the_device_leaves_before_what_comes_in(back):
     once = GIVEN_BYTES * max(own.engine.sizes())
     assert min(before, device.bytes()) > 2 * once
     assert device.peak_bytes <= max(before, device.bytes()) + once
+    engine.destroy()
+
+
+def test_state_and_gradients_leave_the_device_before_others_come_in():
+    """Check that no switch needs more GPU memory than the larger one of both plans, but for one subgroup that is
+    there twice, whichever subgroups leave GPU memory, and in whichever order the subgroups lie.
+
+    Subgroups with state in GPU memory have state and gradients there, and those with staged updates only gradients.
+    """
+    engine, device = start(ByteGPT(MODEL)), Apart()
+    count = plan_for(engine, ["host"]).subgroup_count
+    many = {"resident": count // 7, "device": count - count // 7}
+
+    def part(placement, first):
+        some, others = [placement] * many[placement], ["host"] * (count - many[placement])
+        return plan_for(engine, some + others if first else others + some, staging_slots=1)
+
+    plans = [part(placement, first) for first in (True, False) for placement in many]
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device)
+    own, over = engine.optimizer._ebbtide, {}
+    for (old, before), (new, after) in permutations(enumerate(plans), 2):
+        switch_plan(engine, before)
+        gc.collect()
+        held_bytes, device.peak_bytes = device.bytes(), 0
+        switch_plan(engine, after)
+        gc.collect()
+        assert own.plan.placements == after.placements
+        over[old, new] = device.peak_bytes - max(held_bytes, device.bytes())
+    once = GIVEN_BYTES * max(own.engine.sizes())
+    assert max(over.values()) <= once, over
     engine.destroy()
 
 
