@@ -6,9 +6,9 @@ If copies or updates run faster or slower than assumed, the monitor can switch t
 import logging
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ebbtide.runtime.execution.session import Session
 from ebbtide.simulator.machine import Machine
@@ -19,9 +19,13 @@ from ebbtide.simulator.update.steps import Bytes
 from ebbtide.simulator.update.way import ways
 from ebbtide.simulator.workload import Workload
 
+if TYPE_CHECKING:
+    from ebbtide.tuner.placements.quick import QuickPlan
+
 logger = logging.getLogger("ebbtide")
 
 PERIOD_STEPS = 10
+OTHER_RATE = 0.05  # relative: a measured rate that differs by less does not make a search worthwhile
 WORTH_SWITCHING = 0.95  # of the current plan's predicted time
 
 Planned = TypeVar("Planned")
@@ -121,6 +125,7 @@ class Watch:
     show: Show
     period_steps: int = PERIOD_STEPS
     steps: int = 0
+    _searched: Machine | None = None  # with its rates, the latest search was made
 
     def on_step(self) -> None:
         if self.session.set_aside is not None:
@@ -128,6 +133,12 @@ class Watch:
         self.steps += 1
         if self.steps % self.period_steps == 0:
             self._look()
+
+    def _search(self, machine: Machine) -> "QuickPlan | None":
+        from ebbtide.tuner.placements.quick import quick_plan
+
+        self._searched = machine
+        return attempted(lambda: quick_plan(self.workload, machine, self.session.plan))
 
     def _look(self) -> None:
         own = self.session
@@ -138,9 +149,7 @@ class Watch:
         self.show(timeline, own.plan)
         if not self.replan:
             return
-        from ebbtide.tuner.placements.quick import quick_plan
-
-        result = attempted(lambda: quick_plan(self.workload, machine, own.plan))
+        result = self._search(machine) if _differ(rates, self._searched or self.machine, machine) else None
         better = result is not None and result.iteration_s < WORTH_SWITCHING * result.current_s
         # All ranks or none: the others would only wait for a rank that moves its state.
         if own.engine.any_rank(better):
@@ -155,13 +164,20 @@ class Watch:
             self.machine = machine
 
 
+def _differ(names: Iterable[str], one: Machine, other: Machine) -> bool:
+    """Return whether one of the named rates differs between two machines by more than `OTHER_RATE`."""
+    pairs = [(getattr(one, n).median, getattr(other, n).median) for n in names if n in Machine.model_fields]
+    return any(abs(b - a) > OTHER_RATE * a for a, b in pairs)
+
+
 def watch(session: Session, machine: Machine, workload: Workload, *, replan: bool, show: Show) -> Watch:
     """Start to compare a running plan's measured times with its predictions, and return the object that does so.
 
     Args:
         machine: Profile of the machine, from which the times are predicted.
         replan: If True, switch to a better plan if the measured speeds of copies and updates differ from those in
-            ``machine``.
+            ``machine``. No plan is searched for while they differ by at most `OTHER_RATE` from those of the latest
+            search.
         show: Function to call with each measured timeline and the plan.
 
     Raises:

@@ -227,6 +227,38 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     assert "host" in session.plan.placements
 
 
+@pytest.mark.parametrize(
+    ("factors", "searches"),
+    [
+        ([1.0, 1.0, 1.0], 0),
+        ([0.97, 1.04, 0.96], 0),
+        ([0.9, 0.9, 0.91], 1),
+        ([1.0, 1.2, 1.0], 2),
+        ([0.98, 0.94, 0.9, 0.86], 2),
+    ],
+)
+def test_a_watch_searches_only_after_a_rate_has_changed(stock, monkeypatch, factors, searches):
+    """Check that the runtime's watch searches for a plan only if a measured rate differs from the rate that the
+    latest search assumed, which at first is the rate that the plan was made with.
+
+    Args:
+        factors: Measured rate of a copy at each look of the watch, relative to the rate of the plan's machine.
+    """
+    own, seen = machine(), iter(factors)
+    searched = []
+    monkeypatch.setattr(
+        "ebbtide.runtime.replan.watch.measured_rates",
+        lambda *_: {"h2d_bytes_per_s": own.h2d_bytes_per_s.median * next(seen)},
+    )
+    monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", lambda *_: searched.append(1))
+    engine = new_engine()
+    replanned(engine)
+    engine.optimizer._ebbtide.watch.period_steps = 2
+    train(engine, 2 * len(factors))
+    assert next(seen, None) is None
+    assert len(searched) == searches
+
+
 def replanned(engine):
     """Attach a plan to an engine, and let the runtime's watch consider another plan after every third step.
 
