@@ -1,7 +1,6 @@
 """The log messages of ebbtide, printed on rank 0 unless the script has configured logging itself."""
 
 import logging
-import os
 
 STYLE = "[%(asctime)s] [%(levelname)s] %(message)s"  # DeepSpeed's, without line numbers
 
@@ -15,14 +14,14 @@ class _Named(logging.Formatter):
         return super().formatMessage(record)
 
 
-def show() -> None:
+def show(rank: int) -> None:
     """Print ebbtide's log messages from level INFO on rank 0, unless the script has configured logging.
 
     A level or a handler that the script has set for the logger ``"ebbtide"`` is kept. If the script has set
     up handlers for all loggers, ebbtide's messages go to these handlers.
     """
     logger = logging.getLogger("ebbtide")
-    if logger.level != logging.NOTSET or _rank() != 0:
+    if logger.level != logging.NOTSET or rank != 0:
         return
     logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
@@ -30,7 +29,3 @@ def show() -> None:
         handler.setFormatter(_Named(STYLE))
         logger.addHandler(handler)
         logger.propagate = False  # a library that configures the root later would print each line twice
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK") or 0)

@@ -52,7 +52,8 @@ def test_a_script_that_starts_its_ranks_itself_gets_its_environment_back(new_she
 )
 def test_the_log_is_shown_on_rank_0_unless_the_script_has_set_it(setup, rank, printed, new_shell, tmp_path):
     script = (
-        f"import logging\n{setup}\nfrom ebbtide.runtime import log\nlog.show()\n"
+        f"import logging\n{setup}\nfrom ebbtide.runtime import log\nfrom ebbtide.runtime.hardware import launcher\n"
+        "log.show(launcher.rank())\n"
         "logging.getLogger('ebbtide').info('a line')\n"
     )
     done = run([sys.executable, "-c", script], tmp_path, {**new_shell, "RANK": rank})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.trainers.limits import TrainersLimit, trainers_limit
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
-from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.launcher import local_ranks, rank, world_size
 from ebbtide.runtime.hardware.usable import usable
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.folder import STEPS, STORE, Drive, file_of, read_page
@@ -67,8 +66,8 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     return ExtentStore(
         drives,
         sizes,
-        rank=int(os.environ.get("RANK") or 0),
-        world_size=int(os.environ.get("WORLD_SIZE") or 1),
+        rank=rank(),
+        world_size=world_size(),
         keep=_kept_on_drives(plan, limit),
         stands=stands,
         protects=lambda record: limit is not None and limit.is_best(checkpoint_of(record)),
@@ -92,7 +91,7 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
     most = None if limit is None else limit.most
     # Without a trainer, `keep` alone decides which checkpoints are left.
     covered = bool(keep) if limit is None else most is not None and most <= number
-    if not covered and int(os.environ.get("RANK") or 0) == 0:
+    if not covered and rank() == 0:
         logger.warning(
             "ebbtide: %s, but the drives hold the optimizer state of only %d checkpoint%s%s. "
             "Older checkpoints cannot be loaded any more. To keep more, start training with a larger checkpoint.keep "
@@ -107,9 +106,9 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
 
 
 def _held_before(folder: Path) -> int:
-    rank, files = int(os.environ.get("RANK") or 0), Files()
-    steps = read_page(file_of(folder, rank, STEPS), StepsPage, files)
-    page = read_page(file_of(folder, rank, STORE), StorePage, files)
+    files = Files()
+    steps = read_page(file_of(folder, rank(), STEPS), StepsPage, files)
+    page = read_page(file_of(folder, rank(), STORE), StorePage, files)
     return 0 if steps is None or not steps.steps or page is None else page.extents - 1
 
 

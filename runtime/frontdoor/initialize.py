@@ -18,6 +18,7 @@ import hjson
 from ebbtide.runtime import log
 from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.runtime.frontdoor.request import Request, read_request
+from ebbtide.runtime.hardware.launcher import rank
 from ebbtide.runtime.zero.attach import initialize as initialize_under_plan
 from ebbtide.runtime.zero.checks.guard import leave_to_stock
 from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
@@ -43,7 +44,7 @@ def initialize(
     config, base = read(given)
     if config is None or config.get(KEY) is None or not _trains(call, config):
         return original(*args, **kwargs)
-    log.show()
+    log.show(rank())
     if took := os.environ.get("EBBTIDE_TOOK"):  # `tune run` says so if no engine has the key
         Path(took).touch()
     request = read_request(config[KEY], base)

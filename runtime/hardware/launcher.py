@@ -6,8 +6,11 @@ import contextlib
 import os
 import re
 import socket
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # Each launcher's variable for the number of ranks on this host: DeepSpeed's, torchrun's, MPI's.
 LOCAL_SIZES = (
@@ -17,6 +20,10 @@ LOCAL_SIZES = (
     "MPI_LOCALNRANKS",
     "MV2_COMM_WORLD_LOCAL_SIZE",
 )
+# Each launcher's variables for the number of ranks of the whole job, and for the number of this rank. DeepSpeed asks
+# MPI if its own are missing.
+WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
 SHARED = Path("/dev/shm")  # noqa: S108 - DeepSpeed chose it
 _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 
@@ -29,13 +36,41 @@ def local_ranks() -> int:
     start.
     """
     first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()
-    said = (os.environ.get(variable) for variable in (*first, *LOCAL_SIZES))
-    return max(1, int(next(filter(None, said), 1)))
+    return max(1, _said((*first, *LOCAL_SIZES), 1))
+
+
+def world_size() -> int:
+    """Return the number of ranks of the training job.
+
+    If torch.distributed is initialized, it knows the number, whatever the environment says: a script may have given
+    the number to ``init_process_group``. Before that, the number is in the launcher's environment variables. Return 1
+    without them.
+    """
+    distributed = _distributed()
+    return max(1, _said(WORLD_SIZES, 1)) if distributed is None else int(distributed.get_world_size())
+
+
+def rank() -> int:
+    """Return the number of this rank of the training job, from the sources that `world_size` reads. Return 0 without
+    them.
+    """
+    distributed = _distributed()
+    return _said(RANKS, 0) if distributed is None else int(distributed.get_rank())
+
+
+def _distributed() -> Any:
+    distributed: Any = sys.modules.get("torch.distributed")  # what was never imported is not initialized
+    known = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if known else None
+
+
+def _said(variables: Sequence[str], otherwise: int) -> int:
+    return int(next(filter(None, map(os.environ.get, variables)), otherwise))
 
 
 def one_node() -> bool:
     """Return whether all ranks of the training job run on this host."""
-    return int(os.environ.get("WORLD_SIZE") or 1) <= local_ranks()
+    return world_size() <= local_ranks()
 
 
 def free_port() -> int:

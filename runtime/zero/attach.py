@@ -3,7 +3,6 @@
 import inspect
 import json
 import logging
-import os
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.hardware.builds import waits_are_told
-from ebbtide.runtime.hardware.launcher import one_node
+from ebbtide.runtime.hardware.launcher import one_node, world_size
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.replan.ranks import masks_of_this_host
@@ -103,7 +102,7 @@ def initialize(
     config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
     zero = config["zero_optimization"]
     # DeepSpeed's own is 5e8: gradients would start for the host late.
-    if bucket := planned_bucket(int(os.environ.get("WORLD_SIZE") or 1)):
+    if bucket := planned_bucket(world_size()):
         zero.setdefault("reduce_bucket_size", bucket)
     if isinstance(plan, Plan):
         if storage is not None and not plan.drives:

@@ -1,11 +1,10 @@
 """A check that enough host memory is free for a plan, made before any buffer of the plan is allocated."""
 
 import logging
-import os
 from typing import Any
 
 import torch
-from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.launcher import local_ranks, world_size
 from ebbtide.runtime.hardware.usable import usable
 from ebbtide.runtime.kernels.own_step import kept_bytes
 from ebbtide.runtime.kernels.rules import RULES, rule_class
@@ -138,7 +137,7 @@ def _micro_batches(config: dict[str, Any]) -> int:
     steps, micro = (config.get(key) for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"))
     if isinstance(steps, int):
         return steps
-    total, ranks = config.get("train_batch_size"), int(os.environ.get("WORLD_SIZE") or 1)
+    total, ranks = config.get("train_batch_size"), world_size()
     if isinstance(total, int) and isinstance(micro, int):
         return max(1, total // (micro * ranks))
     return 1

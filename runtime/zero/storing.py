@@ -5,7 +5,6 @@ As few subgroups as host memory allows are chosen.
 """
 
 import logging
-import os
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.execution.stored import free_host_bytes
+from ebbtide.runtime.hardware.launcher import rank
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.storage.folder import STEPS, file_of, read_page
 from ebbtide.runtime.storage.pages import StepsPage
@@ -59,8 +59,7 @@ def stored_before(folder: Path) -> frozenset[int]:
 
     Only state of this rank counts.
     """
-    rank = int(os.environ.get("RANK") or 0)
-    steps = read_page(file_of(folder, rank, STEPS), StepsPage, Files())
+    steps = read_page(file_of(folder, rank(), STEPS), StepsPage, Files())
     if steps is None or not steps.steps:
         return frozenset()
     return frozenset(extent.subgroup for extent in steps.steps[0].extents)

@@ -258,6 +258,7 @@ def test_accumulation_counts_against_free_memory(monkeypatch):
     once = (12 + 2) * 2 * 10**9 + 2 * 2 * 10**9
     check_host_memory(plan, config() | batch, once)
     derived = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "3")
     for more in ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": None} | derived):
         with pytest.raises(ConfigError, match=r"3.73 GiB missing"):
@@ -284,6 +285,7 @@ def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ra
         raise InterruptedError
 
     monkeypatch.setattr(deepspeed, "initialize", seen)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", ranks)
     made = config()
     made["zero_optimization"].pop("reduce_bucket_size", None)

@@ -47,6 +47,7 @@ def test_several_nodes_without_a_common_folder_are_refused_where_checkpoints_are
 def test_a_node_is_one_where_all_ranks_are_its_own(monkeypatch):
     from ebbtide.runtime.hardware.launcher import one_node
 
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
