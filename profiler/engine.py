@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ebbtide.profiler.watcher import Trace, Watcher
+from ebbtide.profiler.watcher import PhaseHooks, PlainTimer, Trace, Watcher, hooks_lengthen_steps
 from ebbtide.profiler.workload import WARMUP_STEPS, check_engine, check_iterations, workload_of
 from ebbtide.simulator.workload import Workload
 
@@ -16,12 +16,13 @@ def profile_engine(
     Forward times of layers come from module hooks. Backward time is divided among the layers in proportion to
     their forward times. The time that DeepSpeed without ebbtide spends in backward on moving gradients is
     measured separately (``stock_backward_extra_s``), so ``backward_s`` is the time that remains under a plan. On
-    CUDA every hook synchronizes, so the sum of the phases is slightly longer than an undisturbed step.
+    CUDA the hooks lengthen a step, because they wait for the GPU. The times of the phases therefore come from further
+    steps without these hooks, and the number of measured steps doubles.
 
     Args:
         engine: DeepSpeed engine.
         train_step: Function that runs the forward, backward and step calls of one optimizer step.
-        iterations: Number of measured steps, after `WARMUP_STEPS` steps of warm-up.
+        iterations: Number of measured steps of each kind, after `WARMUP_STEPS` steps of warm-up.
         name: Name of the workload. If None, the name of the model's class.
 
     Raises:
@@ -67,17 +68,18 @@ class SampledProfile:
         """Run one training step of a DeepSpeed engine on a batch while the profile measures it, and return the model's
         loss.
 
-        The model itself must return its loss.
+        The model itself must return its loss. On CUDA every second step is measured without hooks in the model, so
+        that its time is not lengthened.
         """
-        watcher = Watcher(self._engine, first=not self._traces)
+        hooks = _hooks_for(self._engine, self._traces)
         try:
-            watcher.begin()
+            hooks.begin()
             loss = self._engine(*batch)
             self._engine.backward(loss)
-            watcher.timed("step", self._engine.step)
-            self._traces.append(watcher.end())
+            hooks.timed("step", self._engine.step)
+            self._traces.append(hooks.end())
         finally:
-            watcher.remove()
+            hooks.remove()
         return loss
 
     def workload(self) -> Workload:
@@ -107,7 +109,7 @@ class PassiveProfile:
 
     Args:
         engine: DeepSpeed engine.
-        iterations: Number of measured steps.
+        iterations: Number of measured steps. On CUDA, as many steps again are timed without hooks in the model.
         after_step: Function called after each optimizer step, outside the timed part. Its exceptions reach the
             training loop.
 
@@ -120,14 +122,14 @@ class PassiveProfile:
     ) -> None:
         check_iterations(iterations)
         check_engine(engine)
-        self.steps, self.needed = 0, WARMUP_STEPS + iterations
+        self.steps, self.needed = 0, WARMUP_STEPS + (1 + hooks_lengthen_steps()) * iterations
         self.workload: Workload | None = None
         self.problem: ValueError | None = None
-        self._engine, self._iterations, self._after_step = engine, iterations, after_step
+        self._engine, self._after_step = engine, after_step
         self._seen = (engine.global_steps, engine.skipped_steps)
         self._kind = type(engine.optimizer)
         self._traces: list[Trace] = []
-        self._watcher: Watcher | None = None
+        self._watcher: PhaseHooks | None = None
         self._stopped = False
         self._own_step = vars(engine).get("step")
         self._step = engine.step
@@ -173,7 +175,10 @@ class PassiveProfile:
         if not skipped:
             self.steps += 1
             self._traces.append(trace)
-        if len(self._traces) < self._iterations:
+        if self.steps < self.needed:
+            if hooks_lengthen_steps():
+                self._watcher.remove()
+                self._watcher = _hooks_for(self._engine, self._traces)
             self._watcher.begin()
             return
         self.stop()
@@ -186,5 +191,15 @@ class PassiveProfile:
                 f"optimizer became {type(self._engine.optimizer).__name__}: build the engine with "
                 "deepspeed.initialize, not with ebbtide.initialize"
             )
-        self._watcher = Watcher(self._engine)
+        self._watcher = _hooks_for(self._engine, self._traces)
         self._watcher.begin()
+
+
+def _hooks_for(engine: Any, traces: list[Trace]) -> PhaseHooks:
+    """Return the hooks for the next step of a profile, after the steps in ``traces``.
+
+    If hooks in the model lengthen a step, every second step is timed without them.
+    """
+    if hooks_lengthen_steps() and traces and not traces[-1].plain:
+        return PlainTimer(engine)
+    return Watcher(engine, first=not traces)

@@ -20,21 +20,36 @@ SAMPLE_EVERY_S = 0.005
 Phase = Literal["forward", "backward", "step", "other"]
 
 
+def hooks_lengthen_steps() -> bool:
+    """Return whether a step with the hooks of a `Watcher` takes longer than other steps.
+
+    True with CUDA, because these hooks wait for the GPU. The training thread can then not run ahead of the GPU.
+    """
+    return torch.cuda.is_available()
+
+
 @dataclass
 class Trace:
     """The record of one profiled training step.
 
-    Durations are in seconds. On CUDA they include the GPU's work, because the GPU is synchronized whenever the clock is
-    read. The exception is ``issued_s``.
+    Durations are in seconds and include the GPU's work. The exceptions are ``issued_s``, and ``gradient_path_s`` of a
+    plain record.
 
     Attributes:
+        plain: True if only the phases and the gradient path were timed, without a wait for the GPU. False if hooks in
+            the model also recorded memory and the times of the model's parts. On CUDA these hooks wait for the GPU,
+            which lengthens the step.
         units: Forward seconds by part of the model, summed over all micro-batches.
         issued_s: CPU seconds to issue the forward passes to the GPU, without waiting for it.
         modules: Number of forward calls of modules with parameters during ``issued_s``.
         activations: Activation bytes by part of the model, in the micro-batch with the most.
         tokens: Tokens of this rank in all micro-batches. None if the number is unknown in any of them.
+        gradient_path_s: Time in which DeepSpeed moves gradients to host memory during backward. In a plain record, the
+            time that this takes the CPU or the GPU, whichever is shorter.
+        computed_s: Time from the start of backward until the GPU has computed all gradients. 0 if it is unknown.
     """
 
+    plain: bool = False
     began_s: float = 0.0
     ended_s: float = 0.0
     phase: Phase = "other"
@@ -46,6 +61,7 @@ class Trace:
     activations: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     tokens: int | None = 0
     gradient_path_s: float = 0.0
+    computed_s: float = 0.0
     memory: list[MemoryPoint] = field(default_factory=list)
 
     @property
@@ -53,82 +69,56 @@ class Trace:
         return max((point.device_bytes for point in self.memory), default=0)
 
 
-class Watcher:
-    """A recorder of times and memory in the steps of a DeepSpeed engine.
+class PhaseHooks:
+    """Hooks in a DeepSpeed engine at the beginning and the end of forward and backward, until `remove`.
 
-    The recorder puts hooks on the model's modules and wraps the engine's functions, until `remove`. Between the hooks,
-    a thread samples memory. This thread only reads counters and appends to the measurements of the current step.
-    Everything else runs on the training thread. The engine's ``step`` is not wrapped: callers run it through `timed`.
+    Subclasses record what they measure there in `trace`. The engine's ``step`` is not wrapped: callers run it through
+    `timed`.
 
-    Args:
-        engine: DeepSpeed engine.
-        first: True for the engine's first recorder. It matters only without CUDA, where counting activations slows down
-            training. Only the first recorder then counts activations and samples memory, and only in its first step.
+    Attributes:
+        trace: Record of the current training step.
     """
 
-    def __init__(self, engine: Any, *, first: bool = True) -> None:
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.trace = Trace()
         self._handles: list[Any] = []
         self._wrapped: list[tuple[Any, str, Any]] = []
-        self._activations = activations_of(engine.module)
-        self._counts = first or not self._activations.costly
         self._in_engine_backward = False
-        self._backward_began_s = 0.0
-        for name, module in units(engine.module):
-            self._hook(name, module)
-        self._wrap(engine, "backward", self._timed_backward)
+        self._wrap(engine, "backward", self._engine_backward)
         # ``loss.backward()`` comes past the engine, but not past these two.
         self._wrap(engine.optimizer, "backward_prologue", self._torch_backward_begins)
         self._wrap(engine.optimizer, "backward_epilogue", self._torch_backward_ends)
-        self._wrap(engine.optimizer, "partition_grads", self._timed_gradient_path)
+        self._wrap(engine.optimizer, "partition_grads", self._gradient_path)
         root = engine.module
         self._handles += [
             root.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
             # Also after an exception: nothing of ours stays behind on autograd's stack.
             root.register_forward_hook(self._forward_ends, always_call=True),
         ]
-        self._done = threading.Event()
-        self._sampler = threading.Thread(target=self._sample, daemon=True)
-        if self._counts:
-            self._sampler.start()
 
     def begin(self) -> None:
-        """Start the record of a new training step's times and memory."""
-        self.trace = Trace(began_s=_now_s())
-        self.note_memory()
+        """Start the record of a new training step."""
+        raise NotImplementedError
 
     def end(self) -> Trace:
-        """End the record of the current training step's times and memory, and return the record."""
-        self.note_memory()
-        self.trace.ended_s = _now_s()
-        if self._activations.costly:
-            self._counts = False
-            self._done.set()
-        return self.trace
+        """End the record of the current training step, and return the record."""
+        raise NotImplementedError
 
     def timed(self, phase: Phase, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and record the call's duration and memory peak under a phase of the training step.
+        """Call a function, and record the call under a phase of the training step.
 
         Args:
             phase: Name of the phase, such as ``forward`` or ``step``.
             work: Function to call with the other arguments.
         """
-        self.trace.phase = phase
-        self.note_memory()
-        reset_peak()
-        began_s = _now_s()
+        self._begins(phase)
         result = work(*args, **kwargs)
-        self.trace.phases[phase] += _now_s() - began_s
-        self.note_memory(peak=True)
+        self._ends(phase)
         return result
 
     def remove(self) -> None:
-        """Remove all hooks and wrappers from the profiled DeepSpeed engine, and end the thread that samples memory."""
-        self._done.set()
-        if self._sampler.ident is not None:  # it was started
-            self._sampler.join()
-        self._activations.end()
+        """Remove all hooks and wrappers from the profiled DeepSpeed engine."""
         for handle in self._handles:
             handle.remove()
         for owner, name, before in self._wrapped:
@@ -138,31 +128,201 @@ class Watcher:
                 setattr(owner, name, before)
         self._handles, self._wrapped = [], []
 
+    def _begins(self, phase: Phase) -> None:
+        raise NotImplementedError
+
+    def _ends(self, phase: Phase) -> None:
+        raise NotImplementedError
+
+    def _gradient_path(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
     def _forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        trace = self.trace
+        del module, args, kwargs
         if not torch.is_grad_enabled():  # an evaluation in between is no part of the step
-            trace.phase = "other"
+            self.trace.phase = "other"
             return
-        trace.phase = "forward"
-        if trace.tokens is not None:
-            tokens = tokens_of(module, args, kwargs)
-            trace.tokens = None if tokens is None else trace.tokens + tokens
-        self.note_memory()
-        reset_peak()
-        self._activations.bytes_by_unit.clear()
-        if self._counts:
-            self._activations.begin()
-        self._forward_began_s = _now_s()
+        self._begins("forward")
 
     def _forward_ends(self, *_: object) -> None:
+        if self.trace.phase == "forward":
+            self._ends("forward")
+
+    def _engine_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._in_engine_backward = True
+        try:
+            return self.timed("backward", original, *args, **kwargs)
+        finally:
+            self._in_engine_backward = False
+
+    def _torch_backward_begins(self, original: Callable[..., Any], *args: Any) -> Any:
+        if not self._in_engine_backward:
+            self._begins("backward")
+        return original(*args)
+
+    def _torch_backward_ends(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not self._in_engine_backward:
+            self._ends("backward")
+        return result
+
+    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        self._wrapped.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, wrapped)
+
+
+class PlainTimer(PhaseHooks):
+    """A timer of the phases of training steps that does not lengthen the steps.
+
+    On CUDA it records events in the GPU's streams, and reads them after the step. It records neither memory nor the
+    times of the model's parts.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        self._begun: dict[Phase, _Mark] = {}
+        self._phases: list[tuple[Phase, _Mark, _Mark]] = []
+        self._computed: list[tuple[_Mark, _Mark]] = []
+        self._paths: list[tuple[_Mark, _Mark]] = []
+        self._wrap(engine.optimizer, "independent_gradient_partition_epilogue", self._gradients_computed)
+
+    def begin(self) -> None:
+        self.trace = Trace(plain=True, began_s=time.perf_counter())
+        self._begun, self._phases, self._computed, self._paths = {}, [], [], []
+
+    def end(self) -> Trace:
+        trace, trace.ended_s = self.trace, _now_s()
+        for phase, begin, end in self._phases:
+            trace.phases[phase] += begin.seconds_to(end)
+        backwards = sum(phase == "backward" for phase, _, _ in self._phases)
+        if len(self._computed) == backwards:  # of each micro-batch
+            trace.computed_s = sum(begin.seconds_to(end) for begin, end in self._computed)
+        pairs = [(end.host_s - begin.host_s, begin.seconds_to(end)) for begin, end in self._paths]
+        trace.gradient_path_s = sum(min(pair) for pair in pairs)
+        return trace
+
+    def _begins(self, phase: Phase) -> None:
+        self.trace.phase = phase
+        self._begun[phase] = _Mark()
+
+    def _ends(self, phase: Phase) -> None:
+        begun = self._begun.pop(phase, None)
+        if begun is not None:
+            self._phases.append((phase, begun, _Mark()))
+
+    def _gradients_computed(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record the time until all gradients are computed.
+
+        DeepSpeed calls the wrapped function after the last gradient, and waits there for the gradients' copies.
+        """
+        begun = self._begun.get("backward")
+        if begun is not None:
+            self._computed.append((begun, _Mark()))
+        return original(*args, **kwargs)
+
+    def _gradient_path(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        begin = _Mark()
+        result = original(*args, **kwargs)
+        self._paths.append((begin, _Mark()))
+        return result
+
+
+class _Mark:
+    """A point in the CPU's time and, with CUDA, in the current stream."""
+
+    def __init__(self) -> None:
+        self.host_s = time.perf_counter()
+        self._event: Any = None
+        if torch.cuda.is_available():
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+
+    def seconds_to(self, later: "_Mark") -> float:
+        """Return the seconds from this point to a later one in the same stream. The GPU must have reached both."""
+        if self._event is None:
+            return later.host_s - self.host_s
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
+class Watcher(PhaseHooks):
+    """A recorder of times and memory in the steps of a DeepSpeed engine.
+
+    The recorder also puts hooks on the parts of the model, until `remove`. Between the hooks, a thread samples memory.
+    This thread only reads counters and appends to the measurements of the current step. Everything else runs on the
+    training thread.
+
+    Args:
+        engine: DeepSpeed engine.
+        first: True for the engine's first recorder. It matters only without CUDA, where counting activations slows down
+            training. Only the first recorder then counts activations and samples memory, and only in its first step.
+    """
+
+    def __init__(self, engine: Any, *, first: bool = True) -> None:
+        self._activations = activations_of(engine.module)
+        self._counts = first or not self._activations.costly
+        self._began_s: dict[Phase, float] = {}
+        super().__init__(engine)
+        for name, module in units(engine.module):
+            self._hook(name, module)
+        self._done = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+        if self._counts:
+            self._sampler.start()
+
+    def begin(self) -> None:
+        self.trace = Trace(began_s=_now_s())
+        self.note_memory()
+
+    def end(self) -> Trace:
+        self.note_memory()
+        self.trace.ended_s = _now_s()
+        if self._activations.costly:
+            self._counts = False
+            self._done.set()
+        return self.trace
+
+    def remove(self) -> None:
+        """Remove all hooks and wrappers from the profiled DeepSpeed engine, and end the thread that samples memory."""
+        self._done.set()
+        if self._sampler.ident is not None:  # it was started
+            self._sampler.join()
+        self._activations.end()
+        super().remove()
+
+    def _begins(self, phase: Phase) -> None:
+        self.trace.phase = phase
+        self.note_memory()
+        reset_peak()
+        self._began_s[phase] = _now_s()
+
+    def _ends(self, phase: Phase) -> None:
+        self.trace.phases[phase] += _now_s() - self._began_s[phase]
+        self.note_memory(peak=True)
+
+    def _forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        trace = self.trace
+        if torch.is_grad_enabled():
+            if trace.tokens is not None:
+                tokens = tokens_of(module, args, kwargs)
+                trace.tokens = None if tokens is None else trace.tokens + tokens
+            self._activations.bytes_by_unit.clear()
+            if self._counts:
+                self._activations.begin()
+        super()._forward_begins(module, args, kwargs)
+
+    def _forward_ends(self, *_: object) -> None:
+        super()._forward_ends()
         if self.trace.phase != "forward":
             return
-        self.trace.phases["forward"] += _now_s() - self._forward_began_s
         if self._counts:
             self._activations.end()
         for unit, held in self._activations.bytes_by_unit.items():
             self.trace.activations[unit] = max(self.trace.activations[unit], held)
-        self.note_memory(peak=True)
 
     def _hook(self, name: str, module: torch.nn.Module) -> None:
         began: list[float] = []
@@ -189,38 +349,7 @@ class Watcher:
         self._handles.append(module.register_forward_pre_hook(before))
         self._handles.append(module.register_forward_hook(after))
 
-    def _wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        self._wrapped.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, wrapped)
-
-    def _timed_backward(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._in_engine_backward = True
-        try:
-            return self.timed("backward", original, *args, **kwargs)
-        finally:
-            self._in_engine_backward = False
-
-    def _torch_backward_begins(self, original: Callable[..., Any], *args: Any) -> Any:
-        if not self._in_engine_backward:
-            self.trace.phase = "backward"
-            self.note_memory()
-            reset_peak()
-            self._backward_began_s = _now_s()
-        return original(*args)
-
-    def _torch_backward_ends(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        if not self._in_engine_backward:
-            self.trace.phases["backward"] += _now_s() - self._backward_began_s
-            self.note_memory(peak=True)
-        return result
-
-    def _timed_gradient_path(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _gradient_path(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began_s = _now_s()
         result = original(*args, **kwargs)
         self.trace.gradient_path_s += _now_s() - began_s

@@ -70,18 +70,19 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     from ebbtide.runtime.zero.checks.other_steps import recomputes
 
     _check_phases(traces)
+    plain, traces = [t for t in traces if t.plain], [t for t in traces if not t.plain]
+    timed = plain or traces
     optimizer = engine.optimizer
-    forward_s = _median(trace.phases["forward"] for trace in traces)
+    forward_s = _median(trace.phases["forward"] for trace in timed)
     micro = int(engine.gradient_accumulation_steps())
     own_s = 0.0 if torch.cuda.is_available() else _own_gradient_path_s(optimizer, micro)
-    # Step by step: what disturbs one step's gradient path is not taken off another one's backward.
-    backward_s = max(0.0, _median(t.phases["backward"] - t.gradient_path_s for t in traces))
-    stock_extra_s = max(0.0, _median(t.phases["backward"] for t in traces) - backward_s)
+    backward_s = _backward_s(plain, traces)
+    stock_extra_s = max(0.0, _median(t.phases["backward"] for t in timed) - backward_s)
     gathers = private.gathers(optimizer)
     layers = _layers(engine, traces, forward_s / micro, (backward_s + own_s) / micro, gathers)
     # The fullest of the steps: what is planned into the headroom must fit in each of them.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
-    times, notes = _phase_times(traces)
+    times, notes = _phase_times(timed)
     ranks = local_ranks()
     return Workload(
         name=name,
@@ -106,7 +107,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         module_issue_s=module_issue_s(traces) if torch.cuda.is_available() else 0.0,
         stock_backward_extra_s=max(0.0, stock_extra_s - own_s),
         memory_curve=tuple(sorted(fullest.memory, key=lambda point: point.t_s)),
-        provenance=f"medians of {len(traces)} steps of a live engine, memory of the fullest one",
+        provenance=f"medians of {len(timed)} steps of a live engine, memory of the fullest of {len(traces)}",
         phase_times=times,
         memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
@@ -122,6 +123,19 @@ def _bucket_params(optimizer: Any) -> dict[str, int]:
     own = int(optimizer.reduce_bucket_size)
     planned = planned_bucket(_world_size()) if own == REDUCE_BUCKET_ELEMENTS else None
     return bucket_fields(own, planned, int(optimizer.partition_count))
+
+
+def _backward_s(plain: list[Trace], watched: list[Trace]) -> float:
+    """Return the seconds of backward under a plan: without DeepSpeed's way of moving gradients to host memory.
+
+    Steps of both kinds give too long a time, for different reasons, and the shorter one is returned. In a plain step,
+    backward may also wait for earlier copies of gradients. In a watched step, hooks wait for the GPU.
+    """
+    # Step by step: what disturbs one step's gradient path is not taken off another one's backward.
+    times = [_median(t.phases["backward"] - t.gradient_path_s for t in watched)]
+    if plain:
+        times.append(_median((t.computed_s or t.phases["backward"]) - t.gradient_path_s for t in plain))
+    return max(0.0, min(times))
 
 
 def _check_phases(traces: list[Trace]) -> None:

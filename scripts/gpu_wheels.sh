@@ -15,7 +15,7 @@ $pip wheel -q --no-deps --no-build-isolation -w .whl "deepspeed==${DEEPSPEED:-0.
 $pip download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
     --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
     --platform manylinux2014_x86_64 -d .whl \
-    hjson msgpack einops ninja packaging psutil py-cpuinfo tqdm \
+    cloudpickle hjson msgpack einops ninja packaging psutil py-cpuinfo tqdm \
     pydantic pydantic-core typing-extensions typing-inspection annotated-types \
     pyyaml \
     click joblib xxhash nvidia-ml-py hypothesis sortedcontainers simpy

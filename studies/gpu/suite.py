@@ -239,7 +239,8 @@ class Suite:
         import ebbtide.tuner
 
         limit = None if self.emulated else int(self.cap_gib * 2**30)
-        return ebbtide.tuner.plan(workload, self.machine(), device_memory_bytes=limit)
+        # The size of the subgroups stays: all training runs of the suite hash their state subgroup by subgroup.
+        return ebbtide.tuner.plan(workload, self.machine(), device_memory_bytes=limit, subgroup_sizes=())
 
     def plan_all_on(self, micro_batches: int) -> Plan:
         """Return the tuner's plan for steps of several micro-batches that never clip.

@@ -2,6 +2,8 @@
 it. The engine is left unchanged.
 """
 
+import statistics
+import time
 from collections import defaultdict
 
 import pytest
@@ -9,8 +11,8 @@ import torch
 from ebbtide.profiler import SampledProfile
 from ebbtide.profiler.activations import AllocatorDeltas, SavedTensors
 from ebbtide.profiler.engine import PassiveProfile
-from ebbtide.profiler.watcher import Trace
-from ebbtide.profiler.workload import WARMUP_STEPS, _base_bytes, workload_of
+from ebbtide.profiler.watcher import PlainTimer, Trace
+from ebbtide.profiler.workload import WARMUP_STEPS, _backward_s, _base_bytes, workload_of
 from ebbtide.simulator import Layer, MemoryPoint
 from torch import nn
 
@@ -92,6 +94,89 @@ def test_steps_that_the_loss_scaler_skips_are_left_out(engine):
     assert profile.steps == WARMUP_STEPS
     train(engine, 2)
     assert profile.workload.phase_times["step"].n == 2
+
+
+@pytest.fixture
+def waiting_hooks(monkeypatch):
+    """Treat hooks in the model as if they lengthened each step, as they do on CUDA. Return the list of the clock's
+    readings that wait for the GPU.
+    """
+    readings = []
+
+    def now_s():
+        readings.append(time.perf_counter())
+        return readings[-1]
+
+    monkeypatch.setattr("ebbtide.profiler.engine.hooks_lengthen_steps", lambda: True)
+    monkeypatch.setattr("ebbtide.profiler.watcher._now_s", now_s)
+    return readings
+
+
+def test_phases_are_timed_in_steps_that_nothing_lengthens(engine, waiting_hooks):
+    """Check that every second step of a profile is timed without hooks in the model and without a wait for the GPU, and
+    that the times of the phases come from these steps alone.
+    """
+    profile = PassiveProfile(engine, 2)
+    train(engine, WARMUP_STEPS)
+    waits = []
+    for number in range(4):
+        before = len(waiting_hooks)
+        train(engine, 1, first=number)
+        waits.append(len(waiting_hooks) - before)
+    assert profile.steps == profile.needed == WARMUP_STEPS + 4
+    # A plain step reads the clock once, at its end. Then the next step's record begins.
+    assert [trace.plain for trace in profile._traces] == [False, True, False, True]
+    assert waits[1] == 2
+    assert waits[3] == 1
+    assert min(waits[0], waits[2]) > 20
+    plain, watched = profile._traces[1::2], profile._traces[::2]
+    found = profile.workload
+    for phase in ("forward", "backward", "step"):
+        assert found.phase_times[phase].median == statistics.median(t.phases[phase] for t in plain)
+    assert found.forward_s == pytest.approx(found.phase_times["forward"].median)
+    assert not any(trace.units or trace.memory for trace in plain)
+    seconds = {name: statistics.median(t.units[name] for t in watched) for name in watched[0].units}
+    named = {layer.name: layer.forward_s for layer in found.layers}
+    assert named["blocks.1"] / named["blocks.0"] == pytest.approx(seconds["blocks.1"] / seconds["blocks.0"])
+
+
+def test_single_steps_of_both_kinds_alternate(engine, waiting_hooks):
+    profile = SampledProfile(engine)
+    for number in range(3):
+        profile.step(*BATCHES.at(number))
+        assert "partition_grads" not in vars(engine.optimizer)
+    assert [trace.plain for trace in profile._traces] == [False, True, False]
+    assert profile.workload().phase_times["forward"].n == 1
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_plain_step_tells_when_all_gradients_are_computed(only_rank, micro_batches):
+    """Check that the time until all gradients are computed covers each micro-batch's backward, or is unknown."""
+    engine = start(accumulation=micro_batches)
+    timer = PlainTimer(engine)
+    timer.begin()
+    for number in range(micro_batches):
+        engine.backward(engine(*BATCHES.at(number)))
+        timer.timed("step", engine.step)
+    trace = timer.end()
+    timer.remove()
+    engine.destroy()
+    assert 0 < trace.gradient_path_s < trace.computed_s < trace.phases["backward"]
+
+
+def test_backward_under_a_plan_is_the_shorter_of_two_measurements():
+    """Check backward's time without DeepSpeed's gradient copies, of steps with and without hooks.
+
+    With hooks the GPU is waited for, and without them backward may wait for copies. Each lengthens the time.
+    """
+    watched = [Trace(phases={"backward": 0.47}, gradient_path_s=0.23)]
+    launched = [Trace(plain=True, phases={"backward": 0.27}, computed_s=0.26, gradient_path_s=0.07)]
+    copied = [Trace(plain=True, phases={"backward": 0.90}, computed_s=0.80, gradient_path_s=0.01)]
+    unknown = [Trace(plain=True, phases={"backward": 0.27}, gradient_path_s=0.07)]
+    assert _backward_s([], watched) == pytest.approx(0.24)
+    assert _backward_s(launched, watched) == pytest.approx(0.19)
+    assert _backward_s(copied, watched) == pytest.approx(0.24)
+    assert _backward_s(unknown, watched) == pytest.approx(0.20)
 
 
 def test_an_optimizer_that_is_replaced_ends_the_profile(engine):
