@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.runtime.hardware.cores import cpu_name, parse_cpulist
+from ebbtide.runtime.hardware.cores import cpu_name, parse_cpulist, threads_of_a_core
 from ebbtide.runtime.hardware.pci import address_of
 from ebbtide.runtime.hardware.usable import allowed_cores, usable
 
@@ -15,10 +15,14 @@ class Hardware:
     """Facts about this machine's hardware that need no timing, such as its cores and the sizes of its memories.
 
     ``warnings`` holds sentences about likely problems with the hardware.
+
+    Attributes:
+        update_threads: Threads of a CPU update under a plan. With a GPU, the training thread keeps a core for itself.
     """
 
     cpu_name: str
     cores: int
+    update_threads: int
     numa_nodes: int
     host_memory_bytes: int
     gpu_name: str
@@ -57,6 +61,7 @@ def look(cuda: bool) -> Hardware:
     return Hardware(
         cpu_name(),
         mine.cores,
+        max(1, mine.cores - threads_of_a_core()) if cuda else mine.cores,
         max(1, nodes),
         host_bytes,
         name,

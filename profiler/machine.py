@@ -234,10 +234,11 @@ def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
 
 def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     cores, elements, share_s = wanted.facts.cores, wanted.elements, wanted.share_s
+    own = wanted.facts.update_threads
     tell()
-    by_threads, notes = adam.host_adam_by_threads(elements, _threads(cores), share_s * 0.6)
-    apart = adam.host_adam_out_of_place(elements, cores, share_s * 0.1)
-    others = adam.host_adam_by_sizes(_sizes(elements), cores, share_s * 0.3)
+    by_threads, notes = adam.host_adam_by_threads(elements, _threads(own), share_s * 0.6)
+    apart = adam.host_adam_out_of_place(elements, own, share_s * 0.1)
+    others = adam.host_adam_by_sizes(_sizes(elements), own, share_s * 0.3)
     tell()
     stock = adam.stock_host_adam(elements, share_s * 0.5, cores)
     one_thread = adam.stock_host_adam(elements, share_s * 0.3, 1)
@@ -291,7 +292,7 @@ def _contention(wanted: _Wanted, folder: Path) -> dict[str, Quantity]:
     size_bytes = storage.affordable_bytes(path, wanted.elements * 4, wanted.share_s / 6)
     with storage.file_to_write(path, size_bytes) as file:
         return contention.measure_contention(
-            wanted.cuda, wanted.elements // 2, wanted.facts.cores, file, wanted.share_s
+            wanted.cuda, wanted.elements // 2, wanted.facts.update_threads, file, wanted.share_s
         )
 
 

@@ -46,6 +46,11 @@ def update_cores(
     return cores[: _most(cpu_quota())]
 
 
+def threads_of_a_core(sysfs: Path = SYSFS) -> int:
+    """Return the hardware threads of the physical core that `update_cores` leaves to a rank's training thread."""
+    return len(_physical(near_cores(None, sysfs), sysfs)[0])
+
+
 def _most(quota: float | None) -> int | None:
     return None if quota is None else max(1, int(quota / local_ranks()) - 1)
 

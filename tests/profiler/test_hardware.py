@@ -4,10 +4,12 @@ The tests make up the system files that the profiler reads.
 
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ebbtide.profiler import hardware, neighbours, nvml
+from ebbtide.profiler import hardware, machine, neighbours, nvml
+from ebbtide.profiler.rates.adam import AdamBuffers
 
 
 class FakeNvml(types.ModuleType):
@@ -141,6 +143,31 @@ def test_a_low_memlock_limit_is_a_fact_and_no_warning(monkeypatch):
     found = hardware.look(cuda=False)
     assert found.facts["memlock_bytes"] == "65536"
     assert not [line for line in found.warnings if "lock" in line]
+
+
+@pytest.mark.parametrize(("cuda", "threads"), [(True, 6), (False, 8)])
+def test_beside_a_gpu_updates_leave_a_core_to_the_training_thread(monkeypatch, tmp_path, cuda, threads):
+    """Check the number of threads with which the profiler measures CPU updates, on 8 hardware threads of 4 cores.
+
+    With a thread on every core, updates and the thread that copies took turns on one core: on a machine with an H200,
+    updates then ran at 16% of their speed during copies, and in training at 90%.
+    """
+    gpu = SimpleNamespace(name="H200", total_memory=1)
+    for name, value in (("current_device", 0), ("device_count", 1), ("get_device_properties", gpu)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(hardware, "usable", lambda: SimpleNamespace(cores=8, memory_bytes=2**30))
+    monkeypatch.setattr(hardware, "address_of", lambda _: None)
+    monkeypatch.setattr(hardware, "threads_of_a_core", lambda: 2)
+    facts = hardware.look(cuda)
+    assert (facts.update_threads, facts.fields["cpu_cores"]) == (threads, 8)
+
+    used = []
+    wanted = machine._Wanted(facts, False, None, 0.1, 1000, 1, machine._silent, None)
+    monkeypatch.setattr(AdamBuffers, "host_update", lambda self, threads, source=None: used.append(threads))
+    machine._host_rates(wanted, lambda: None)
+    machine._contention(wanted, tmp_path)
+    assert max(used) == threads
+    assert set(used) <= {1, threads // 2, threads}
 
 
 def host_tree(root, busy, stolen=0, throttled=0, hot=0):
