@@ -75,6 +75,24 @@ def _phases(ax: Any, record: Figures) -> None:
     ax.legend(frameon=False, fontsize=8, loc="lower right")
 
 
+def _baseline(ax: Any, record: Figures) -> None:
+    _phases(ax, record)
+    rows = sorted(_rows(record), key=lambda row: row["iteration_s"])
+    predicted = {"stock": "stock_predicted_s", "ebbtide": "predicted_s"}
+    marks = [
+        (record[key], place) for place, row in enumerate(rows) if record.get(key := predicted.get(row["name"], ""))
+    ]
+    for number, (seconds, place) in enumerate(marks):
+        ax.plot(
+            [1e3 * seconds] * 2,
+            [place - 0.45, place + 0.45],
+            color="black",
+            linewidth=2,
+            label=None if number else "predicted iteration",
+        )
+    ax.legend(frameon=False, fontsize=8, loc="lower right")
+
+
 def _predictions(ax: Any, record: Figures) -> None:
     rows = _rows(record)
     top = 1.08 * max(max(row["predicted_s"], row["iteration_s"]) for row in rows) * 1e3
@@ -103,6 +121,7 @@ def _efficiency(ax: Any, record: Figures) -> None:
 
 
 DRAWERS: dict[str, Callable[[Any, Figures], None]] = {
+    "baseline": _baseline,
     "peers": _phases,
     "ablation": _phases,
     "fidelity": _predictions,

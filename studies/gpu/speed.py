@@ -10,6 +10,7 @@ from ebbtide.simulator import Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import Limits
 
+from studies.demo.results import STOCK_NAMES
 from studies.gpu.suite import Figures, Suite
 
 
@@ -29,12 +30,29 @@ def baseline(suite: Suite) -> Figures:
     of the two stock runs differs, a difference between ebbtide and stock DeepSpeed proves nothing. The difference
     between the iteration times of the stock runs shows the noise of the measurement.
     """
-    suite.plan()
+    plan = suite.plan()
     stocks = {name: ["--variant", "stock"] for name in ("stock", "stock_again")}
     rows = suite.trials({**stocks, "ebbtide": _ebbtide(suite)})
     stock, control, ours = rows.values()
     figures: Figures = {"rows": [stock, control, ours]}
     figures |= against_control(stock, control, ours)
+    return figures | against_prediction(plan, stock, ours)
+
+
+def against_prediction(plan: Plan, stock: Figures, ours: Figures) -> Figures:
+    """Compare the iteration times in a plan file with the measured ones.
+
+    Returns:
+        ``predicted_s`` and ``stock_predicted_s``: predicted iteration times under the plan and with stock DeepSpeed.
+        ``predicted_over_measured`` and ``stock_predicted_over_measured``: these times divided by the measured ones.
+    """
+    predicted = [row.iteration_s for row in plan.alternatives if row.strategy in STOCK_NAMES]
+    figures: Figures = {"stock_predicted_s": predicted[0] if predicted else None}
+    figures["predicted_s"] = None if plan.prediction is None else plan.prediction.iteration_s
+    for name, row in (("", ours), ("stock_", stock)):
+        seconds = figures[f"{name}predicted_s"]
+        if seconds is not None and "failed" not in row:
+            figures[f"{name}predicted_over_measured"] = seconds / row["iteration_s"]
     return figures
 
 

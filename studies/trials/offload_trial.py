@@ -118,7 +118,9 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     batches = Batches(args.micro_batch, size.sequence)
     if args.workload:
         return _profile(engine, batches, args)
-    times, loss = timed(engine, batches, 0, args.steps, args.accumulation)
+    before = allocator_calls()
+    times, steps, loss = timed(engine, batches, 0, args.steps, args.accumulation)
+    after = allocator_calls()
     if args.timeline and hasattr(engine.optimizer, "timeline"):
         engine.optimizer.timeline().to_perfetto(args.timeline)
     tokens = args.micro_batch * args.accumulation * size.sequence
@@ -134,20 +136,37 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
         "cap_gib": None if args.variant in UNCAPPED else args.cap_gib,
         "threads": torch.get_num_threads(),
         "device_peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "device_reserved_peak_bytes": torch.cuda.max_memory_reserved() if cuda else None,
+        "allocator_calls": {name: count - before[name] for name, count in after.items()},
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "steps": args.steps,
+        "iterations": steps,
     }
     engine.destroy()
     return figures
 
 
+def allocator_calls() -> dict[str, int]:
+    """Return how often PyTorch's allocator has called the GPU driver in this process, by kind of call.
+
+    ``num_alloc_retries`` counts allocations that first failed, so that all cached memory was returned to the driver.
+    Such calls wait for the GPU and slow down training that fills the GPU's memory.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    names = ("num_alloc_retries", "num_device_alloc", "num_device_free", "num_sync_all_streams")
+    return {name: int(stats.get(name, 0)) for name in names}
+
+
 def timed(
     engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1
-) -> tuple[dict[str, float], float]:
-    """Train with an engine, and return the median seconds of each phase after the warm-up, and the last
-    loss.
+) -> tuple[dict[str, float], list[dict[str, float]], float]:
+    """Train with an engine. Return the median seconds of each phase after the warm-up, the seconds of each phase in
+    each step, and the last loss.
 
-    The times are a dict with keys such as ``forward_s``.
+    The medians are a dict with keys such as ``forward_s``. The steps include the warm-up, and each is a dict with keys
+    such as ``forward``.
 
     Args:
         first: Number of the first batch. A step takes ``accumulation`` batches.
@@ -169,7 +188,7 @@ def timed(
         for at in range(0, len(rows), accumulation)
     ]
     times = medians(whole, WARMUP)
-    return {f"{name}_s": value for name, value in times.items()}, float(loss)
+    return {f"{name}_s": value for name, value in times.items()}, whole, float(loss)
 
 
 def make_engine(args: argparse.Namespace) -> Any:

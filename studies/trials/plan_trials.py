@@ -42,7 +42,7 @@ def trials(args: argparse.Namespace) -> Any:
     batches, number = Batches(args.micro_batch, SIZES[args.size].sequence), 0
     for name, plan in plans.items():
         switch_plan(engine, plan)
-        times, loss = timed(engine, batches, number, args.steps, args.accumulation)
+        times, _, loss = timed(engine, batches, number, args.steps, args.accumulation)
         number += (WARMUP + args.steps) * args.accumulation
         yield {
             "name": name.removesuffix(".plan.json").split("_", 1)[1],

@@ -322,7 +322,7 @@ def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no
 
     monkeypatch.setattr(contract, "start", start)
     monkeypatch.setattr(contract, "attached", lambda engine, *_, **__: engine)
-    monkeypatch.setattr(contract, "train", lambda engine: ({}, [], []))
+    monkeypatch.setattr(contract, "train", lambda engine: ({}, [], [1.0]))
     with pytest.raises(KeyboardInterrupt):
         contract.contract(suite)
     record = json.loads((suite.out / "contract.json").read_text())
@@ -330,6 +330,28 @@ def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no
     assert record["rows"][0]["failed"] == "RuntimeError: no deterministic kernel"
     assert (record["compared"], record["correct"]) == (1, True)
     assert record["left_out"] == ["parameters in host memory"]
+
+
+def test_a_comparison_of_runs_without_an_update_proves_nothing(suite, short_contract, monkeypatch):
+    """Check that a configuration counts neither as equal nor as different if stock DeepSpeed skips all its steps.
+
+    On an H200 the loss scale of the fp16 configuration was so large that all steps overflowed. Stock DeepSpeed had then
+    created no Adam moments, and ebbtide's zeros were reported as other bits.
+    """
+    monkeypatch.setattr(contract, "start", lambda **options: options)
+    monkeypatch.setattr(contract, "train", lambda engine: ({}, [], [math.inf] * 6))
+    found = contract.contract(suite)
+    assert found["correct"] is None
+    assert [row["identical"] for row in found["rows"]] == [None] * 3
+    assert "must take at least one step, but it skipped all 6" in found["rows"][0]["failed"]
+
+
+def test_the_fp16_configuration_skips_steps_and_takes_others(only_rank, monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    norms = contract.train(contract.start(**contract.CONFIGURATIONS["fp16"]))[2]
+    assert 0 < sum(map(math.isfinite, norms)) < len(norms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
