@@ -99,6 +99,21 @@ FIGURES: dict[str, dict[str, str]] = {
         "total.auto.failed": "{} fail",
         "total.auto.not_run": "{} not run",
     },
+    "gpu.contract": {
+        "compared": "{} configurations and placements compared with stock",
+        "differing": "{} with other bits",
+    },
+    "gpu.one_step": {
+        "lanes_overlap_s": "copies and updates overlap for {:.3f} s of a step",
+        "correct": "bit-identical: {}",
+    },
+    "gpu.baseline": {
+        "speedup": "1.3 B model in 12 GiB: {:.2f}x per iteration",
+        "noise": "second stock run / first {:.2f}",
+        "predicted_over_measured": "predicted / measured {:.2f}",
+        "stock_predicted_over_measured": "and of stock {:.2f}",
+        "correct": "bit-identical: {}",
+    },
     "fidelity": {"median_abs_pct_error": "median prediction error {:.1f}%"},
     "interleaving": {
         "h100x4_stride_2_over_stock": "H100 node: stride 2 {:.1f}x stock of 2024",

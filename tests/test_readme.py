@@ -27,7 +27,7 @@ def test_links_and_pictures_exist():
 
 def test_first_screen_has_the_commands_and_the_caveat():
     first_screen = "\n".join(README.splitlines()[:20])
-    for words in ("make demo", "make test", "pip install", "Not yet run on a GPU"):
+    for words in ("make demo", "make test", "pip install", "Run on one GPU so far"):
         assert words in first_screen
     assert "demo" in _TARGETS
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
