@@ -97,12 +97,11 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 
 
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
-    """Return a sentence if a measured speed has too few repeats, or if its repeats differ too much.
-
-    The sentence is the only element of a list. The list is empty if the speed has neither problem.
+    """Return a list with one warning if a measured speed has too few repeats, or if its repeats differ too much.
+    Otherwise return an empty list.
 
     Args:
-        name: Name of the measurement, for the sentence.
+        name: Name of the measurement, for the warning.
         quantity: Measured speed.
         least: Number of repeats below which there are too few.
     """

@@ -77,10 +77,10 @@ class Moment:
         return self.host_s if self.mark is None else self.mark.date_s(self.event)
 
     def date_s(self, end: Completion) -> float:
-        """Return the time, in seconds of the host's clock, at which an operation has ended.
+        """Return the time, in seconds of the host's clock, at which an operation, such as a copy, has ended.
 
-        Call this method only after the operation's end. The end should be within seconds of this moment,
-        because GPU events measure long times imprecisely.
+        Call this method only after the operation's end. The result is precise only if the operation ended within
+        seconds of the moment that this object records, because GPU events measure long times imprecisely.
         """
         if self.mark is None or end.event is None:
             return end.end_s

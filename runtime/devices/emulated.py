@@ -57,10 +57,13 @@ class EmulatedDevice(Device):
         self._pacer = FluidPacer(capacities)
 
     def compute(self, seconds: float) -> AbstractContextManager[None]:
-        """Return a context manager. Its ``with`` block lasts as long as a training kernel that takes ``seconds`` on the
-        emulated GPU.
+        """Return a context manager that emulates a training kernel. Its ``with`` block lasts at least as long as the
+        kernel.
 
         The block lasts longer if optimizer updates use the emulated GPU at the same time.
+
+        Args:
+            seconds: Time that the kernel takes alone on the emulated GPU.
         """
         return self._pacer.work(seconds, {"device": 1.0})
 

@@ -38,10 +38,10 @@ class OpBodies:
     Attributes:
         gate: The object that an update asks before it overwrites state, because a checkpoint may still be reading the
             state. None if nothing else reads the state.
-        spent: For each subgroup: the last elements of its state before the latest update, and this update's
-            hyperparameters. Some of DeepSpeed's CPU ops overwrite the last elements of the gradient during an update,
-            but ebbtide's update does not. `UpdateRule.spent` computes the values that DeepSpeed would have written
-            there. Empty if DeepSpeed's op does not overwrite the gradient (`UpdateRule.spends` is False).
+        spent: The last elements of each subgroup's state before its latest update, with this update's hyperparameters.
+            From them, `UpdateRule.spent` computes how DeepSpeed would have changed the gradient. Some of DeepSpeed's
+            CPU ops overwrite a gradient's last elements when they apply it, and ebbtide's updates do not. The dict is
+            empty if DeepSpeed's op does not overwrite gradients (`UpdateRule.spends` is False).
     """
 
     def __init__(

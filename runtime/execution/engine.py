@@ -77,9 +77,11 @@ class TrainingEngine(Protocol):
         ...
 
     def units(self) -> Mapping[tuple[int, int], str]:
-        """Return the part of the model, such as a block, that each parameter belongs to, as a dict.
+        """Return a dict that maps each parameter to the name of the submodule that contains it, such as
+        ``model.layers.0``.
 
-        A key is the parameter's subgroup and its first element in the subgroup.
+        A key identifies a parameter by its place on this rank: the index of its subgroup, and the position in the
+        subgroup at which the parameter's elements start.
         """
         ...
 
@@ -103,8 +105,8 @@ class TrainingEngine(Protocol):
         """Return the present tensors of a subgroup: its optimizer state, gradient and parameters.
 
         Args:
-            now: The subgroup's tensors under the running plan, from which the result is made. None if no plan runs yet.
-                The result then has the framework's own tensors.
+            now: The subgroup's tensors under the running plan, which the result may contain. None if no plan runs yet.
+                The training framework's own tensors are then returned.
         """
         ...
 
@@ -179,9 +181,9 @@ class TrainingEngine(Protocol):
         ...
 
     def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Make all code that will read model parameters call ``wait`` before, with the parameters that it will read.
+        """Install hooks on reads of model parameters. Return a function that removes the hooks.
 
-        Return a function that undoes this.
+        Just before any code reads parameters, a hook calls ``wait`` with these parameters.
         """
         ...
 

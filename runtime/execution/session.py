@@ -164,11 +164,12 @@ class Session:
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
 
     def _moved_out(self, plan: Plan, running: Executor | None) -> list[SubgroupState | None]:
-        """Move state, gradients and parameters out of GPU memory if a new plan keeps them elsewhere, so that the
-        plan's other tensors find room there.
+        """Move state, gradients and parameters out of GPU memory if a new plan keeps them elsewhere. This makes room
+        for the tensors that the plan keeps in GPU memory.
 
         Returns:
-            The state of each subgroup. None for a subgroup with the tensors that the framework made.
+            The tensors of each subgroup. None for a subgroup that still uses the tensors that the training framework
+            allocated.
         """
         states: list[SubgroupState | None] = [None] * len(plan.ways)
         if running is not None:

@@ -190,12 +190,14 @@ def place(
 def place_parameters(
     device: Device, index: int, location: ParameterLocation, before: Buffers, *, apart: bool = False
 ) -> tuple[ParameterLocation, torch.Tensor]:
-    """Move a subgroup's parameters to the memory that a plan names, and return this memory and the parameters.
+    """Move a subgroup's parameters to the memory that a plan names. Return the memory where the parameters then are,
+    and the parameters themselves.
 
-    If they do not fit into GPU memory, they stay in host memory.
+    If the parameters do not fit into GPU memory, they stay in host memory.
 
     Args:
-        apart: If True, parameters that stay are copied out of a buffer that they share with other subgroups.
+        apart: If True, parameters that are already in the named memory, but share a buffer with other subgroups, are
+            copied to a tensor of their own.
     """
     wire = before.wire
     shared = wire.untyped_storage().nbytes() > wire.nbytes
@@ -246,8 +248,9 @@ def staging_slots(
     Args:
         staged: Number of elements of each staged subgroup.
         tensors: Number of tensors in a subgroup's state.
-        wire: Dtype of the model's parameters, if staged updates start before the gradient norm is known. Each buffer
-            then also has room for new parameters, until the norm is known. None if no staged update starts early.
+        wire: None if every staged update waits for the gradient norm. Otherwise the dtype of the model's parameters.
+            Each buffer then also has room for new parameters, where an update that started early leaves them until the
+            norm is known.
     """
     slots: list[StagingSlot] = []
     wanted = min(count, len(staged))

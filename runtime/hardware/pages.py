@@ -33,11 +33,12 @@ def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def discard(address: int, length_bytes: int) -> None:
-    """Return the whole memory pages of an address range to the system. The content of the pages is lost.
+    """Give memory back to the operating system: all pages that lie entirely in the given address range. Their content
+    is lost.
 
-    Use it for parts of a large buffer whose content has been moved, while other parts are still in use. The
-    address range stays mapped. It reads as zeros, or keeps its content if the system ignores the request.
-    The memory must not be page-locked.
+    Use it for parts of a large buffer whose content has been moved, while other parts are still in use. The address
+    range stays mapped. The pages then read as zeros, or keep their content if the system ignores the request. The
+    memory must not be page-locked.
     """
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + length_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin

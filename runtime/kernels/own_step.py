@@ -62,11 +62,13 @@ class OwnStepRule(UpdateRule):
     own_step = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, group_by_group: bool = False) -> None:
-        """Create the update rule for an optimizer that ebbtide has no kernel for. Its own ``step()`` runs the updates.
+        """Create the update rule for an optimizer that ebbtide has no kernel for. Updates call the optimizer's own
+        ``step()``.
 
         Args:
-            group_by_group: If True, each call of ``step()`` gets only one parameter group, the one with the master that
-                is updated. Stock DeepSpeed does so below ZeRO-3.
+            group_by_group: If True, each call of ``step()`` sees only one parameter group, the group of the master
+                parameter that it updates. If False, it also sees the other groups, but without their parameters. Stock
+                DeepSpeed calls ``step()`` for one group at a time under ZeRO-1 and 2.
         """
         self._optimizer, self._group_by_group = optimizer, group_by_group
         self._mine = _copy_of(optimizer)

@@ -87,9 +87,10 @@ class UpdateRule(ABC):
 
     @classmethod
     def settings(cls, optimizer: Any) -> dict[str, Any]:
-        """Return the settings of a DeepSpeed optimizer that are not in its parameter groups.
+        """Return the keyword arguments with which this class is constructed to reproduce a given DeepSpeed optimizer.
 
-        They are returned as keyword arguments for the constructor of this update rule.
+        They are those settings of the optimizer that are not in its parameter groups, such as ``adamw`` for Adam. The
+        dict is empty unless a subclass overrides this method.
         """
         del optimizer
         return {}

@@ -1,4 +1,7 @@
-"""The blocks of a store of optimizer state: threads move them between host memory and the files on the drives."""
+"""A class that reads and writes optimizer state in the files on the drives, with several threads per drive.
+
+State is moved in blocks. A block is a contiguous part of one tensor on one drive.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""A store of subgroups' optimizer state on drives.
+"""A store that keeps subgroups' optimizer state on drives.
 
-State is read and written per subgroup, without overwriting the last step, and is committed step by step.
+State is read and written one subgroup at a time. A commit records the state that belongs to one training step, so that
+training can resume from it. While the state of a commit is kept, later writes do not overwrite it.
 """
 
 from __future__ import annotations
@@ -200,15 +201,15 @@ class ExtentStore:
             self.read_bytes += sum(map(padded, self._blocks.layout.sizes[subgroup]))
 
     def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Check the hashes of optimizer state on the drives that were not checked yet since the state was restored from
-        a checkpoint. Return when all of them are checked.
+        """Verify the optimizer state on the drives after a checkpoint load has restored it: read it, and compare it
+        with its stored hashes.
 
-        `read` checks the state that it reads. Call this method before code uses the memory-mapped tensors of `view`,
-        because that code does not call `read`. If ``verify_reads`` is set, state that was written and not read back yet
-        is checked too.
+        A subgroup that `read` has verified since the restore is skipped. Call this method before code uses the
+        memory-mapped tensors of `view`, because that code does not call `read`. If ``verify_reads`` is set, state that
+        was written and not read back yet is verified too. Return when all state is verified.
 
         Args:
-            subgroups: Subgroups to check. None checks all subgroups.
+            subgroups: Subgroups to verify. None verifies all subgroups.
 
         Raises:
             StorageError: The state is damaged or cannot be read (see `read`).

@@ -125,10 +125,10 @@ class StoredSteps:
 
 @dataclass(frozen=True)
 class StoredStep:
-    """The part of an unfinished checkpoint's optimizer state that stays on drives and is not copied to the checkpoint's
-    files.
+    """The version of optimizer state on drives that a checkpoint in progress will commit.
 
-    It implements the interface `AnnouncedStep`.
+    This state stays on the drives and is not copied to the checkpoint's files. The class implements the interface
+    `AnnouncedStep`.
     """
 
     store: ExtentStore

@@ -59,14 +59,14 @@ class Announced:
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule that selects the steps of optimizer state that stay on the drives.
+    """The rule that selects which committed optimizer state stays on the drives. It selects the state by training step.
 
     Attributes:
-        keep: Number of steps to keep.
+        keep: Number of training steps whose state stays.
         stands: Function that returns whether the checkpoint of a step exists. It does not exist if the run was killed
             before the checkpoint's commit, or if the checkpoint was deleted.
-        protects: Function that returns True for a step that is to outlast newer steps, such as that of the best
-            checkpoint.
+        protects: Function that returns True for a step whose state is to stay longer than the state of newer steps, for
+            example because the step's checkpoint is the best one.
     """
 
     keep: int
@@ -74,11 +74,11 @@ class Retention:
     protects: Callable[[StepRecord], bool]
 
     def of(self, steps: Sequence[StepRecord]) -> list[StepRecord]:
-        """Return the committed steps that keep their optimizer state on the drives, newest first.
+        """Return the committed steps with optimizer state that stays on the drives, newest first.
 
-        The newest step always keeps its state. If there are more than ``keep`` steps, steps without a checkpoint are
-        dropped first, then the oldest unprotected steps, then the oldest protected steps. A step is protected if
-        ``protects`` returns True for it, for example because its checkpoint is the best one.
+        At most ``keep`` steps stay, and the newest step always stays. Steps without a checkpoint are dropped first,
+        then unprotected steps, then protected steps. Within each of these groups, the oldest step is dropped first. A
+        step is protected if ``protects`` returns True for it, for example because its checkpoint is the best one.
         """
         kept, excess = list(steps), max(0, len(steps) - self.keep)
         oldest_first = kept[:0:-1]  # without the newest
@@ -90,20 +90,21 @@ class Retention:
 class Versions:
     """The bookkeeping of optimizer state on drives: which versions exist, where they are, and which are committed.
 
-    A version is the state after an optimizer update, or after another write of a subgroup's state. A committed version
-    is called a step. An extent is a region of the drives for one subgroup's state in one version. This class uses
-    neither threads nor files. The caller must not call its methods concurrently.
+    A version is the state after an optimizer update, or after another write of a subgroup's state. In this class, a
+    committed version is called a step. An extent is a region of the drives for one subgroup's state in one version.
+    This class uses neither threads nor files. The caller must not call its methods concurrently.
 
     Attributes:
         extents: Number of extents per subgroup.
         subgroups: The extents of each subgroup.
         steps: The committed steps, newest first.
         announced: The versions that are being committed, by number.
-        unclaimed: Step numbers of the checkpoints that an earlier run left with state on the drives. Empty once this
-            run has restored one of them.
+        unclaimed: Numbers of training steps. For each of them, an earlier run left a checkpoint with its state on the
+            drives. Empty once this run has restored one of these checkpoints.
         adopted: Subgroups that were restored since the last call of `ExtentStore.take_adopted`.
         due: Number of the version that the last `tick` began, with new state of all subgroups. 0 after a restore.
-        passed_over: Names of the steps that were newer than the restored step. The next commit drops these steps.
+        passed_over: Names (`StepRecord.name`) of the committed steps that are newer than the restored step. The next
+            commit drops these steps.
     """
 
     def __init__(self, subgroups: Iterable[int], extents: int, steps: list[StepRecord], unclaimed: list[int]) -> None:

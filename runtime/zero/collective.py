@@ -1,7 +1,8 @@
-"""A launcher of the gathers of ZeRO-3 parameters with several ranks.
+"""A launcher of the gathers of ZeRO-3 parameters. It makes several ranks launch their gathers in the same order.
 
-All ranks must launch their gathers in the same order, or they hang. But a gather waits for updates, which end earlier
-on some ranks than on others.
+In different orders, the ranks would hang. The orders could differ because a gather waits for the updates of its
+parameters, and updates end earlier on some ranks than on others. If some ranks may still have to wait for an update,
+all ranks delay the gather until the module of its parameters begins.
 """
 
 import threading

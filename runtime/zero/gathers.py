@@ -13,16 +13,16 @@ Fetch = Callable[[list[Any], Callable[[list[Any]], private.Handle]], private.Han
 
 
 class Gathers:
-    """The hooks on DeepSpeed's gathers of parameters. A gather first waits for the updates of its parameters.
+    """The hooks on DeepSpeed's gathers of parameters. They make a gather wait for the updates of its parameters.
 
-    A single rank needs no gathers and copies its parameters to the GPU instead. Only the training thread uses this
-    object.
+    With a single rank, no gather is needed, and the hooks copy parameters to the GPU instead. Only the training thread
+    uses this object.
 
     Attributes:
         partitions: A table of the memory (host or GPU) that holds each parameter's partition.
-        shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, because stock DeepSpeed
-            would have them gathered at that time. False while DeepSpeed saves or loads a checkpoint, because DeepSpeed
-            then needs all parameters partitioned.
+        shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, which stock DeepSpeed
+            keeps gathered between steps. False while DeepSpeed saves or loads a checkpoint, because all parameters must
+            be partitioned during this time.
         moved: True if partitions have moved to other memory, and gathered parameters may still refer to the old memory.
             `show_anew` makes them refer to the new memory.
     """
@@ -156,14 +156,13 @@ class Gathers:
     def stay_gathered(self, stay: bool) -> None:
         """Set the precision of the next gathers of small parameters to the precision that stock DeepSpeed would use.
 
-        After a step or a checkpoint, stock DeepSpeed gathers small parameters in their own precision, and keeps them
-        gathered. If it releases them before forward, it gathers them again in forward, in the precision that forward
-        computes in.
+        Stock DeepSpeed gathers small parameters at the end of a step, and after a save or load of a checkpoint. These
+        gathers use the parameters' own precision. If DeepSpeed then releases the small parameters, forward gathers them
+        again, in the precision of ``torch_autocast``.
 
         Args:
-            stay: True for the parameters' own precision, because stock DeepSpeed would still have the small parameters
-                gathered. False for the precision that forward computes in, because stock DeepSpeed would have released
-                them.
+            stay: True if stock DeepSpeed would not have released the small parameters. The next gathers then use the
+                parameters' own precision. If False, they use the precision of ``torch_autocast``.
         """
         self._together.stay_gathered(stay)
 

@@ -27,10 +27,10 @@ DEEPSPEEDS_OWN = (OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads)
 
 
 class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
-    """DeepSpeed's ZeRO-1 or ZeRO-2 optimizer under a plan, with changed gradient copies, updates and access
-    to state.
+    """DeepSpeed's ZeRO-1 or ZeRO-2 optimizer under a plan. It overrides how DeepSpeed copies gradients, runs updates,
+    and gives other code access to optimizer state.
 
-    DeepSpeed uses this class for both stages.
+    One class serves both ZeRO stages, as in DeepSpeed.
     """
 
     _flat: FlatPartitions
@@ -360,8 +360,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def offload_states(self, include: Container[Any] | None = None, **how: Any) -> None:
         """Move parameters, gradients and optimizer state out of GPU memory until `reload_states`.
 
-        DeepSpeed's own code moves the parameters, and the gradients that it sums in GPU memory. On a GPU no
-        step can run until `reload_states` has moved them back.
+        DeepSpeed's own code moves the parameters, and the gradients that DeepSpeed itself sums in GPU memory. ebbtide
+        moves the optimizer state. If the parameters have moved, training on a GPU can continue only after
+        `reload_states`.
         """
         own = [kind for kind in DEEPSPEEDS_OWN if include is None or kind in include]
         self.publish()

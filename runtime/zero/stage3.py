@@ -154,11 +154,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             self._partitioned_params_swap_out(index)
 
     def _post_step(self, timer_names: set[str]) -> None:
-        """Finish the step. Gather the small parameters, as stock DeepSpeed does here, only if updates do not overlap
-        with forward.
+        """Finish the step. If the plan does not overlap updates with forward, gather the small parameters, as stock
+        DeepSpeed always does here.
 
-        Small parameters belong to many subgroups, so that the gather would wait for every update. If the plan overlaps
-        updates with forward, the first code that reads the small parameters gathers them.
+        If the plan overlaps updates with forward, the first code that reads the small parameters gathers them. A gather
+        at the end of the step would wait for every update, because small parameters belong to many subgroups.
         """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
@@ -271,9 +271,10 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         They get their values back, with one exception: after a save during which updates still write optimizer state to
         a drive, they are NaN until the next gather.
 
-        If updates may overlap the next forward, DeepSpeed's status of the small parameters remains "partitioned", as
-        after every step. With the status "gathered" after a load, DeepSpeed would record another order of modules in
-        the second forward of models that read a parameter outside of its module (``self.embedding.weight``).
+        If updates may overlap the next forward, the small parameters keep DeepSpeed's status "partitioned", as after
+        every step. The status "gathered" would do harm after a load: in the second forward, DeepSpeed would record the
+        modules in another order than before. This concerns models that read a parameter outside of its module
+        (``self.embedding.weight``).
         """
         self._gathers.shows = True
         self._gathers.stay_gathered(True)

@@ -1,9 +1,10 @@
-"""The use of DeepSpeed's ZeRO-3 buffers by a plan, and their restoration if the plan cannot be attached.
+"""Functions that let a plan use DeepSpeed's ZeRO-3 buffers, and that restore the buffers if the plan cannot be
+attached.
 
-A plan's subgroups are DeepSpeed's subgroups or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`). Even if they are
-parts, DeepSpeed's fp32 tensors are not divided (`FlatState`), because DeepSpeed's norms and checkpoints work only with
-DeepSpeed's own subgroups. DeepSpeed's flat parameter tensors are divided only when the plan moves the parameters of one
-part to other memory.
+A plan's subgroups are DeepSpeed's subgroups or parts of them (`ebbtide.runtime.zero.cuts.cuts_of`). If they are parts,
+each of DeepSpeed's fp32 tensors still holds a whole subgroup of DeepSpeed (`FlatState`), because DeepSpeed's norms and
+checkpoints need whole subgroups. DeepSpeed's flat parameter tensors also stay whole, until the plan moves the
+parameters of a part to other memory.
 """
 
 from collections.abc import Iterator
@@ -87,10 +88,11 @@ class Pieces:
             self._flat()[:] = [wire.new_empty(0) for wire in self._flat()]
 
     def joined(self) -> list[torch.Tensor]:
-        """Return one flat tensor for each of DeepSpeed's subgroups, with all parameters of the subgroup.
+        """Return DeepSpeed's flat parameter tensors on this rank, one for each of DeepSpeed's subgroups.
 
-        If each of the plan's subgroups has a tensor of its own (`apart`), the flat tensors are rebuilt as copies in
-        host memory. The next call of the method `part` releases these copies.
+        While the parameters are in other tensors (`apart`, one tensor for each of the plan's subgroups), the flat
+        tensors are empty. This method then fills them with copies of the parameters in host memory. The method `part`
+        empties them again.
         """
         if self.apart and not any(wire.numel() for wire in self._flat()):
             groups = [group for group, _, _ in self.cuts]

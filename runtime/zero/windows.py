@@ -18,17 +18,20 @@ class ZeroSlice(ParameterSlice):
 
     DeepSpeed keeps two gradients per parameter. The first is the sum to which the next micro-batch's gradient is added.
     The second is the fp32 gradient that updates apply. It changes only in the last backward of a step. While the two
-    are equal, the subgroup's gradient buffer holds both. If they differ, the attributes tell where each of them is.
+    are equal, the subgroup's gradient buffer holds both. If they differ, one of them is in other memory: in a tensor of
+    its own (`kept` or `apart`), in a sum in GPU memory (`held`), or in the subgroup's spare buffer (see `Windows`).
 
     Attributes:
         begun: True if an earlier micro-batch of the present step gave the parameter a gradient.
         used: True if the last micro-batch of at least one step so far gave the parameter a gradient.
-        kept: The fp32 gradient, if it has a tensor of its own. Updates then read it from this tensor. The gradient gets
-            such a tensor when other code accesses it, or in a step that does not use the parameter. Otherwise None.
+        kept: A tensor with only this parameter's fp32 gradient. Updates then read the gradient from it. It is made when
+            other code accesses the gradient, or in a step that does not use the parameter. None if there is no such
+            tensor.
         summed: True if there is a sum that the next micro-batch's gradient may be added to. Under ZeRO-1 and 2 there is
             no sum before the first gradient.
-        apart: The sum, if it has a tensor of its own. Otherwise None.
-        copied: True if the previous step's gradient is in the subgroup's spare buffer.
+        apart: A tensor with only this parameter's sum. None if there is no such tensor.
+        copied: True if the previous step's gradient has been copied to the subgroup's spare buffer, before new
+            gradients overwrite the gradient buffer.
         empty: True if this part of the gradient buffer is known to be zero, so that the buffer is not checked again. A
             check reads all elements and synchronizes with the GPU.
         applied: True if the latest step has applied the gradient in ``kept``.
@@ -46,13 +49,14 @@ class ZeroSlice(ParameterSlice):
 
 @dataclass
 class Windows(GradientBuffers[ZeroSlice]):
-    """The gradients of a ZeRO optimizer, including those that stock DeepSpeed applies again in a later step.
+    """The gradient buffers of a ZeRO optimizer, together with old gradients that stock DeepSpeed would apply again.
 
-    If the last micro-batch of a step does not use a parameter, DeepSpeed applies the previous step's gradient of this
-    parameter again. With gradient accumulation, earlier micro-batches of the step overwrite the previous step's
-    gradient in the gradient buffer. To get the same results as DeepSpeed bit by bit, the previous step's gradient is
-    therefore kept in a spare buffer. A gradient buffer in host memory is exchanged with the spare buffer. A gradient in
-    GPU memory is copied to the spare buffer.
+    If the last micro-batch of a step gives a parameter no gradient, stock DeepSpeed updates the parameter with its
+    gradient from the previous step. ebbtide does the same, so that results are bit-identical. In a step with several
+    micro-batches, the gradients of the earlier ones would overwrite the previous step's gradient in the gradient
+    buffer. The previous step's gradient is therefore saved in a spare buffer first. If the gradients are in host
+    memory, the gradient buffer and the spare buffer change roles. If they are in GPU memory, the previous step's
+    gradient is copied to the spare buffer.
     """
 
     last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
@@ -307,12 +311,13 @@ class Windows(GradientBuffers[ZeroSlice]):
                 piece.kept, piece.applied = piece.kept * scale, True
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Divide a subgroup's elements into ranges. Return, for each range, the gradient and the gradient scale of its
-        update.
+        """Divide a subgroup's elements into ranges for an update. Return each range with its gradient and the factor
+        that scales this gradient.
 
-        Usually there is one range, with its gradient in the gradient buffer. A parameter with its gradient in a tensor
-        of its own (`ZeroSlice.kept`) gets a range of its own. Such a gradient is either an earlier step's gradient,
-        which stock DeepSpeed would apply again, or a gradient that other code has accessed.
+        Usually there is one range, the whole subgroup, with its gradient in the gradient buffer. A parameter whose
+        gradient is in a tensor of its own (`ZeroSlice.kept`) is a range of its own. A gradient has such a tensor for
+        one of two reasons. Either the step's last micro-batch gave the parameter no gradient, so that the update
+        applies an old gradient again, as in stock DeepSpeed. Or other code has accessed the gradient.
         """
         state = self.states[subgroup]
         kept = (p for p in self.by_subgroup[subgroup] if p.kept is not None)
@@ -351,9 +356,10 @@ class OneBuffer(Windows):
         return super().accept(piece, gradient, first=first, boundary=boundary)
 
     def _keep_previous(self, piece: ZeroSlice) -> None:
-        """Do nothing: in this class, gradients of new micro-batches overwrite the previous step's, as in DeepSpeed.
+        """Do nothing, because this class need not save the previous step's gradient before new gradients overwrite it.
 
-        The base class saves the previous step's gradient here, because DeepSpeed may apply it again.
+        The base class saves it here, for the case that it is applied again. Stock DeepSpeed's optimizer with 16-bit
+        masters, which this class reproduces, overwrites this gradient too.
         """
 
     def make_spares(self) -> None:

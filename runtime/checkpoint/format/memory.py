@@ -1,4 +1,6 @@
-"""The sources of a checkpoint's bytes in host or GPU memory, and the host buffers for bytes that must be copied."""
+"""Classes that give a checkpoint the bytes of tensors in host or GPU memory, and host buffers to which some bytes are
+copied before a checkpoint writes them.
+"""
 
 import contextlib
 import ctypes

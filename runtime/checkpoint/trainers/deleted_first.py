@@ -50,9 +50,10 @@ def keep(path: Path) -> None:
 
 
 def settle(*, committed: bool) -> None:
-    """End the protection of the checkpoints that a trainer deleted before a save.
+    """Remove or restore the checkpoints that a trainer deleted before it saved a new one.
 
-    If the save was committed, the deleted checkpoints are removed for good. Otherwise they are restored.
+    Until this call, hard links keep the files of these checkpoints (see `keep`). If the new checkpoint was committed,
+    the links are removed. Otherwise the deleted checkpoints are restored from the links.
 
     Args:
         committed: True if the new checkpoint was committed.

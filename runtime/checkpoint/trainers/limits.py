@@ -1,5 +1,6 @@
-"""The settings of the trainer that runs the training, such as transformers' Trainer: how many checkpoints
-it keeps.
+"""The checkpoint settings of the trainer that runs the training, such as transformers' Trainer.
+
+They say how many checkpoints the trainer keeps, and whether it loads its best checkpoint at the end of training.
 """
 
 from __future__ import annotations

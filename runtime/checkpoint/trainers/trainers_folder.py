@@ -56,11 +56,12 @@ def settle(path: Path | None = None, *, over: bool = False) -> None:
     """Remove ebbtide's note "this folder is incomplete" from those checkpoint folders of a transformers Trainer that
     have become complete.
 
-    A folder is complete if it contains the last file that the Trainer writes.
+    ebbtide wrote the note when the Trainer made the folder (`being_made`). A folder is complete if it contains the last
+    file that the Trainer writes.
 
     Args:
-        path: Folder of a save that has just begun. The save has written a note of its own to this folder. The older
-            note in this folder is therefore removed, even if the folder is incomplete.
+        path: Folder of a save that has just begun. The save has written another note to the folder. The note from
+            `being_made` is therefore removed, although the folder is incomplete.
         over: True at the end of training. The note is then removed from every folder, complete or not.
     """
     if not _notes:
