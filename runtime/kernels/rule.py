@@ -89,8 +89,8 @@ class UpdateRule(ABC):
     def settings(cls, optimizer: Any) -> dict[str, Any]:
         """Return the keyword arguments with which this class is constructed to reproduce a given DeepSpeed optimizer.
 
-        They are those settings of the optimizer that are not in its parameter groups, such as ``adamw`` for Adam. The
-        dict is empty unless a subclass overrides this method.
+        They are those settings of the optimizer that are not in its parameter groups, such as ``adamw``, which is True
+        if Adam's weight decay is decoupled. The dict is empty unless a subclass overrides this method.
         """
         del optimizer
         return {}

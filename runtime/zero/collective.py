@@ -1,8 +1,8 @@
 """A launcher of the gathers of ZeRO-3 parameters. It makes several ranks launch their gathers in the same order.
 
-In different orders, the ranks would hang. The orders could differ because a gather waits for the updates of its
-parameters, and updates end earlier on some ranks than on others. If some ranks may still have to wait for an update,
-all ranks delay the gather until the module of its parameters begins.
+Ranks that launch gathers in different orders hang. The orders could differ because a gather waits for the updates of
+its parameters, and updates end earlier on some ranks than on others. If some ranks may still have to wait for an
+update, all ranks delay the gather until the module of its parameters begins.
 """
 
 import threading

@@ -121,8 +121,8 @@ def _delete(folder: Path, files: Files) -> bool:
 def newest_beside(directory: Path) -> Path | None:
     """Return the folder next to ``directory`` that contains the newest committed checkpoint, or None if there is none.
 
-    Only folders with names that differ from the name of ``directory`` in numbers alone are searched, for example
-    ``checkpoint-500`` next to ``checkpoint-1000``. ``directory`` itself is not searched.
+    A folder is searched if its name differs from the name of ``directory`` only in numbers, such as ``checkpoint-500``
+    next to ``checkpoint-1000``. ``directory`` itself is not searched.
     """
     result = [c for folder in siblings(directory) for c in committed(folder)]
     newest = max(result, key=lambda c: c.manifest.committed_unix_s, default=None)

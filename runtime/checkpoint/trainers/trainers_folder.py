@@ -61,7 +61,7 @@ def settle(path: Path | None = None, *, over: bool = False) -> None:
 
     Args:
         path: Folder of a save that has just begun. The save has written another note to the folder. The note from
-            `being_made` is therefore removed, although the folder is incomplete.
+            `being_made` is therefore removed, even if the folder is incomplete.
         over: True at the end of training. The note is then removed from every folder, complete or not.
     """
     if not _notes:
