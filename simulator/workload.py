@@ -92,9 +92,9 @@ class Workload(Shown, Page):
             cores. ebbtide uses the plan's ``threads`` instead.
         zero_stage: DeepSpeed's ZeRO stage. Below 3 each rank has all parameters, a step waits for its updates, and the
             ranks then exchange updated parameters. ZeRO-1 reduces gradients only after the last micro-batch.
-        reduced_beside: Fraction of a layer's network_reduce_bytes that is exchanged while the next layer's backward
-            runs. That backward starts after the rest is exchanged, because the gathers of its parameters use the
-            network after this exchange.
+        reduced_beside: Fraction of the network traffic of a layer's gradient reduction (network_reduce_bytes) that
+            overlaps with the next layer's backward. The rest comes first, and that backward waits for it, because
+            parameters for that backward are gathered over the network only after the rest.
         reduce_bucket_params: Number of gradient elements that DeepSpeed collects before it reduces them and sends them
             to the host: its ``reduce_bucket_size``. Under ZeRO-3 it is divided by the number of ranks, because
             ``params`` counts one rank's share. 0: gradients leave layer by layer.
@@ -319,15 +319,16 @@ class Workload(Shown, Page):
         """Return a ZeRO-3 workload with iterations that take no longer than this workload's, under any plan.
 
         The result is used to compute lower bounds and to choose the order of updates. Below ZeRO-3, a step waits for
-        all of its updates, so that updates never overlap the next forward. In a ZeRO-3 workload they can. To prevent
-        this overlap, three times are moved to the last layer's backward, which runs before any gradient is complete:
+        all of its updates, so that updates never overlap the next forward. In a ZeRO-3 workload they can. So that
+        nothing can overlap in the result, its forward takes no time. Instead, three times are added to the last layer's
+        backward, which runs before any gradient is complete:
 
         - The time of forward.
         - The idle time of the pipeline.
         - The time in which ranks exchange updated parameters.
 
         If gradients leave the GPU only once per step, the time of all passes before the last micro-batch's backward is
-        moved there too.
+        added there too.
 
         A ZeRO-3 workload is returned unchanged.
         """

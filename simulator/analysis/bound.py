@@ -1,9 +1,8 @@
 """The lower bound of a training iteration's time: a time that no plan for a job can beat on a machine.
 
-It holds for every plan that stays within given memory limits: for subgroups of any sizes, for any
-placements, parameter locations, early updates and gradient sums on the GPU, and for any order of updates,
-buffers and CPU threads. `ebbtide.simulator.analysis.bounds.rules` has the rules from which the bound
-follows.
+It holds for every plan that stays within given memory limits. The plan may have any subgroup sizes, placements,
+parameter locations, early updates, gradient sums on the GPU and order of updates, and any numbers of buffers and CPU
+threads. `ebbtide.simulator.analysis.bounds.rules` has the rules from which the bound follows.
 """
 
 from collections.abc import Mapping
@@ -34,9 +33,9 @@ class Bound:
         iteration_s: The bound, in mean seconds of an iteration in a steady state.
         params: Number of this rank's parameters with each placement, if the bound were reached.
         binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth. The suffix
-            ``(update)`` marks a resource that updates and their copies keep busy without a pause. This busy time ends
-            when the next forward reaches the last layer. It starts when the gradient norm is known or, if some of the
-            work can be done earlier, at the end of the last layer's backward.
+            ``(update)`` marks a resource that updates and their copies keep busy during all of the time that they have.
+            This time starts when the gradient norm is known or, if some of the work can be done earlier, at the end of
+            the last layer's backward. It ends when the next forward reaches the last layer.
     """
 
     iteration_s: float

@@ -97,8 +97,9 @@ class _Run:
 def _monotone(due: list[Due], issue_order: Sequence[int]) -> list[Due]:
     """Return the times at which updates overwrite their subgroups' state, made non-decreasing within each queue.
 
-    Simulated times may decrease along a queue: one update overwrites state while it computes, another one only when it
-    copies state back to host memory. Each time is therefore raised to at least the time of the update before it.
+    `order_writing` sorts these times, and must find the updates of a queue in the order in which they run. Simulated
+    times may decrease along a queue: one update overwrites state while it computes, another one only when it copies
+    state back to host memory. Each time is therefore raised to at least the time of the update before it.
     """
     latest, ordered = dict[str, float](), []
     rank = {subgroup: position for position, subgroup in enumerate(issue_order)}
@@ -166,8 +167,8 @@ def streamed_sizes(workload: Workload, plan: Plan) -> list[int]:
 def streamed_bytes(workload: Workload, plan: Plan) -> int:
     """Return the number of bytes that one rank writes for a checkpoint.
 
-    They are the parameters in the model's precision, and the optimizer state. Only state that a plan stores on drives
-    is not written again.
+    They are the parameters in the model's precision, and the optimizer state. State that a plan stores on drives is not
+    counted, because it is not written again.
     """
     return sum(streamed_sizes(workload, plan)) + workload.model_checkpoint_bytes
 
@@ -179,10 +180,10 @@ class CheckpointSimulation:
     save to `FOLLOWED` iterations after it. If an update would overwrite state that the checkpoint has not written yet,
     the state is first copied in host memory. If there is no room for the copy, the update waits.
 
-    Which state must be copied depends on the times of the updates after the save. These times are estimated in two
-    steps. First, they are taken from a simulation of a save that writes nothing. Second, they are multiplied by a
-    factor, because writes slow training down. The factor compares the time from the save to the next gradient norm in
-    two simulations: it is this time with all writes, divided by this time without writes.
+    Which state must be copied depends on the times of the updates after the save. These times come from a simulation of
+    a save that writes nothing. They are then multiplied by a factor, because writes slow training down. The factor is
+    the time from the save to the next gradient norm in a simulation with all writes, divided by the same time in the
+    simulation without writes.
     """
 
     def __init__(self, workload: Workload, plan: Plan, machine: Machine, save_s: float | None = None) -> None:

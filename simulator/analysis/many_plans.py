@@ -183,9 +183,10 @@ class PlanSweep:
             placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
 
         Returns:
-            Two results: for subgroups that are updated after the gradient norm is known, and for subgroups with early
-            updates. Each result has three tuples: the numbers of subgroups, their total elements, and the elements of
-            the largest one. A tuple has one number for each combination, in the order of `plain_ways`.
+            A pair: the counts of subgroups that are updated after the gradient norm is known, and the counts of
+                subgroups with early updates. Each of the two has three tuples: the number of subgroups, their total
+                elements, and the elements of the largest one. A tuple has one number for each combination, in the order
+                of `plain_ways`.
         """
         key = placement.tobytes()
         if key not in self._amounts:

@@ -58,10 +58,10 @@ class Links:
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
-    """Return the seconds that a ring of ranks takes to pass all data once from GPU to GPU, except each rank's own part.
+    """Return the seconds of an all-gather or a reduce-scatter among ranks that are connected as a ring.
 
     Args:
-        size_bytes: Bytes of data.
+        size_bytes: Bytes of the whole data, over all ranks. Each rank passes on all of them except its own part.
         ranks: Number of ranks in the ring.
         bytes_per_s: Rate of the slowest hop of the ring.
     """
@@ -80,9 +80,9 @@ def passed_on(size_bytes: float, ranks: int) -> float:
 class Layout:
     """The assignment of a training job's ranks to nodes.
 
-    Nodes are filled one after the other. Ranks are numbered first along tensor parallelism, then data
-    parallelism, then pipeline stages, as in Megatron-LM and in DeepSpeed's ``PipeModelDataParallelTopology``.
-    Traffic between nodes takes as long as in the node that receives the most bytes.
+    Nodes are filled one after the other. Ranks are numbered first along tensor parallelism, then data parallelism, then
+    pipeline stages, as in Megatron-LM and in DeepSpeed's ``PipeModelDataParallelTopology``. The node that receives the
+    most bytes from other nodes determines the time of the traffic between nodes.
     """
 
     gpus_per_node: int

@@ -51,7 +51,7 @@ LOSS_BYTES: Mapping[str, tuple[int, int]] = {"fused": (16, 14), "eager": (24, 24
 
 @dataclass(frozen=True)
 class Pass:
-    """The costs of a forward or backward through a block, each divided by the cost of a forward.
+    """The costs of a forward or backward through a block, relative to those of a forward.
 
     For the forward, ``products``, ``scores`` and ``traffic`` are 1. The backward is counted without recomputation.
 
@@ -60,8 +60,8 @@ class Pass:
         scores: Time of the attention scores, divided by the time of the attention scores in a forward.
         traffic: GPU memory traffic of the kernels between the matrix products, divided by the traffic of these kernels
             in a forward. There is one value for fused and one for eager kernels.
-        loss: 0 for the forward and 1 for the backward: an index into the pairs of `LOSS_BYTES`, the bytes of GPU memory
-            traffic per logit.
+        loss: Not a cost, but an index into each pair of `LOSS_BYTES`: 0 for the forward and 1 for the backward. These
+            pairs have the bytes of GPU memory traffic per logit.
     """
 
     products: float
@@ -177,7 +177,9 @@ class Device:
 
 
 def _attention_gain(device_name: str, version: FlashVersion | None) -> float:
-    """Return how many times faster a version of FlashAttention is than a machine's ``attention_flops_per_s``.
+    """Return how many times faster a version of FlashAttention is than version 2 on a GPU.
+
+    The result is 1 if ``version`` is None or the GPU is unknown.
 
     Raises:
         ModelError: The version does not run on this GPU.

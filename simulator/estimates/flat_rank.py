@@ -154,7 +154,8 @@ class FlatRank(Rank):
         return max(self.wire, self.job.gradient_bytes) if self.job.zero_stage == 1 else self.wire
 
     def waiting_bytes(self, made: Workload) -> int:
-        """Return by how many bytes gradients that wait for their reduction raise the GPU memory peak of a backward.
+        """Return the bytes that gradients add to the GPU memory peak of a backward, because they wait for their
+        reduction.
 
         The bytes are the sum of two parts. One is a buffer for the largest parameter's gradient. The other depends on
         the ZeRO stage and on the number of micro-batches:
@@ -163,8 +164,8 @@ class FlatRank(Rank):
           parameters'.
         - ZeRO-1 with several micro-batches in a step: all gradients, because they stay until the single reduction of
           the step. If they are accumulated in a wider data type, they count in both types.
-        - ZeRO-1 with one micro-batch in a step: all gradients, but backward frees activations while gradients appear.
-          So only the bytes count by which the peak of both together exceeds the peak of the activations alone.
+        - ZeRO-1 with one micro-batch in a step: the peak of gradients and activations together, minus the peak of the
+          activations alone. This is less than all gradients, because backward frees activations while gradients appear.
         """
         largest = max(n for block in self.stage_blocks for n in self.partitions(block))
         buffer = self._made_bytes * largest

@@ -170,12 +170,13 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     The reason names the key of the config to change. There are three kinds of reasons:
 
     - Training with this config cannot use a plan.
-    - The optimizer runs its own step and keeps all state in host memory, so there is nothing to search.
+    - The config has a key with which the optimizer's own ``step()`` makes all updates in host memory, even if there is
+      a plan. So there is nothing to search.
     - The config has an offload that ebbtide does not simulate together with a plan.
 
     Args:
         config: DeepSpeed config.
-        moved: The offload settings of this config.
+        moved: Offload settings of this config.
     """
     own_step = own_step_key(config)
     if own_step:

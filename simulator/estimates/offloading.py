@@ -84,10 +84,11 @@ class Offloading:
 
     @property
     def beyond_state(self) -> str:
-        """Return the key of the DeepSpeed config that moves optimizer state to NVMe, or that moves parameters or
+        """Return a key of the DeepSpeed config that moves optimizer state to NVMe, or that moves parameters or
         activations off the GPU.
 
-        The result is empty if the config has no such key, for example if it only moves optimizer state to host memory.
+        Such offloads are simulated by the strategy ``zero_infinity``. The result is empty if the config has no such
+        key, for example if it only moves optimizer state to host memory.
         """
         if self.optimizer == "nvme":
             return f"{STATE}.device (nvme)"

@@ -259,10 +259,13 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
-    """Return each rank's fraction of a preset machine's DRAM bandwidth, computed from published rates of CPU updates.
+    """Return the fraction of a preset machine's DRAM bandwidth that each rank has if several ranks update on the CPU at
+    once.
+
+    The fractions are computed from published rates of CPU updates.
 
     Returns:
-        By number of concurrent ranks, a dict from "dram" to the fraction.
+        A dict from the number of concurrent ranks to a dict with one entry: the fraction for ``dram``.
     """
     shares: dict[int, dict[ShareName, Quantity]] = {}
     for ranks, (low, high, said) in sheet.stock_update.items():

@@ -78,8 +78,8 @@ def bucket_fields(elements: int, planned: int | None, ranks: int) -> dict[str, i
 def bucket_of(workload: Workload) -> int:
     """Return the size of DeepSpeed's gradient bucket in training under a plan, in elements.
 
-    If the workload does not have this size, it is the size without a plan. Under ZeRO-3, only one rank's share of the
-    elements counts, as in the workload's layers.
+    If the workload gives no size for training under a plan, return its size for training without a plan. Under ZeRO-3,
+    the size counts only one rank's share of the elements, as the workload's layers do.
     """
     return workload.planned_bucket_params or workload.reduce_bucket_params
 
@@ -87,9 +87,9 @@ def bucket_of(workload: Workload) -> int:
 def leavings(workload: Workload, bucket: int) -> Leavings:
     """Return, for each layer, the layers whose gradients leave DeepSpeed's bucket after this layer's backward.
 
-    They are in the order in which they leave. Each layer is listed once: after the backward in which half of its
-    elements have left. Gradients that leave while a layer's backward is running are counted at its start or at its
-    end, whichever is nearer.
+    The layers are in the order in which their gradients leave. The gradients of a layer may leave in several portions.
+    The layer is then listed once, for the portion with which half of its elements have left. If a portion leaves in the
+    middle of a backward, it counts as leaving at the start or at the end of this backward, whichever is nearer.
 
     Args:
         bucket: Elements that the bucket holds, counted as in ``workload.layers``. 0: there is no bucket.
@@ -168,8 +168,8 @@ def _pieces(elements: int, bucket: int) -> list[int]:
     """Divide a layer's gradient into equal parts that fit into a bucket, and return their sizes in elements.
 
     The parts are used if the sizes of the layer's parameters are not known. Their number is at most `MOST_PIECES`, so
-    with a small bucket they may be too large for it. Each part is then alone in its bucket. The result of `leavings` is
-    the same as for parts that fit, because it depends only on the time at which half of the layer has left.
+    with a small bucket they may be too large for it. Each part is then alone in its bucket. `leavings` returns the same
+    result as for parts that fit, because it only asks when half of the layer's gradient has left the bucket.
     """
     count = min(-(-elements // bucket), MOST_PIECES)
     return [elements * (i + 1) // count - elements * i // count for i in range(count)]

@@ -68,7 +68,10 @@ class TrainingLoop(ABC):
 
     @property
     def bucket(self) -> int:
-        """Return the number of gradient elements that DeepSpeed collects before it reduces them. 0: none."""
+        """Return the number of gradient elements that DeepSpeed collects in its bucket before it reduces them.
+
+        0: there is no bucket, and gradients are reduced layer by layer.
+        """
         return self.workload.reduce_bucket_params
 
     @abstractmethod

@@ -40,11 +40,12 @@ class Part(NamedTuple):
 def parts_of(workload: Workload, leave: Leavings) -> tuple[tuple[Part, ...], ...]:
     """Return, for each layer, a tuple of the parts of subgroups' gradients that belong to the layer.
 
-    The parts of a layer are in the order of their transfer to the host.
+    The parts of a layer are in the order of their transfer to the host. This is the order in which backward computes
+    them, or the order of the layer's parameters if ``leave`` says so (`Leaving.ascending`).
 
     Args:
-        leave: The result of `leavings`: for each layer, the layers whose gradients leave DeepSpeed's bucket after the
-            backward of that layer.
+        leave: For each layer, the layers whose gradients leave DeepSpeed's bucket after the backward of that layer (the
+            result of `leavings`).
     """
     ascending = {left.layer for some in leave for left in some if left.ascending}
     held = [some if n in ascending else some[::-1] for n, some in enumerate(workload.shares())]

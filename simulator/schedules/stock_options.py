@@ -1,6 +1,7 @@
-"""The options that distinguish DeepSpeed's strategies of ZeRO-3 offload, and the costs of the strategies' work.
+"""The options that distinguish DeepSpeed's strategies of ZeRO-3 offload, such as Twin-Flow and SuperOffload.
 
-The costs are memory traffic and time, such as for the conversion of gradients to fp32 (DeepSpeed 0.19.8).
+The module also has the costs of the strategies' work in memory traffic and time, such as for the conversion of
+gradients to fp32. The costs are those of DeepSpeed 0.19.8.
 """
 
 from collections.abc import Mapping

@@ -129,9 +129,9 @@ def zero3_offload_unpinned(
 
 
 def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
-    """Return the schedule of ZeRO-3 offload with a simulated time of gradient copies.
+    """Return the schedule of ZeRO-3 offload, with the time of gradient copies always simulated.
 
-    The strategy `zero3_offload` instead takes this time from a profile, if the profile has measured it.
+    The strategy `zero3_offload` simulates this time only if no profile has measured it.
     """
     options = StockOptions(gradients="asynchronous")
     return _stock(workload, "zero3_offload_async", options, iterations)

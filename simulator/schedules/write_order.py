@@ -20,7 +20,8 @@ _NOTHING = 1e-6  # bytes; less is rounding
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """An uninterrupted write of a checkpoint, within the state of one subgroup. Times are seconds since the save began.
+    """An uninterrupted part of writing a checkpoint, with bytes of one subgroup only. Times are seconds since the save
+    began.
 
     Attributes:
         part: What is written. ``live``: the state itself, before the subgroup's update is due. ``copied``: a copy that
@@ -90,8 +91,8 @@ def order_writing(
 
     Args:
         sizes_bytes: Bytes of each subgroup's state.
-        due: Times at which updates overwrite the state of subgroups, in any order, with at most one entry for each
-            subgroup.
+        due: Subgroups whose state is overwritten by an update, each with the time of the overwriting, in any order. A
+            subgroup has at most one entry.
         pace: Speeds of writes and of copies in host memory, in bytes per second.
         budget_bytes: Size of the host memory reserved for copies of state.
         rest_bytes: Bytes to write after the state of all subgroups.

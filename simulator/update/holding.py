@@ -229,12 +229,14 @@ class Holding:
         return under_way + summed * self.gradient_bytes
 
     def most_sums(self, sizes: Sequence[int], left_bytes: float) -> int:
-        """Return how many subgroups can accumulate the gradients of all micro-batches in the free GPU memory.
+        """Return how many subgroups can accumulate their gradients on the GPU, in the free GPU memory.
+
+        Gradients that are not accumulated on the GPU are copied to the host after each micro-batch.
 
         Args:
-            sizes: Elements of each subgroup with gradients that are otherwise copied to the host. The subgroups get
-                GPU memory in this order.
-            left_bytes: GPU memory that is free if no gradient is accumulated there.
+            sizes: Number of elements of each subgroup that may accumulate on the GPU. The first ones get GPU memory
+                first.
+            left_bytes: GPU memory that is free if no subgroup accumulates there.
         """
         if not self.sums:
             return 0

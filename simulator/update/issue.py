@@ -36,13 +36,13 @@ class _Buffer(NamedTuple, Generic[Op]):
 class Issue(Generic[Op]):
     """The state machine that issues the ops of all subgroups' updates in order, and assigns buffers to subgroups.
 
-    Buffers are reused in the order in which the ops that free them were issued. So the sequence of ops does not
-    depend on how long any op takes. The same events give the same ops in the simulator and in the runtime.
+    Buffers are reused in the order in which the ops that free them were issued. So the sequence of ops does not depend
+    on how long any op takes. The same events give the same ops in the simulator and in the runtime.
 
     Attributes:
-        early: For each subgroup, the number of ops of its update that were issued before the gradient norm, and
-            the last of them.
-        holds: For each kind of buffer and each subgroup, the number of the buffer that the subgroup uses.
+        early: Dict from a subgroup to a pair: the number of ops of its update that were issued before the gradient norm
+            was known, and the last one of these ops.
+        holds: Dict from a pair (kind of buffer, subgroup) to the number of the buffer that this subgroup uses.
     """
 
     def __init__(
@@ -68,8 +68,9 @@ class Issue(Generic[Op]):
             add: Function that issues an op of a subgroup after given ops, and returns the new op.
             arrived: Function that returns the ops that bring a subgroup's gradient to the memory from which the update
                 reads it.
-            redo: For each subgroup, the recipe of its update if no early update is allowed in a step, or if its early
-                update was dropped because the step clipped or overflowed. Empty if no early update can be dropped.
+            redo: For each subgroup, the recipe of its update after the gradient norm. It is used in steps that allow no
+                early updates, and to redo an early update that was dropped because the step clipped or overflowed. If
+                ``redo`` is empty, ``recipes`` are used.
         """
         self.recipes, self.order, self.arrival = recipes, order, arrival
         self.redo = redo or recipes
@@ -241,10 +242,10 @@ class Issue(Generic[Op]):
     def _take(self, step: Step, subgroup: int, waits: list[Op]) -> Op:
         """Issue an op of a subgroup's update. If the op needs a buffer, it waits for the op that freed the buffer.
 
-        An op that copies state to the GPU also waits until the latest copy of this state back to the host has ended.
-        This matters if the step clips: the subgroup's early update is dropped, and its state is copied to the GPU a
-        second time in the step. The buffer for this second copy may have become free before the state was back on the
-        host.
+        An op that copies state to the GPU also waits until the latest copy of this state back to the host has ended. A
+        free buffer is not enough if the step clips: the subgroup's early update is dropped, and its state is copied to
+        the GPU a second time in the step. Another subgroup may have freed a buffer for this second copy before the
+        state was back on the host.
         """
         if step.takes is not None:
             buffer = self._free[step.takes].popleft()

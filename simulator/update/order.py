@@ -123,8 +123,8 @@ def issue_order(placements: Sequence[Placement], order: UpdateOrder) -> tuple[in
     Training itself does not depend on this sequence, because CPU and GPU do not wait for each other. Other code needs
     the sequence, such as the code that writes checkpoints.
 
-    The sequence keeps both orders. If the CPU updates the n-th subgroup in the order of the layers, the n-th subgroup
-    of the sequence is the next one in the CPU's order. Otherwise, it is the next one in the GPU's order.
+    The sequence keeps both orders. Place n of the sequence belongs to the CPU if the CPU updates subgroup n, and
+    otherwise to the GPU. The places of the CPU are filled in the CPU's order, and those of the GPU in the GPU's order.
 
     Raises:
         ValueError: ``order`` does not name each subgroup that the CPU updates, or that the GPU updates, exactly once.

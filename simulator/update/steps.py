@@ -1,4 +1,8 @@
-"""The ops that recipes consist of: queues, buffers, waits, and the bytes and elements that an op moves or updates."""
+"""The parts of a recipe, which is the sequence of ops that updates a subgroup.
+
+The parts are the ops, the queues and buffers that the ops use, the events that they wait for, and the numbers of bytes
+and elements that they move or update.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class WayOut:
 
     @property
     def label(self) -> str:
-        """Return a short text that names the changes of the job and of its machine (`changes`)."""
+        """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4"."""
         return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
 
 
@@ -160,11 +160,11 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than the
     card has.
 
-    First, each change is tried alone: changes of the job, such as ZeRO-3, a shorter sequence or more GPUs, and changes
-    of memory or storage. If no change of the job is enough, each change is tried in combination with ZeRO-3. Then
-    activation checkpointing is added to the combination, then a smaller micro-batch, and then a shorter sequence. This
-    ends when a change of the job is enough. If this change is a shorter sequence, the next combination is tried too,
-    because the sequence may then be longer.
+    First, each change is tried alone. A change either concerns the job, such as ZeRO-3, a shorter sequence or more
+    GPUs, or only memory and storage. If no change of the job is enough, each change is tried again in combination with
+    ZeRO-3. If that is not enough either, activation checkpointing is added to the combination. A smaller micro-batch is
+    added after that, and a shorter sequence last. The search ends when a change of the job is enough. If this change is
+    a shorter sequence, one more combination is tried, because it may allow a longer sequence.
 
     Args:
         job: Training job that does not fit.

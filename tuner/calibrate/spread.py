@@ -10,8 +10,10 @@ _SPREAD = tuple(name for name, known in RATES.items() if known.scatters)
 
 
 def sampled_machines(machine: Machine, seed: int) -> list[Machine]:
-    """Return a list of copies of a machine with random speeds. Each speed is drawn from a normal distribution that is
-    as wide as the interval between the speed's quartiles.
+    """Return a list of copies of a machine with random speeds.
+
+    Each speed is drawn from a normal distribution with the median and the interquartile range that the machine has for
+    this speed.
     """
     rng = random.Random(seed)
     return [

@@ -195,8 +195,10 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 
 
 def options_of(c: Candidate) -> tuple[Any, ...]:
-    """Return the arguments of `PlanSweep.evaluate` that describe a plan, except for the codes of the
-    subgroups.
+    """Return the arguments of `PlanSweep.evaluate` that describe a plan as a whole, such as the number of staging
+    buffers.
+
+    The argument ``placement``, which describes the single subgroups, is not included.
     """
     return c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
 

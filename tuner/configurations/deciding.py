@@ -79,10 +79,11 @@ def promise(question: Question, c: Configuration) -> Promise:
 
 
 def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
-    """Return the bounds ``loose`` of a training configuration, with the upper bound of its throughput lowered if
-    possible.
+    """Return a copy of ``loose``, the bounds of a training configuration. If possible, the upper bound of the
+    throughput is lower in the copy.
 
-    The lower bound of the iteration time over all plans gives the new upper bound. Computing it takes milliseconds.
+    The new upper bound follows from the lower bound of the iteration time over all plans. Computing it takes
+    milliseconds.
     """
     if loose.tight or loose.refused:
         return loose
@@ -255,10 +256,10 @@ def explore(
 def _decided(question: Question, answer: Answer) -> Answer:
     """Return the answer of a configuration search with better plans for the fastest configurations.
 
-    The search itself only compares simple plans for each configuration. Afterwards, this function makes a quick plan
-    search for the fastest configuration of each kind of offload that trains under a plan. A plan that is faster than
-    before replaces the simple one. If the search varies the subgroup size, the quick plan search chooses it among the
-    sizes in `SIZES`.
+    The search itself only compares simple plans for each configuration. Afterwards, this function goes through the
+    kinds of offload that train under a plan. For the fastest configuration with each kind, it makes a quick plan
+    search. A plan that is faster than the simple one replaces it. If the search varies the subgroup size, the quick
+    plan search chooses it among the sizes in `SIZES`.
     """
     sizes, better = SIZES if "sub_group_size" in answer.space.free else (), dict[Configuration, Outcome]()
     for offload in PLANNED:

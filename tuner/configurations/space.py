@@ -154,10 +154,10 @@ class Space:
         return None if configuration is None or configuration.impossible else configuration
 
     def of_batch(self, chosen: Mapping[str, Any]) -> Configuration | None:
-        """Return the training configuration with the chosen values of the varied settings, even if no
-        machine can train with it.
+        """Return the training configuration with the chosen values for the settings that the search varies.
 
-        Return None if the search requires another global batch.
+        Whether any machine can train with it is not checked. Return None if the search requires a global batch, and the
+        configuration has another one.
         """
         configuration = self.base.changed(**chosen)
         if self.global_batch is None:

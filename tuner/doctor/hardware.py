@@ -25,7 +25,10 @@ def memlock(has_gpu: bool, host_bytes: int) -> Finding:
 
 
 def numa() -> Finding:
-    """Report, as a finding of ``tune doctor``, if this process may run on a NUMA node far from its GPU."""
+    """Report, as a finding of ``tune doctor``, if this process is allowed to run on CPU cores far from its GPU.
+
+    Far cores are those outside the GPU's NUMA node.
+    """
     import torch
     from ebbtide.profiler.hardware import numa_layout
     from ebbtide.runtime.hardware.pci import pci_address

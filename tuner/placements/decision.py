@@ -196,7 +196,8 @@ class Decision:
 
     @property
     def plain_s(self) -> float:
-        """Return the seconds per iteration of the best plan without early updates, at the chosen subgroup size.
+        """Return the seconds per iteration of the best plan without early updates, at the subgroup size of the chosen
+        plan.
 
         An early update starts before the gradient norm is known.
         """
@@ -260,7 +261,8 @@ def _quickly(question: Question, progress: Progress, found: dict[int, Search], *
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the name of the current phase.
-        found: Searches so far, as for `_searches`.
+        found: Searches so far, by the position of their subgroup size in ``question.cuts``. They are not repeated. New
+            searches are added.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
 
     Raises:
@@ -346,7 +348,10 @@ def _search(question: Question, cut: Workload, coarser: Sequence[Search], bounds
 
 
 def most_micro_batches(workload: Workload) -> int:
-    """Return the largest number of micro-batches in a step for which a plan search is made."""
+    """Return the largest number of micro-batches per step with which a plan search simulates a training job.
+
+    With more micro-batches, a search would take hours and many GiB.
+    """
     return MOST_PASSES // len(workload.layers)
 
 
@@ -432,13 +437,13 @@ def _finalists(searches: Sequence[Search], near: float = NEAR) -> list[Search]:
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
-    """Return the plan search with the fewest subgroups among the best ones: the best plan of each of these searches
-    takes at most about 0.5% longer than the fastest plan of all searches.
+    """Return the plan search with the fewest subgroups, among the searches with a best plan that is at most about 0.5%
+    slower than the fastest plan of all searches.
 
     Args:
         searches: Plan searches at different subgroup sizes.
-        quick: Decision of a quick search for the same job, or None. Searches with a best plan that is slower than this
-            decision's plan are left out. If all are slower, the search with the fastest plan is returned.
+        quick: Decision of a quick search for the same job, or None. A search is left out if its best plan is slower
+            than this decision's plan. If all are slower, the search with the fastest plan is returned.
     """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))

@@ -116,8 +116,8 @@ def _division(search: Search) -> Fit:
     """Divide the model's parameters among placements, so that the fullest memory keeps as many free bytes as possible.
 
     A placement says where the optimizer state of parameters lives and is updated. The memories are GPU memory, host
-    memory and the drives. The fraction of the 16-bit parameters in host memory is not varied: it is the fraction in the
-    first plans of the search, as `Search.locations` says.
+    memory and the drives. The fraction of the 16-bit parameters in host memory is not varied. It is the fraction in the
+    plans that the search begins with (`Search.locations`).
     """
     away = sum(
         n for n, location in zip(search.workload.subgroups, search.locations, strict=False) if location == "host"

@@ -247,15 +247,15 @@ def descend(search: Search, most: int, *, near: bool = False) -> None:
 
 
 def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
-    """Allow a plan search to move 16-bit parameters to host memory, if its best plan with evenly spread placements then
-    becomes at least 1% faster.
+    """Allow a plan search to move 16-bit parameters to host memory, if this makes its best plan at least 1% faster.
 
-    This needs ZeRO-3 and separate GPU and host memory.
+    Only plans with evenly spread placements are compared. The function needs ZeRO-3, and a GPU with its own memory.
 
     Args:
         search: Plan search after `descend` has improved its plans.
-        most: Largest number of changes that are tried for each starting plan.
-        again: True to look for better locations of the parameters even if the search already moves parameters.
+        most: Largest number of changes to try, starting from each plan.
+        again: True to look for better locations of the parameters even if the search already moves parameters. Any gain
+            is then enough.
     """
     now: Shares | None = search.spread
     moved = search.moves_parameters
@@ -287,10 +287,10 @@ def best_worth_moving(search: Search) -> Candidate:
 
 
 def _best_of(search: Search, starts: Sequence[Shares], steps: Sequence[float], most: int) -> Shares:
-    """Improve several starting plans by a few changes each. Improve the best result by some more changes, and return
-    it.
+    """Improve several starting plans by a few changes each, then improve the best result by some more changes, and
+    return it.
 
-    Each starting plan is improved several times, with each value in ``steps`` as the size of the first changes. When no
+    Each starting plan is improved once for each value in ``steps``, which is the size of the first changes. When no
     change of the present size makes the plan faster, the size is halved.
     """
     least = LAST_STEP / len(search.workload.subgroups)

@@ -210,11 +210,10 @@ class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault
 
 
 class Guard:
-    """The outermost layer of the planning service's web application: checks of each request before any
-    route runs.
+    """The outermost layer of the planning service's web application, which checks each request before any route runs.
 
-    The host name, the token, and the body's size, duration and nesting are checked. Headers are added to
-    each response.
+    It checks the host name, the token, and the body of the request: the size, the nesting of the JSON, and the time
+    until the body has arrived. It also adds headers to each response.
     """
 
     def __init__(self, app: Any, service: Service) -> None:

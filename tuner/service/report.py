@@ -1,8 +1,7 @@
-"""The web page of ``tune report`` about a plan and a training run under this plan, and conversions of training runs
-that were uploaded to the planning service.
+"""The web page of ``tune report``, and the data of uploaded training runs for the planning service's own web page.
 
-An uploaded run is converted into a timeline, and into JSON data for the planning service's own web page. The page of
-``tune report`` is a single file that loads nothing from the network.
+The page of ``tune report`` shows a plan and a training run under this plan. It is a single file that loads nothing from
+the network. A training run that was uploaded to the planning service is converted into a timeline, and into JSON data.
 """
 
 import base64

@@ -57,7 +57,11 @@ class Service:
 
 
 class Names:
-    """The machines and the workload that requests to the planning service may name."""
+    """The names that a request to the planning service may use for a machine or for a measured workload.
+
+    The service knows the presets, the uploaded machines, and the machine and the workload that the server was started
+    with.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -25,10 +25,9 @@ class Chance:
 
     Attributes:
         where: Text on the first difference, with a hint about its cause.
-        apart: Size of the difference, after the first optimizer step with different parameters. For each tensor that
-            differs, the Euclidean distance between both runs' values is divided by the distance that the step moved
-            the tensor. The size is the median of these ratios. 0 if the runs begin with different parameters, or no
-            parameter differs.
+        apart: How far apart the runs are after the first step at which their parameters differ, relative to how far
+            this step moved the parameters. It is the median, over the tensors that differ, of the ratio of these two
+            Euclidean distances. 0 if the runs begin with different parameters, or no parameter differs.
         blind: True if the runs differ so much that a comparison with another run would show nothing.
     """
 

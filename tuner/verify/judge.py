@@ -40,8 +40,8 @@ class Finding:
         against: Name of the second run.
         verdict: Result in one word, such as ``identical``, ``rounding`` or ``defect``.
         steps: Number of compared steps.
-        first: First difference that rounding does not explain. If rounding explains all, the first
-            of all. None if all bits agree.
+        first: First difference that rounding does not explain. If rounding explains every difference, the first
+            difference. None if all bits agree.
         also: Number of other tensors that differ in the same step as ``first``.
         explained: Relative difference that rounding explains for ``first``.
         off: Name of the run that is wrong. Empty if unknown.
@@ -100,8 +100,8 @@ class Noise:
         return max([share * self._floor(), *found])
 
     def least(self, step: int) -> float:
-        """Return the relative difference that nine in ten fp32 masters reach or exceed by chance, at a given step of
-        two correct training runs.
+        """Return how far the fp32 masters of two correct training runs differ by chance at a given step: the 10th
+        percentile of the masters' relative differences.
 
         A master is the fp32 copy of a parameter. Its relative difference is the distance between both runs' values,
         divided by the distance that all updates so far have moved the master. The result is measured between correct
@@ -226,12 +226,13 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
 
 
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return a difference between two training runs, after one step, that rounding cannot explain. Return None if there
-    is none.
+    """Return a difference between two training runs, after one step, that rounding cannot explain.
 
-    Only differences that appear in a few tensors are judged. So the result is also None in three cases:
+    Only a difference that appears in a few tensors is returned. If there is none, return None.
 
-    - The step is the first one.
+    The result is also None in three cases:
+
+    - The step is the first step of training.
     - Some tensor already differed after an earlier step.
     - At least half of the tensors differ now.
 

@@ -164,15 +164,16 @@ class Problem:
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
-        """Return terms of the linear program that add up to the seconds of work that a resource does for updates.
+        """Return terms of the linear program that add up to the seconds of work that a resource must do for updates.
 
-        The updates are those of some blocks of layers. Only work counts that must be done after the moment ``least`` of
-        a step and before the next forward of these blocks. So these ops do not count:
+        The updates are those of some blocks of layers. Only work counts that must be done between the moment ``least``
+        of a step and the next forward of these blocks:
 
-        - An op that can start before ``least``, or that may end after the next forward of these blocks.
-        - A copy of state into a buffer, if the copy is made before the gradient norm is known.
-        - A copy of state out of a buffer, if the state may stay in the buffer until the next forward has ended, or if
-          ``blocks`` are not all blocks.
+        - An op that the next forward waits for, if the op cannot start before ``least``.
+        - A copy of state into a buffer, if the copy can start before ``least``, but is not made before the gradient
+          norm is known.
+        - A copy of state out of a buffer, if the state does not stay in the buffer until the next forward has ended.
+          These copies only count if ``blocks`` are all blocks.
 
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
@@ -257,13 +258,14 @@ def work_follows_what_it_waits_for(p: Problem) -> None:
     - The moment at which all gradients of the first k blocks are complete.
     - The gradient norm.
 
-    The constraint counts the updates of the first k blocks that cannot begin before the start moment. They must end
-    before the next forward reaches the last layer of block k. So the time in between must be at least the time for
-    which these updates use the resource. Copies of the blocks' parameters from host memory count like updates.
-    `Problem.seconds` tells which copies of state count.
+    The updates of the first k blocks that cannot begin before the start moment must end before the next forward reaches
+    the last layer of block k. So the time in between must be at least the time for which these updates use the
+    resource. Copies of these blocks' parameters from host memory to the GPU are added to the updates. Of the copies of
+    state, only those are added that `Problem.seconds` counts.
 
     If the start moment is before the norm, the time for which forward and backward wait is added to the time in
-    between. If forward and backward use the resource completely, the time in which they run is left out.
+    between. If forward and backward leave nothing of the resource for other work, the time in which they run does not
+    count.
     """
     for resource in p.resources:
         busy = p.used_by_passes(resource)
@@ -306,10 +308,9 @@ def backward_waits_for_gradients(p: Problem) -> None:
     - C: time for which backward waits for copies
     - D: time of the copies that are still to be made when backward ends
 
-    D is limited, because the runtime limits the bytes of gradients that are being copied to the host
-    (`EbbtideLoop._make_room`). The gradients of D take at most the larger of two sizes. One is the largest layer's
-    gradient. The other is the constant `GRADIENTS_UNDER_WAY_BYTES` plus the smaller of this constant and half of the
-    largest layer's gradient.
+    The runtime limits the bytes of gradients that are being copied to the host (`EbbtideLoop._make_room`), so D is
+    limited too. If the largest layer's gradient has g bytes, and u is the constant `GRADIENTS_UNDER_WAY_BYTES`, D is
+    the time to copy max(g, u + min(u, g / 2)) bytes.
 
     The constraints are added for the last micro-batch alone, and for all micro-batches together. The last micro-batch
     also copies the gradient sums that the GPU accumulates.
@@ -334,12 +335,12 @@ def what_is_held_fits_into_memory(p: Problem) -> None:
     bytes are not linear in the program's variables, or they differ between plans. The constraints count fewer bytes for
     them, or the same number, so that the bound stays a lower bound:
 
-    - Buffers: a buffer counts only with the state that is in it at two moments. One is when the gradient norm becomes
-      known, and the other is the end of the next forward (see `buffers_hold_what_is_in_them`).
+    - Buffers: a buffer counts as no larger than the state that is in it at two moments. One is when the gradient norm
+      becomes known, and the other is the end of the next forward (see `buffers_hold_what_is_in_them`).
     - Host memory reserved for state that lives in GPU memory: zero bytes, because only plans that split DeepSpeed's
       subgroups reserve any (`Workload.state_stays`).
-    - Gradients that are being copied to the host: the bytes of all gradients, or the runtime's limit for such copies if
-      the limit is less. Each gradient counts with the same fraction of its bytes.
+    - Gradients that are being copied to the host: if all gradients are copied, their bytes or the runtime's limit for
+      such copies, whichever is less. If only a fraction of the gradients is copied, this fraction of these bytes.
     - GPU copies of parameters that live in host memory: two layers of mean size, although the GPU may hold the two
       largest layers.
     """

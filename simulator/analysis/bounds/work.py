@@ -37,20 +37,20 @@ class Since(IntEnum):
 class Work:
     """One op of an update, such as a copy, with its cost per parameter element.
 
-    The op belongs to a way of updating: a combination of placement, parameter location and flags (`Way`). A resource is
-    a lane (queue of ops), or a shared capacity such as DRAM bandwidth.
+    The op belongs to a way of updating: a combination of placement, parameter location and flags (`Way`). An op
+    occupies resources: its lane (queue of ops), and shared capacities such as DRAM bandwidth.
 
     Attributes:
         way: Index of the way of updating among the ways that the lower bound considers.
-        seconds: Least seconds per element for which the op occupies each resource. For a shared capacity, these are the
-            seconds if no other op uses the capacity.
+        seconds: For each resource, the least seconds per element for which the op occupies it. For a shared capacity,
+            these are the seconds if no other op uses it.
         since: Earliest moment of an iteration at which the op can start.
-        published: True if the next forward of the element's layer waits for the op.
+        published: True if the op must end before the next forward of the layer that it updates.
         times: Number of such ops in an iteration.
-        taken: Kind of buffer that the op fills, or None. While such a buffer is free, the op can run before the
-            gradient norm is known.
-        given: Kind of buffer that the op empties, or None. The op may end after the next forward if no other subgroup
-            needs the buffer.
+        taken: Kind of buffer that the op fills, or None. If such a buffer is free, the op can run before the gradient
+            norm is known.
+        given: Kind of buffer that the op empties, or None. If no other subgroup needs the buffer, the op may end after
+            the next forward.
         gradient: True for a copy of a gradient between GPU and host memory.
     """
 

@@ -1,6 +1,6 @@
 """Functions that find the sizes of a model's layers, from a Hugging Face config, a torch module or a description.
 
-They need no network.
+They need no internet connection.
 """
 
 import json
