@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from ebbtide.simulator.estimates.compute import FlashVersion, Kernels
 from ebbtide.simulator.estimates.launchers import Launcher
 from ebbtide.simulator.estimates.models.architecture import KEYS, is_deepspeed, language_model, quantized
-from ebbtide.simulator.estimates.models.families import FAMILIES, family_numbers
+from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
@@ -425,13 +425,8 @@ def check_model(config: dict[str, Any]) -> None:
     if refusal := quantized(config):
         raise RuleError(refusal, key="model.quantization_config")
     text = language_model(config)
-    if "model_type" in text and family_numbers(text) is None:
-        raise RuleError(
-            f"on this server, model_type must be one of {', '.join(FAMILIES)}, and the config must not change the "
-            f"usual layers of this model family, but got {text['model_type']!r}. Run `tune plan --model config.json` "
-            f"instead, or {DESCRIBE}",
-            key="model.model_type",
-        )
+    if "model_type" in text:
+        _check_family(text, {} if text is config else config["text_config"])
     layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))
     matrices = layers * (10 + 3 * experts)
     if layers > MOST_LAYERS or matrices > MOST_BLOCKS:
@@ -440,6 +435,23 @@ def check_model(config: dict[str, Any]) -> None:
             f"has {layers} layers and about {matrices} matrices",
             key="model",
         )
+
+
+def _check_family(text: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
+    """Refuse the config of a language model that does not have the usual layers of a known family.
+
+    Args:
+        nested: The part of the sent config under ``text_config``. Empty if it has no such part.
+    """
+    family, instead = str(text["model_type"]), f"Run `tune plan --model config.json` instead, or {DESCRIBE}"
+    if family not in FAMILIES:
+        key, rule = "model_type", f"on this server, model_type must be one of {', '.join(FAMILIES)}"
+    elif changed := changed_key(text):
+        key, rule = changed[0], f"on this server, {changed[0]} must be {changed[1]!r} for model_type {family!r}"
+    else:
+        return
+    where = "model.text_config" if key in nested else "model"
+    raise RuleError(f"{rule}, but got {shortened(text[key])}. {instead}", key=f"{where}.{key}")
 
 
 def _largest(config: Mapping[str, Any], *names: str) -> int:

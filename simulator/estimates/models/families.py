@@ -126,13 +126,21 @@ def family_numbers(config: Config) -> Numbers | None:
     here, or if a key of the config tells that the model differs from its family.
     """
     family = str(config["model_type"])
-    same = ((key, config.get(other)) for key, other in _MUST_BE_SAME.get(family, ()))
-    needed = (*_MUST_BE.get(family, ()), *same)
-    if family not in FAMILIES or any(config.get(key) not in (None, value) for key, value in needed):
+    if family not in FAMILIES or changed_key(config) is not None:
         return None
     numbers = {**FAMILIES[family], "bias": _bias(family, config)}
     change = _CHANGES.get(family)
     return {**numbers, **(change(config) if change else {})}
+
+
+def changed_key(config: Config) -> tuple[str, Any] | None:
+    """Return the first key of a Hugging Face config by which the model differs from its family, and the value that the
+    key would have in the family. Return None if there is no such key.
+    """
+    family = str(config["model_type"])
+    same = ((key, config.get(other)) for key, other in _MUST_BE_SAME.get(family, ()))
+    needed = (*_MUST_BE.get(family, ()), *same)
+    return next(((key, value) for key, value in needed if config.get(key) not in (None, value)), None)
 
 
 def _bias(family: str, config: Config) -> frozenset[str]:
