@@ -86,8 +86,11 @@ def show_workload(workload: Workload, console: Console) -> None:
     """
     w = workload
     shape = f"{w.params / 1e9:.4g} billion parameters in {len(w.subgroups)} subgroups on this rank"
-    clips = "" if w.clip_rate is None else f", {w.clip_rate:.1%} of the steps clip"
-    console.print(f"{w.name}: {shape}, {w.ranks_per_node * w.nodes} ranks, {_amount(w)}{clips}")
+    clips = "not known" if w.clip_rate is None else f"{w.clip_rate:.1%}"
+    console.print(
+        f"{w.name}: {shape}, ranks: {w.ranks_per_node * w.nodes}, work of an iteration: {_amount(w)}, "
+        f"steps that clip: {clips}"
+    )
     phases = Table(title="seconds per iteration")
     for column in ("phase", "median", "quartiles", "steps"):
         phases.add_column(column, justify="left" if column == "phase" else "right")
@@ -116,8 +119,8 @@ def show_workload(workload: Workload, console: Console) -> None:
 
 def _amount(workload: Workload) -> str:
     if workload.tokens_per_iteration is not None:
-        return f"{workload.tokens_per_iteration} tokens per iteration"
-    return f"{workload.samples_per_iteration} samples per iteration (tokens not known)"
+        return f"{workload.tokens_per_iteration} tokens"
+    return f"{workload.samples_per_iteration} samples (tokens not known)"
 
 
 def show_plan(plan: Plan, console: Console) -> None:
