@@ -148,11 +148,10 @@ def at_scale(gpus: int) -> dict[str, Any]:
 
 
 def llama3(samples: int) -> dict[str, Any]:
-    """Return the predicted goodput (useful training per time) at the failure rate that was published for
-    Llama 3.
+    """Return the predicted goodput (useful training per time) at the failure rate that was published for Llama 3.
 
-    The restart time is assumed. The dict also has the slowest restart with which the published "over 90%
-    effective" is possible.
+    The restart time is assumed. The dict also has the longest restart time with which the published "over 90%
+    effective" is still reached.
     """
     of, best = cluster(GPUS), at_scale(GPUS)
     asked = (ASSUMED["iteration_s"], cost(of, GPUS))

@@ -122,8 +122,9 @@ def _gain(bed: dict[str, Any], slower: str, faster: str, binding: int | None = N
     Args:
         bed: Simulated seconds of an iteration on the testbed, by model and way.
         slower, faster: Names of the two ways.
-        binding: Binding of ranks to CPU cores that was simulated. 0: the slowest published binding. 1: the fastest
-            published binding. None: the binding that the testbed's preset assumes, which lies between them.
+        binding: How ranks are bound to CPU cores in the simulation. The binding decides each rank's share of DRAM
+            bandwidth. 0: the smallest share that was published for the testbed. 1: the largest. None: the share in the
+            testbed's preset, which lies between these two.
     """
 
     def seconds(row: dict[str, Any], name: str) -> float:

@@ -7,10 +7,12 @@ which the machine could do all updates (`ebbtide.simulator.analysis.bound`). Dee
 The duration of each layer, copy and update is given (`studies.trials.emulated_training`). The durations are chosen so
 that neither the CPU alone nor the device alone could update all state within one forward.
 
-DeepSpeed's Python code takes time too. While a GPU runs a kernel, this code already prepares the next one, so the
-emulated duration of a kernel is shortened by the time of its preparation. Stride k and Twin-Flow, two published
-placements, run on the same device with ebbtide's kernels and gradient copies. So only placement and timing are
-compared.
+While a GPU runs a kernel, DeepSpeed's Python code already prepares the next kernel. On the emulated device, the Python
+code runs first, and then the kernel's duration passes. So the duration is shortened by the time of the Python code, as
+if both ran at the same time.
+
+Stride k and Twin-Flow, two published placements, run on the same device with ebbtide's kernels and gradient copies. So
+only placement and timing are compared.
 
 The second part measures plans with early updates, which start before the gradient norm is known. All updates together
 take 0.5, 1 and 2 times as long as forward and backward. The iteration time is compared with the lower bound of plans

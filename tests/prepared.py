@@ -1,10 +1,9 @@
-"""A process that has imported torch and DeepSpeed, and forks itself for tests that start Python.
+"""A process that imports torch and DeepSpeed once, and then forks itself for tests that start Python.
 
-The imports take two to three seconds of a core in each new process. A forked process has them done. It is the right
-one for a test of what a program does. A test of imports, of a launcher or of the start of Python needs a new process
-from `subprocess`.
+The imports take two to three seconds of a core in each new process. A forked process need not repeat them. Use a fork
+to test what a program does. To test imports, a launcher or the start of Python, start a new process with `subprocess`.
 
-`tests.conftest` starts the process before all tests. Without a request, it imports nothing.
+`tests.conftest` starts this process before all tests. The imports are done when the first test requests a fork.
 
     python -m tests.prepared SOCKET
 """
@@ -168,7 +167,7 @@ class Child(NamedTuple):
         os.kill(self.pid, signal.SIGKILL)
 
     def reap(self):
-        """Wait until the process has ended, and send its exit code to the test that requested it."""
+        """Wait until the forked process has ended, and send its exit code to the test that requested the fork."""
         _, status = os.waitpid(self.pid, 0)
         with contextlib.suppress(BrokenPipeError):  # no test waits any more
             self.connection.send(str(os.waitstatus_to_exitcode(status)).encode())

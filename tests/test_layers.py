@@ -230,8 +230,8 @@ NO_ROOM = {"simulator.update"}
 
 @pytest.mark.parametrize("package", ["ebbtide", "profiler", "runtime", "simulator", "studies", "tuner"])
 def test_rooms_import_each_other_in_one_direction(package):
-    """Check that the folders of each package of ebbtide, and the package's modules outside of folders, do not
-    import each other in a cycle.
+    """Check that inside each package of ebbtide, the subpackages and the single modules do not import each other in a
+    cycle. A subpackage counts as a whole.
     """
 
     def place(module: str) -> str:

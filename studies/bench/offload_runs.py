@@ -100,7 +100,9 @@ class Run:
 
     @property
     def logged_params(self) -> float:
-        """Return the number of parameters of the whole model, computed from the logged layers and hidden size."""
+        """Return the number of parameters of the whole model, computed from the number of layers and the hidden size
+        that the run's log has.
+        """
         return 12 * self.layers * self.hidden**2 + (VOCABULARY + self.seq) * self.hidden
 
     @property

@@ -26,8 +26,10 @@ def widened(x: torch.Tensor) -> bool:
 
 
 class Linear(nn.Linear):
-    """An ``nn.Linear`` that computes in fp32 and rounds its result once, on CPUs without 16-bit matrix
-    products.
+    """An ``nn.Linear`` that is also fast with 16-bit inputs on a CPU without instructions for 16-bit products.
+
+    On such a CPU, the product of a 16-bit input is computed in fp32, and the result is rounded once. Otherwise the
+    layer computes as every ``nn.Linear`` does.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name

@@ -83,10 +83,10 @@ TRAINED = (*RESUMED_WITH, STORED, STORED)
 
 
 def kills(seed: int, trained: Sequence[str] = TRAINED) -> Iterator[tuple[Kill, int, str]]:
-    """Yield the kill, the number of ranks and the parameter location of each trial, without end.
+    """Yield endlessly, for each trial, the kill, the number of ranks and the parameter location.
 
-    A parameter location is a key of `RESUMED_WITH`. Every fourth kill comes at a random moment. The
-    other kills go through the named points of the code that commits a checkpoint.
+    A parameter location is a key of `RESUMED_WITH`. Every fourth kill comes at a random moment. The other kills come at
+    the named points of the code that commits a checkpoint, and take these points in turn.
     """
     rng, number = random.Random(seed), 0
     while True:
@@ -126,11 +126,11 @@ def _occurrence(point: str, rng: random.Random) -> int:
 
 
 def reference(world_size: int, planned: bool, scratch: Path) -> tuple[Reference, float]:
-    """Return the hashes of an uninterrupted run's training state, by rank and step, and the run's time in
-    seconds.
+    """Return the hashes of an uninterrupted run's training state, by rank and step, and the run's time in seconds.
 
-    The run is made twice, and both runs must agree. Under a plan they keep the parameters in different
-    places (GPU or host memory), which must not change a bit.
+    The run is made twice, and RuntimeError is raised if the hashes of both runs are not the same. If ``planned`` is
+    True, the first run keeps the 16-bit parameters in GPU memory, and the second run keeps them in host memory. The
+    training states of both must still be bit-identical.
     """
     runs: list[Reference] = []
     for attempt, homes in enumerate(("device", "host") if planned else ("", "")):

@@ -233,15 +233,15 @@ class Trial:
         return block.iteration_s
 
     def _train(self, plan: Plan, steps: int, clips: Clips, number: int, to: "_Steps", *, always: bool = False) -> None:
-        """Train some steps of a sequence under a plan. Add their times, and the outcomes of their early updates, to
-        ``to``.
+        """Train ``steps`` steps under a plan, and add their times and the outcomes of their early updates to ``to``.
 
-        A sequence is a series of training steps that clip at a given rate or in bursts. Early updates start before the
-        gradient norm is known. Each call first trains `WARM_UP` steps, which do not clip and are not measured.
+        The steps are a section of a longer sequence of steps, some of which clip gradients. Early updates start before
+        the gradient norm is known. Each call first trains `WARM_UP` other steps, which do not clip and are not
+        measured.
 
         Args:
-            clips: Function that returns True if the step with the given number clips.
-            number: Number of the first trained step in the sequence.
+            clips: Function that returns True if the step with the given number in the sequence clips.
+            number: Number of the section's first step in the sequence.
             to: Measurements of the sequence so far, and its rule that pauses early updates (`PauseRule`). The rule
                 ignores the steps of the warm-up.
             always: True if early updates are never paused.

@@ -179,8 +179,8 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
 
 
 def _possible_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None, effort: float | None) -> float:
-    """Return the predicted seconds of an iteration under the faster plan of two full searches other than the default
-    one.
+    """Make two full plan searches that differ from the default search. Return the predicted seconds of an iteration
+    under the faster of their two plans.
 
     One search has another random seed. The other search keeps all 16-bit parameters on the GPU. The default search may
     choose such plans too, so a faster plan shows what the default search missed.
@@ -235,10 +235,11 @@ def search_s(model: str, about: Mapping[str, Any], machine: Machine, storage: Ma
 
 
 def replanned_s(work: Workload, machine: Machine, made: Plan) -> float:
-    """Return the seconds of an iteration under the plan that a new plan search during training (`quick_plan`) chooses.
+    """Return the predicted seconds of an iteration under the plan that a plan search during training (`quick_plan`)
+    chooses.
 
-    Training runs under a plan with the subgroups of the plan ``made``, but with all updates on the CPU. The new search
-    gets the same machine and memory limits as the search that found ``made``.
+    The search starts from a plan that updates all state on the CPU, in the subgroups of the plan ``made``. It gets the
+    same machine and memory limits as the search that found ``made``, so that the two results can be compared.
     """
     cut, limits = work.cut_as(made), Limits.of(work, machine)
     first = made.with_ways([Way("host")] * made.subgroup_count, staging_slots=0, prefetch=0, prediction=None)

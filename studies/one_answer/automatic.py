@@ -85,10 +85,11 @@ def simulated_rates(schedule: Schedule, watched: SimResult, seen: Workload, mach
 
 
 def _cut(job: Workload, *, whole: bool) -> Workload:
-    """Return the job with the subgroups of optimizer state that ebbtide's runtime makes from DeepSpeed's
-    subgroups.
+    """Return the job with its optimizer state divided into subgroups as ebbtide's runtime does for ``"plan": "auto"``.
 
-    If ``whole`` is True, they are DeepSpeed's subgroups, otherwise pieces of them.
+    Args:
+        whole: True to keep DeepSpeed's subgroups. False to divide them into smaller ones, as far as `piece_elements`
+            allows.
     """
     own = job.recut(job.deepspeed_subgroup_size or job.subgroup_size or DEEPSPEEDS_SUBGROUP)
     if whole:

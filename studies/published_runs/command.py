@@ -5,11 +5,10 @@
 A prediction is made as a user would make it before training: from a preset machine, `workload_from_model`,
 `build_strategy` and the simulator (`studies.published_runs.shipped`).
 
-- ``--predict``: File of runs with offload to predict. If this option is missing, the repository's
-  `published_offload_runs.csv` is used. For ``--training``, the repository's `published_training_runs.csv` is then used,
-  unless that option is given.
-- ``--training``: File of further runs to predict. Their errors are shown by family: A100, H100, consumer cards, and
-  offloaded training. Some constants of presets were fitted to some of these runs, so the errors of these runs are shown
+- ``--predict``: File of runs with offload to predict. Default: the repository's `published_offload_runs.csv`.
+- ``--training``: File of further runs to predict. Default: the repository's `published_training_runs.csv`, or no file
+  if ``--predict`` is given. The errors of these runs are shown by family: A100, H100, consumer cards, and offloaded
+  training. Some constants of presets were fitted to some of these runs, so the errors of these runs are shown
   separately (`studies.published_runs.families`).
 - ``--calibrate``: File of runs that correct the presets, as `tune calibrate` does. The errors with and without the
   correction are printed side by side.

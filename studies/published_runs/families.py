@@ -56,16 +56,15 @@ def by_preset(judged: Sequence[Judged]) -> dict[str, Any]:
 def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, float]:
     """Return the errors of predicted times for a family of training runs, and the width that prediction intervals need.
 
-    The intervals should hold the measured times of nine in ten other sources. A source is a repository or web page that
-    published runs. Only fitted runs are used: runs to which a constant of a machine preset was fitted. An error is the
-    logarithm of the predicted time divided by the measured time.
+    Only runs to which a constant of a machine preset was fitted are used. An error is the logarithm of the predicted
+    time divided by the measured time. The intervals should hold the measured times of nine in ten sources whose
+    runs are not used here. A source is a repository or web page that published runs.
 
     Returns:
         A dict. ``sources``: number of sources. ``root_mean_square`` and ``largest``: root mean square and largest
-        absolute value of the errors. ``needed``: width of the intervals, as the standard deviation of a normal
-        distribution of the errors. With fewer than ten sources, ``needed`` follows from the largest error, so that the
-        intervals hold every run. With ten or more sources, ``needed`` follows from the root mean square error and
-        Student's t distribution.
+        absolute value of the errors. ``needed``: width of the intervals, given as the standard deviation of normally
+        distributed errors. With fewer than ten sources, the width follows from ``largest``, so that the intervals hold
+        every run. With ten or more sources, it follows from ``root_mean_square`` and Student's t distribution.
     """
     from scipy.stats import t
 

@@ -42,9 +42,9 @@ def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequ
     Args:
         machines: Machine of each testbed, by the testbed's name.
         runs: Published runs to predict.
-        seen: Published runs on which the machines were calibrated. If a run's log does not tell whether gradients were
-            copied asynchronously, the prediction assumes the kind of copies (asynchronous or blocking) that fits the
-            measured backward times of most ``seen`` runs of the same campaign (series of runs by one source).
+        seen: Published runs on which the machines were calibrated. They are used for runs whose log does not tell
+            whether gradient copies were asynchronous or blocking. Such a run is predicted with the kind of copies that
+            fits the measured backward times of most ``seen`` runs of the same campaign (series of runs by one source).
     """
     return [(run, predict(as_seen(run, seen), machines[run.testbed])) for run in runs]
 

@@ -87,9 +87,7 @@ class TrainingRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the DeepSpeed config that describes the published training run, such as its ZeRO stage and
-        offloading.
-        """
+        """Return a DeepSpeed config with the settings of the training run, such as ZeRO stage and offloading."""
         zero: dict[str, Any] = {"stage": self.number("zero_stage")}
         if buckets := (self.fields.get("buckets") or "").removesuffix(INFERRED):
             zero |= dict.fromkeys(_BUCKETS, buckets)
@@ -171,9 +169,9 @@ class Prediction:
             FLOP/s.
         gib: Peak of GPU memory in GiB. If the published number is the memory of the whole GPU, ``gib`` includes memory
             outside of PyTorch's allocator, and memory that the allocator holds unused (`ALLOCATOR_SLACK`).
-        told_gib: The same peak, predicted without settings that had to be inferred because the run's source does not
-            publish them. None means the value of ``gib``.
-        bare_gib: ``told_gib`` without the memory that the allocator holds unused. None means the value of ``told_gib``.
+        told_gib: Peak of GPU memory, predicted as ``gib`` is, but only from settings that the run's source publishes.
+            Settings that had to be inferred are left out. None: equal to ``gib``.
+        bare_gib: ``told_gib`` without the memory that the allocator holds unused. None: equal to ``told_gib``.
     """
 
     seconds: float

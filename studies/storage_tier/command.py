@@ -334,7 +334,7 @@ def predict(
     trains under neither plan. It trains stock DeepSpeed for a few steps, to profile the model.
 
     Returns:
-        The dict that `durability.predicted` returns.
+        A dict with the simulated iteration times under both plans, and with the second plan (`durability.predicted`).
     """
     del steps
     become_only_rank()

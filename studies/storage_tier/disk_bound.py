@@ -1,4 +1,6 @@
-"""A comparison of training runs with the lower bound that a disk's speeds set."""
+"""Measured times of training with optimizer state on a disk, compared with lower bounds that follow from the disk's
+rates.
+"""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -47,11 +49,13 @@ def disk_figures(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes
 
 
 def floor_parts_s(disk: StorageRates, moved: float) -> dict[str, float]:
-    """Return three times in seconds: to read ``moved`` bytes from the disk, to write ``moved`` bytes, and to do both at
-    once.
+    """Return how many seconds a disk takes to read ``moved`` bytes, to write as many bytes, and to do both at once.
 
-    When both run at once, they share the disk until the shorter of the two has ended. The longer one then has the
-    disk for itself.
+    When both run at once, they share the disk until the shorter of the two has ended. The longer one then has the disk
+    for itself.
+
+    Args:
+        disk: Measured rates of the disk.
     """
     alone = {"read_s": moved / disk.read_bytes_per_s.median, "write_s": moved / disk.write_bytes_per_s.median}
     shorter, longer = sorted(alone.values())

@@ -114,17 +114,18 @@ def predicted(
     spare_bytes: float,
     given: Plan | None,
 ) -> dict[str, Any]:
-    """Return the simulated iteration times of a model under two plans with optimizer state on a disk.
+    """Simulate iterations of a model under two plans with optimizer state on a disk, and return the iteration times.
 
-    The machine and the model are measured in this process.
+    The machine and the model are measured in this process. The disk's speeds were measured before, at several times,
+    and each plan is simulated once with each of these measurements.
 
     Args:
         engine: Stock DeepSpeed's engine, with its optimizer state in memory.
         train: Function that trains one step.
         stored: First plan, with all optimizer state on the disk.
         folder: Folder on the disk.
-        drives: Speeds of the disk, measured at several times. Each of these measurements moves more bytes than the
-            measurement for a machine's profile does, because a short burst is faster than a long transfer.
+        drives: Measurements of the disk's speeds. Each of them moves more bytes than the measurement for a machine's
+            profile does, because a short burst is faster than a long transfer.
         spare_bytes: Host memory that the second plan may use in addition to the memory that ``stored`` takes.
         given: Second plan. If None, the tuner makes it, for the first entry of ``drives``.
 

@@ -93,8 +93,9 @@ class Group:
         """Compare a run that has a defect with a correct run, bit by bit, and return what `tune verify` finds.
 
         `tune verify` compares a run under a plan with a run of stock DeepSpeed. ``side`` tells which of the two has the
-        defect. The other one is correct. If the correct one is the run under a plan and training is in fp32, a run of
-        stock DeepSpeed is used instead, because both would have the same bits.
+        defect. In fp32, a correct run under a plan would have the same bits as a correct run of stock DeepSpeed. So if
+        stock DeepSpeed has the defect in fp32, a correct run of stock DeepSpeed takes the place of the run under a
+        plan.
         """
         wide = defect.dtype == "fp32"
         right = self._run("fp32 stock" if wide else "stock", STOCK)

@@ -54,12 +54,12 @@ KINDS = ("stock", "plan", "torch", "torch flipped")  # runs of each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:
-    """Return the models and settings of the training runs without a defect, for the test of `tune verify`.
+    """Return the models and settings with which the test of `tune verify` trains without a defect.
 
     `tune verify` must find no defect in these runs.
 
     Args:
-        stage: ZeRO stage that the test sets for a group of runs. A setting that fixes another ZeRO stage, such as
-            ZeRO-1, is only in the group of stage 2.
+        stage: ZeRO stage of the runs. A setting with a ZeRO stage of its own, such as ZeRO-1, is returned only if
+            ``stage`` is 2.
     """
     return [shape for shape in RIGHT if not shape.stage or stage == 2]

@@ -41,8 +41,9 @@ def decay_in_another_group(engine: Any) -> None:
 
 
 def _lose_moments(state: dict[str, Any]) -> None:
-    """Set both Adam moments in an optimizer state to zero, as a resume would that restores only masters and
-    step counts.
+    """Set both Adam moments in an optimizer state to zero.
+
+    This is the defect of a resume that restores only masters and step counts.
     """
     state["exp_avg"].zero_()
     state["exp_avg_sq"].zero_()

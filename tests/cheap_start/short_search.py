@@ -1,7 +1,7 @@
 """A short plan search, for tests that use plans and do not judge them.
 
-A child process of a test searches shortly if the environment variable `SHORT` is "1": sitecustomize.py beside this
-file sees to it.
+If the environment variable `SHORT` is "1" in a child process of a test, plan searches in that process are also short:
+sitecustomize.py beside this file makes them so.
 """
 
 SHORT = "TESTS_SHORT_SEARCH"
@@ -11,8 +11,9 @@ POINTS = 10  # numbers of subgroups per placement that are tried first
 
 
 def changes(decision):
-    """Return the changes that make the plan search short, as a list of (module, name, value). Every kind of step is
-    still taken, with few plans each.
+    """Return the changes that make the plan search short, as a list of (module, name, value).
+
+    A short search has all stages of a full one, but tries only a few plans in each stage.
 
     Args:
         decision: The module `ebbtide.tuner.placements.decision`.

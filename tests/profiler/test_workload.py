@@ -49,9 +49,11 @@ def test_a_live_engine(only_rank, accumulation):
 
 
 def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
-    """Check the profiled time of gradients on their way to the host: for each subgroup 1 s for the
-    device-to-host copy of each micro-batch, and 1 s for the norm. If only a part of the gradients is
-    measured, the time is scaled up to all of them.
+    """Check the profiled time in which gradients are copied to the host and their norm is computed.
+
+    In this test, each copy and each norm takes 1 s. The gradients of a subgroup are copied once for each micro-batch,
+    and their norm is computed once in a step. If only a part of the gradients is measured, the time is scaled up to all
+    of them.
     """
     clock, flats = itertools.count(), [torch.empty(n) for n in (100, 300, 100)]
     optimizer = SimpleNamespace(fp16_partitioned_groups_flat=flats, gradient_accumulation_dtype=torch.bfloat16)
@@ -64,9 +66,10 @@ def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
 
 @pytest.mark.parametrize("reuse", [0, 10**9])
 def test_what_a_live_engine_gathers_again(only_rank, reuse):
-    """Check which parameters the profiler records as gathered again for backward by a ZeRO-3 engine. Norms and
-    biases stay gathered until the end of the step, and other parameters stay if DeepSpeed uses them again
-    soon enough.
+    """Check which parameters the profiler records as gathered a second time in a step, for backward under ZeRO-3.
+
+    Norms and biases are gathered once, because DeepSpeed keeps them until the end of the step. The other parameters are
+    gathered again, unless DeepSpeed keeps them because their next use comes soon (``stage3_max_reuse_distance``).
     """
     engine = start(
         stage3_param_persistence_threshold=100, stage3_max_reuse_distance=reuse, stage3_prefetch_bucket_size=1

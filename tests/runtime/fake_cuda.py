@@ -4,16 +4,16 @@ Device memory is host memory, and the default stream runs immediately, in the tr
 strict as CUDA allows:
 
 - A stream is a thread that runs its work **late**: when something waits for the work, or after a random delay. The
-  delays depend only on a seed and the stream's number. Copies and kernels read their sources when they run, not
-  when they are issued.
-- The caching allocator reuses a freed block immediately, in the order of the stream it was allocated on. If a
-  tensor is freed without ``record_stream`` and a copy on another stream then reads it, the copy finds the data of
-  the block's next owner. Here this data is a fixed pattern called poison, and the fake records a violation. Memory
-  that was never written holds poison too.
+  delays depend only on a seed and the stream's number. Copies and kernels read their sources when they run, not when
+  they are issued.
+- The caching allocator reuses a freed block immediately, in the order of the stream it was allocated on. If a tensor is
+  freed without ``record_stream`` and a copy on another stream then reads it, the copy finds the data of the block's
+  next owner. Here this data is a fixed pattern called poison, and the fake records a violation. Memory that was never
+  written holds poison too.
 - An event stands for the work that was on its stream when the event was recorded.
-- A copy from or to pageable host memory blocks its caller. A page lock covers whole pages. The fake cannot tell
-  device memory from host memory. So a copy that ebbtide issues between the two counts as pageable if neither the
-  source nor the target is page-locked.
+- A copy from or to pageable host memory blocks its caller. A page lock covers whole pages. When ebbtide issues a copy
+  between host and device, the fake cannot tell which of the two tensors is the host's. So the copy counts as pageable
+  if neither tensor is page-locked.
 - Synchronizations of the whole device, and those that blocked a thread, are counted.
 """
 
@@ -306,10 +306,11 @@ class Allocator:
         return name
 
     def given_away(self, name, stream):
-        """Release a reference that `hold` made to a memory block.
+        """Release a reference that `hold` made to a memory block, for a copy or kernel that runs on ``stream``.
 
-        Return True if the block has been freed, was not allocated on ``stream``, and was not recorded as used by
-        ``stream``. The allocator may then have given the block to a new owner, who already writes to it.
+        Return True if the copy or kernel uses the block too late: the block is free, and nothing told the allocator
+        that ``stream`` uses it. The block was neither allocated on ``stream`` nor recorded as used by ``stream``. So
+        the allocator may have given the block to a new owner, who already writes to it.
         """
         with self._lock:
             block = self.block(name)
@@ -418,8 +419,8 @@ class FakeRuntime:
             raise RuntimeError(f"CUDA error {error}")
 
     def flies(self, tensor, by=1):
-        """Add ``by`` to the number of copies in progress that read or write a tensor: 1 when a copy is issued, -1 when
-        it runs. While the number is not 0, an unlock of the tensor's pages is reported as a violation.
+        """Add ``by`` to the number of pending copies that read or write a tensor: 1 when a copy is issued, -1 once it
+        runs. While the number is not 0, an unlock of the tensor's pages is reported as a violation.
         """
         begin = tensor.data_ptr()
         self._flying[begin, begin + tensor.nbytes] += by

@@ -1,5 +1,5 @@
-"""Tests of the lock that is left when a build of DeepSpeed's ops is killed: ebbtide recognizes the lock as
-stale, and a start that waits for a lock says so.
+"""Tests of the lock file that stays when a build of DeepSpeed's ops is killed. ebbtide recognizes such a file as stale,
+and logs a warning while a process waits for a lock file.
 """
 
 import logging

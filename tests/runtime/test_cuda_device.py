@@ -38,8 +38,12 @@ def locked(fake, *, filled_with=0.0, elements=64):
 
 
 def copied_away(fake, *, recorded):
-    """Copy a tensor to host memory on another CUDA stream, free the tensor before the copy runs, and return
-    the copy.
+    """Start a copy of a tensor to host memory on another CUDA stream, and free the tensor before the copy runs. Return
+    the target of the copy.
+
+    Args:
+        recorded: True to call ``record_stream`` for the tensor, so that its memory is not reused before the copy has
+            run. Without this call, freeing the tensor is an error.
     """
     stream, location = fake.cuda.Stream(), locked(fake)
     source = torch.ones(64)

@@ -133,7 +133,7 @@ def executed(workload, plan):
 def backward(executor, workload):
     """Deliver the gradients of each micro-batch of a step to the executor, those of the last layer first.
 
-    A layer has one parameter in each subgroup that holds a part of the layer.
+    In the tests of this module, a layer has one parameter in each subgroup that holds a part of the layer.
     """
     held, slices = [0] * len(workload.subgroups), {}
     for layer, shares in enumerate(workload.shares()):
@@ -158,8 +158,8 @@ def backward(executor, workload):
 
 
 def delivered(slices, size):
-    """Yield the gradients that DeepSpeed hands over to ebbtide together, and the layer whose backward ran last before
-    that.
+    """Yield a pair for each time that DeepSpeed hands gradients over to ebbtide: the list of these gradients, and the
+    layer whose backward ran last.
 
     DeepSpeed collects gradients in a bucket of ``size`` elements, as in
     ``reduce_independent_p_g_buckets_and_remove_grads``. When the next gradient does not fit, the bucket's gradients are
@@ -216,7 +216,9 @@ def random_case(rng, *, bucket=False):
     """Return a random workload and a random plan.
 
     Args:
-        bucket: True if gradients leave DeepSpeed's bucket. Each layer is one parameter, which lies in one subgroup.
+        bucket: True for a workload in which gradients wait in DeepSpeed's bucket before they go to ebbtide. Each layer
+            is then one parameter, which lies in one subgroup. False for a workload without a bucket, in which a layer
+            may lie in several subgroups.
     """
     sizes = [rng.randint(10, 90) for _ in range(rng.randint(1, 9))]
     # Few layers: a layer holds many subgroups. Many layers: a subgroup holds many, and parts of others.

@@ -29,7 +29,9 @@ def op(deepspeed_ops):
 
 @pytest.fixture(scope="module", params=["loaded", "avx512", "avx2", "scalar"])
 def any_op(request, op):
-    """Return DeepSpeed's CPU Adam op as built on this machine, or as built for another CPU if this one can run it."""
+    """Return DeepSpeed's CPU Adam op: the build for this CPU, or a build for given vector instructions (AVX-512, AVX2
+    or none). Skip the test if this CPU lacks these instructions.
+    """
     if request.param == "loaded":
         return op
     if not runs_here(request.param):

@@ -364,8 +364,9 @@ def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
 
 
 def test_a_wait_for_one_parameter_is_a_wait_for_all_of_its_gather():
-    """Check that a wait for one parameter also counts as a wait for the copies of all parameters in the same
-    gather. The copies go from host memory to the GPU, and the gather begins only after all of them.
+    """Check which copies from host memory to the GPU are recorded as waited for, when forward or backward waits for one
+    gathered parameter. These must be the copies of all parameters in the same gather, because the gather begins only
+    after all of them.
     """
     waited, names = [], ["first", "second", "apart"]
     held = torch.zeros(1)

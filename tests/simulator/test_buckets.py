@@ -47,12 +47,13 @@ def test_all_that_is_left_leaves_at_the_end_of_backward():
 
 
 def test_small_parameters_leave_with_their_layer():
-    """Check after which layer's backward the gradients of a layer of many small parameters leave DeepSpeed's reduce
-    bucket.
+    """Check after which layer's backward the simulator lets a layer's gradients leave DeepSpeed's reduce bucket, if the
+    layer has many small parameters.
 
-    A gradient leaves the bucket when the next one does not fit. The simulator lets all gradients of a layer leave at
-    one time: when half of the layer's elements have left. So if the bucket holds a single gradient, the gradients of a
-    layer leave after this layer's own backward, although the last one waits for a gradient of the next layer.
+    In DeepSpeed, gradients leave the bucket when the next one does not fit. In the simulator, all gradients of a layer
+    leave at one time: when DeepSpeed has reduced half of the layer's elements. So if the bucket holds a single
+    gradient, a layer's gradients leave after the layer's own backward. In DeepSpeed, the last of these gradients would
+    wait for a gradient of the next layer.
     """
     work = Workload(name="w", layers=layers(40, 40), subgroups=(80,), parameters=((10,) * 8,))
     assert left(work, 10) == [[0], [1]]
@@ -185,9 +186,10 @@ def test_the_order_of_updates_knows_when_gradients_leave():
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_small_bucket_costs_no_time_and_changes_nothing(seed, monkeypatch):
-    """Check that layers are cut into few parts however small the bucket is, and that all parts give the same result.
+    """Check that the simulator divides a layer's gradients into few parts, however small DeepSpeed's gradient bucket
+    is. With and without this limit, gradients must leave the bucket after the backward of the same layers.
 
-    Without the limit, 8 B parameters with a bucket of 1,000 elements are 8 million parts in each schedule.
+    Without the limit, the schedule of a model with 8 B parameters and a bucket of 1,000 elements has 8 million parts.
     """
     rng = random.Random(seed)
     work = random_workload(rng, rng.choice([2, 3])).model_copy(update={"parameters": ()})

@@ -21,8 +21,8 @@ def work(machine=A100, **shape):
 
 
 def network_s(data, machine=A100):
-    """Return the simulated seconds on the network of one layer's parameter gather, if the ranks of a node
-    share the network.
+    """Return how many seconds the parameter gather of one layer uses the network in the simulator, if the ranks of a
+    node share the network.
     """
     made = work(machine, data_parallel=data)
     rate = capacities(machine, made.ranks_per_node)["network"]

@@ -126,10 +126,11 @@ def test_steps_that_are_right_wrong_skipped_paused_or_have_a_gradient_twice(seed
 
 
 def test_a_wrong_early_update_waits_for_its_own_copy_to_the_host_if_that_is_the_later_one():
-    """Check that the redo of a rolled-back staged update waits until the subgroup's state is back in host memory.
+    """Check that a redone staged update waits for the state that the rolled-back update copies to host memory.
 
-    A staged update copies the state to the GPU and back, and the redo copies the state to the GPU again. The redo must
-    wait even if it uses another staging buffer (GPU memory for one subgroup) that has long been free.
+    A staged update copies a subgroup's state to the GPU and back. If the update was early and is rolled back, it is
+    redone, and the state is copied to the GPU again. This copy must wait until the state is back in host memory, even
+    if it uses another staging buffer (GPU memory for one subgroup) that has long been free.
     """
     run = Run([Way("device", early=True)] * 2, slots=2, prefetch=0, order=[0, 1])
     run.made.backward(None)

@@ -232,8 +232,8 @@ def test_predicted_and_other_timelines_open_side_by_side(tmp_path):
 
 
 def test_layers_of_the_first_schema_had_the_times_of_all_micro_batches():
-    """Check that a workload file of schema 1 (an older format) is converted when it is read. Its layers had
-    the times of all micro-batches together.
+    """Check that a workload file of schema 1 (an older format) is converted when it is read. In schema 1, a layer's
+    forward and backward times were sums over all micro-batches of a step.
     """
     work = workload(gradient_accumulation_steps=4, forward_s=0.5, backward_s=1.5)
     fields = work.model_dump(mode="json")

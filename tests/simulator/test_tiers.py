@@ -27,7 +27,9 @@ FURTHER = "spilled"
 
 @pytest.fixture
 def further(monkeypatch):
-    """Add a new placement of optimizer state to the simulator's tables and return its name. Under it the state
+    """Add a new placement of optimizer state to the simulator's tables and return its name.
+
+    Tests use it to show that the simulator needs no other change for a new placement. Under this placement, the state
     is read from storage, updated on the host, and written back.
     """
     update, location = RECIPES["host"].steps

@@ -1,5 +1,5 @@
-"""Test of the study that compares the speed of training under `tune run` with direct calls of ebbtide's
-library, with both in this process. The training results of both are identical bit for bit.
+"""Test of the study that compares the speed of training under `tune run` with that of training by direct calls of
+ebbtide's library. In this test, both train in this process, and their results must be bit-identical.
 """
 
 import io

@@ -1,5 +1,7 @@
-"""Tests of the study of goodput under failures: a published case is reproduced, more GPUs never raise goodput,
-and no rule of thumb for the checkpoint interval beats the best interval.
+"""Tests of the study of goodput (the fraction of time that is useful training) under failures.
+
+The goodput of a published case is reproduced. The goodput never rises with the number of GPUs. No rule of thumb for the
+checkpoint interval gives more goodput than the best interval.
 """
 
 import json

@@ -285,8 +285,10 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
 
 @pytest.mark.parametrize(("name", "ranks"), [("a100-node", 4), ("a100-node", 8), ("h100-node", 4)])
 def test_a_plan_has_the_interval_that_was_judged(name, ranks):
-    """Check that the prediction interval of a plan with estimated layer times is as wide as the interval that the
-    study of published runs tests. With measured layer times the interval must be narrower.
+    """Check how wide the prediction interval of a plan is.
+
+    With estimated layer times, it must be as wide as the interval that the study of published runs compares with
+    measured times. With measured layer times, it must be narrower.
     """
     machine = preset(name)
     # With DeepSpeed's own bucket, all gradients of this small model would leave at the end of backward.

@@ -169,8 +169,8 @@ def _kinds(remarks):
     """Return the part before the colon of each remark, without a prediction error such as " (5%)". A remark is a
     sentence about the result of a search over training configurations.
 
-    A test compares the remarks of `tune search` with those on a simulation of all configurations. Their prediction
-    errors may differ.
+    A test compares the remarks of `tune search` with those of a search that simulates every configuration. The
+    prediction errors in the remarks of the two may differ.
     """
     return [re.sub(r" \(\d+%\)", "", remark.split(":")[0]) for remark in remarks]
 

@@ -101,8 +101,8 @@ def timed(work, on, plan, strategies):
 
 
 def expected_s(work, on, plan):
-    """Return two predicted times of a plan in seconds: the mean time of an iteration over clipped and
-    unclipped ones, and the time of an iteration that does not clip.
+    """Return two predicted iteration times of a plan in seconds: the mean over steps that clip and steps that do not,
+    and the time of a step that does not clip.
     """
 
     def run(plan):

@@ -28,8 +28,8 @@ def test_those_that_leave_are_evenly_spaced():
 
 
 def whole(subgroups=40):
-    """Return a workload for the plan search with only the 16-bit parameters as base GPU memory (`device_base_bytes`),
-    which is the memory in use throughout an iteration.
+    """Return a workload for the plan search in which the 16-bit parameters are the only memory that the GPU uses
+    throughout an iteration (`device_base_bytes`).
     """
     work = workload(subgroups)
     return work.model_copy(update={"device_base_bytes": work.params * work.wire_bytes})
@@ -65,8 +65,8 @@ def test_what_fits_nowhere_says_what_is_missing():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
-    """Check that no random plan with parameters in host memory has a shorter iteration than either of two
-    lower bounds: for the plan's own parameter locations, and for any locations.
+    """Check that no random plan with parameters in host memory has a shorter iteration than two lower bounds. The first
+    is for all plans with the same parameter locations, the second for plans with any locations.
     """
     rng = np.random.default_rng(seed)
     for _ in range(5):

@@ -35,8 +35,8 @@ def test_a_search_of_configurations_and_a_live_plan_give_the_decisions_answer(mo
 
 
 def test_no_search_begins_outside_of_the_decision(monkeypatch):
-    """Check that `tune search` and a re-plan during training start no plan search of their own. Each search must start
-    in `decision._quickly`, the function for quick plan searches.
+    """Check that `tune search` and a re-plan during training search for plans only through `decision._quickly`, the
+    function for quick plan searches.
     """
     deciding, began, inside, outside = decision._quickly, Search.__init__, [], []
 

@@ -115,8 +115,9 @@ def test_parameters_never_move_for_nothing(seed):
 
 
 def test_sums_of_micro_batches_stay_where_device_memory_is_given():
-    """Check that the short plan search keeps gradient sums on the GPU if it is given more GPU memory than the
-    running plan uses, and otherwise keeps the choice of the running plan.
+    """Check where the plan search during training (`quick_plan`) puts gradient sums. If it is given more GPU memory
+    than the running plan uses, it puts some of them on the GPU. Otherwise it leaves them where the running plan has
+    them.
     """
     workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
     slow = machine.with_rates(h2d_bytes_per_s=4e9, d2h_bytes_per_s=4e9)

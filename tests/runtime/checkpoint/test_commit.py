@@ -46,8 +46,10 @@ def call_count(tmp_path):
 
 
 def check_after_fault(bench, job):
-    """Check that after a failed save of checkpoint "b" only complete checkpoints are listed, and that "a" is
-    listed if "b" is not.
+    """Check the list of checkpoints after a fault in the save of checkpoint "b", which followed checkpoint "a".
+
+    All listed checkpoints must be complete. If the fault came before "b" was complete, "a" must be listed. Otherwise
+    "b" is listed, and "a" may be deleted, because the save keeps only one checkpoint.
     """
     tags = [e.tag for e in list_checkpoints(bench.folder)]
     assert "a" in tags or "b" in tags

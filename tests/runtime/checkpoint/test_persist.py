@@ -250,11 +250,11 @@ def test_the_disk_has_as_many_writes_as_writers_and_the_next_block_is_ready(tmp_
 
 
 def test_a_block_that_waits_for_the_disk_may_be_copied_and_is_then_written_once(tmp_path):
-    """Check that a writer thread that waits for the disk does not write its block of the checkpoint, if another
-    thread takes a copy of the block meanwhile.
+    """Check that a writer thread of a checkpoint does not write its block, if another thread has copied the block while
+    the writer thread waited for the disk.
 
-    The block is then written once, from the copy. The waiting thread would read the tensors that training uses,
-    which the optimizer may update as soon as the copy exists.
+    The block is written once, from the copy. The writer thread would write it from the tensors that training uses, and
+    these may be updated as soon as the copy exists.
     """
     bench, files = Bench(tmp_path, writers=1), Busy()
     job = bench.begin({"a": {"x": torch.randn(4 * BLOCK // 4)}}, files=files)

@@ -110,7 +110,8 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, monkeypatch):
-    """Check on-device gradient accumulation with fp32 sums, and in fp16 training.
+    """Check that training with gradients accumulated on the GPU has stock DeepSpeed's results, with fp32 gradient sums
+    and in fp16.
 
     The first fp16 steps overflow, and the copies of gradients in progress at that time must be discarded.
     """

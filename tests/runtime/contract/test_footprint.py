@@ -206,8 +206,9 @@ class Locking(DEVICES[DEVICE]):
     """An emulated device that copies each host buffer before use, as ebbtide's CUDA device does with buffers that are
     not page-locked. Buffers that the device itself has allocated are not copied.
 
-    At each copy, ``kept`` grows by the number of original buffers that were copied earlier and are still allocated.
-    If ``kept`` is 0 at the end, each original buffer was freed before the next one was copied.
+    ``kept`` shows whether the original of a copied buffer stays in memory. Each copy adds to ``kept`` the number of
+    originals of earlier copies that still exist. If ``kept`` is 0 at the end, each original was freed before the next
+    buffer was copied.
     """
 
     def __init__(self):
@@ -238,7 +239,9 @@ def test_below_zero_3_a_flat_buffer_is_gone_before_the_next_one_moves():
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, deepspeed_ops):
-    """Run `tests.runtime.measured_memory`, and return the folder with its results, one file per case."""
+    """Run `tests.runtime.measured_memory`, which measures the host and device memory of an engine in several cases.
+    Return the folder with its results, one file per case.
+    """
     folder = tmp_path_factory.mktemp("measured")
     done = run(["-m", "tests.runtime.measured_memory", folder], env=without_a_rank())
     assert done.returncode == 0, done.stderr[-3000:]

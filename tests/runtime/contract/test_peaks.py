@@ -72,11 +72,11 @@ class Apart(Counting):
 
 @pytest.mark.parametrize("back", [False, True])
 def test_what_leaves_the_device_leaves_before_what_comes_in(back):
-    """Check that a switch to another plan needs no more GPU memory than the larger one of both plans, but for one
-    subgroup that is there twice.
+    """Check that a switch between two plans needs at most the GPU memory of the larger plan plus the memory of one
+    subgroup, which is there twice for a moment.
 
-    One plan keeps parameters on the GPU, and the other one optimizer state instead. A GPU that has room for either
-    would otherwise refuse the second one, and the plan would be replaced by a slower one.
+    One plan keeps parameters on the GPU, the other one keeps optimizer state there. If a switch needed memory for both,
+    ebbtide would refuse the new plan on a GPU with room for only one of them, and use a slower plan.
     """
     engine, device = start(ByteGPT(MODEL)), Apart()
     here = plan_for(engine, ["host"], locations=["device"])
@@ -150,7 +150,9 @@ def alive(storages):
 
 
 def are_at(engine, storages):
-    """Return whether the model's parameters and the tensors that updates write to are in the given storages."""
+    """Return whether the storages of the model's parameters and of the tensors that updates write to are exactly the
+    given ones.
+    """
     there = {storage.cdata for storage in storages}
     held = [*engine.module.parameters()]
     held += [state.wire for state in engine.optimizer._ebbtide.executor.states]

@@ -342,11 +342,11 @@ def dropping(size=SIZES["tiny"]):
 @pytest.mark.skipif(DEVICE == "unified", reason="one memory has no other place for parameters")
 @pytest.mark.parametrize("options", [{}, {"subgroup_size": SUBGROUP}, {"accumulation": 2, "clipping": 0.01}])
 def test_auto_moves_parameters_and_trains_the_same_bits(options, monkeypatch):
-    """Check that a plan of ``plan="auto"`` which moves 16-bit parameters to host memory trains stock DeepSpeed's bits,
-    with dropout, although DeepSpeed's config keeps all parameters on the GPU.
+    """Check that training with ``plan="auto"`` and dropout has stock DeepSpeed's bits, if the plan moves 16-bit
+    parameters to host memory. DeepSpeed's config keeps all parameters on the GPU.
 
-    The plan comes from the real search. It is told that the CPU updates slowly and that no GPU memory is free, so that
-    the memory of parameters is worth more for optimizer state.
+    The plan comes from the real search. The search is told that the CPU updates slowly and that no GPU memory is free.
+    So training becomes faster if parameters leave GPU memory and optimizer state takes their place.
     """
     monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", functools.partial(with_a_slow_cpu, auto.better_plan))

@@ -177,9 +177,9 @@ def shown_after_a_step(engine):
 
 
 def waited_for(engine):
-    """Call `wait` of the engine's optimizer, and yield the parameter tensors that a script may already hold.
+    """Call `wait` of the engine's optimizer, and then yield the parameter tensors that a script may already hold.
 
-    Reading such a tensor cannot wait for an update by itself.
+    `wait` must come first, because reading such a tensor does not wait until the tensor's update has ended.
     """
     if hasattr(engine.optimizer, "wait"):
         engine.optimizer.wait()

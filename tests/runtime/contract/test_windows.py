@@ -253,11 +253,10 @@ def stock_with_experts(routes, grad_dtype, stage):
 @pytest.mark.parametrize("routes", [ROUTES, RARE], ids=["often", "rare"])
 @pytest.mark.parametrize("sums", [0, 99])
 def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device, sums):
-    """Check that a model with experts that some micro-batches do not use trains under a plan as with stock
-    DeepSpeed.
+    """Check that a model with experts that some micro-batches do not use trains under a plan as with stock DeepSpeed.
 
-    Stock DeepSpeed applies the gradients that such experts have from an earlier step again, and ebbtide
-    must do the same.
+    If an expert gets no gradient in a step, stock DeepSpeed applies the expert's gradient from an earlier step once
+    more. ebbtide must do the same.
     """
 
     engine = with_experts(routes, grad_dtype, stage)

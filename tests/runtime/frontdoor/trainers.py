@@ -265,14 +265,13 @@ def outcome(
 ) -> tuple[Outcome, dict[str, Any]]:
     """Train an engine with the function ``train``, and destroy the engine.
 
-    Return the results of training, and a value of the config key ``ebbtide`` for another run of the same training.
-
     Args:
-        key: Value of the config key ``ebbtide`` for this run. None means that stock DeepSpeed trains.
+        key: Value of the config key ``ebbtide``. None means that stock DeepSpeed trains.
 
     Returns:
-        ((state, losses), key for another run). If ``key`` is None, the returned key holds a plan for the engine's
-        subgroups, so that the training can be repeated under this plan. Otherwise the returned key is ``key`` itself.
+        ((state, losses), next key). The next key is a value of the config key ``ebbtide`` for a repetition of the
+        training. If ``key`` is None, the next key holds a plan for the engine's subgroups, so that the repetition is
+        under a plan. Otherwise the next key is ``key`` itself.
     """
     engine, losses = train(key, **options)
     assert hasattr(engine.optimizer, "_ebbtide") == (key is not None)

@@ -33,7 +33,7 @@ class Killing(Files):
 
     Args:
         name: Name of the point at which the process is killed.
-        left: Number of times that the point is reached. At the last of them the process is killed.
+        left: 1 to kill the process when it reaches the point for the first time, 2 for the second time, and so on.
     """
 
     def __init__(self, name, left):

@@ -48,8 +48,8 @@ def test_no_write_takes_a_place_that_is_still_needed(keep):
     """Check that a ledger never gives a write an extent (byte range of a file) that holds state that is still needed.
 
     The test writes and commits versions of the optimizer state in random order. Each write records hashes that are
-    different for each subgroup and version. At each commit, and later in each kept step, the extents must have the
-    hashes of the committed version.
+    different for each subgroup and version. The extents of a version must have the version's hashes when it is
+    committed, and as long as the ledger keeps the version (it keeps the last ``keep`` ones).
     """
     chance, full = random.Random(keep), 0
     ledger = Versions(SUBGROUPS, keep + 1, [], [])
