@@ -196,8 +196,8 @@ def test_what_changes_between_backward_and_step(change, pattern):
 def every_second(change):
     """Return a function that calls ``change``, which changes the optimizer state, in every second step.
 
-    In training under a plan, the function first checks that early updates have left some state outside DeepSpeed's
-    tensors. Otherwise the test would not show that the change reaches such state.
+    In training under a plan, the returned function first checks that early updates have left some state outside of
+    DeepSpeed's tensors. Otherwise the test would not show that the change reaches this state.
     """
 
     def changes(engine, number):
