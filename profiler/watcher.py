@@ -17,6 +17,8 @@ from ebbtide.runtime.hardware.background import InterpreterEndsError, native_wor
 from ebbtide.simulator.layer import MemoryPoint
 
 SAMPLE_EVERY_S = 0.005
+# What DeepSpeed's step does in Python before its updates: both depend on the number of parameters.
+BEFORE_UPDATES = ("_partition_all_parameters", "_get_norm_groups")
 Phase = Literal["forward", "backward", "step", "other"]
 
 
@@ -46,6 +48,8 @@ class Trace:
         tokens: Tokens of this rank in all micro-batches. None if the number is unknown in any of them.
         gradient_path_s: Time in which DeepSpeed moves gradients to host memory during backward. In a plain record, the
             time that this takes the CPU or the GPU, whichever is shorter.
+        step_issue_s: CPU time that ``step()`` spends before the updates, in DeepSpeed's Python code. 0 if the record is
+            not plain.
         computed_s: Time from the start of backward until the GPU has computed all gradients. 0 if it is unknown.
     """
 
@@ -62,6 +66,7 @@ class Trace:
     tokens: int | None = 0
     gradient_path_s: float = 0.0
     computed_s: float = 0.0
+    step_issue_s: float = 0.0
     memory: list[MemoryPoint] = field(default_factory=list)
 
     @property
@@ -190,6 +195,8 @@ class PlainTimer(PhaseHooks):
         self._computed: list[tuple[_Mark, _Mark]] = []
         self._paths: list[tuple[_Mark, _Mark]] = []
         self._wrap(engine.optimizer, "independent_gradient_partition_epilogue", self._gradients_computed)
+        for name in BEFORE_UPDATES:
+            self._wrap(engine.optimizer, name, self._issued)
 
     def begin(self) -> None:
         self.trace = Trace(plain=True, began_s=time.perf_counter())
@@ -229,6 +236,12 @@ class PlainTimer(PhaseHooks):
         begin = _Mark()
         result = original(*args, **kwargs)
         self._paths.append((begin, _Mark()))
+        return result
+
+    def _issued(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        began_s = time.perf_counter()
+        result = original(*args, **kwargs)
+        self.trace.step_issue_s += time.perf_counter() - began_s
         return result
 
 

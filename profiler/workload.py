@@ -105,6 +105,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         device_base_bytes=_base_bytes(traces, fullest, layers),
         live_params=None if gathers is None else gathers.live,
         module_issue_s=module_issue_s(traces) if torch.cuda.is_available() else 0.0,
+        step_issue_s=_median(t.step_issue_s for t in plain) if plain else 0.0,
         stock_backward_extra_s=max(0.0, stock_extra_s - own_s),
         memory_curve=tuple(sorted(fullest.memory, key=lambda point: point.t_s)),
         provenance=f"medians of {len(timed)} steps of a live engine, memory of the fullest of {len(traces)}",

@@ -104,6 +104,8 @@ class Workload(Shown, Page):
         module_issue_s: Time in which the host launches the first kernel of a module, after it has waited for the
             module's parameters (for their update or their copy to the GPU). It is spent in DeepSpeed's hooks. 0 if
             unknown, or if the model runs on the CPU.
+        step_issue_s: Time that the CPU spends in ``step()`` before the updates, in DeepSpeed's Python code: it releases
+            the parameters one by one and adds up their gradient norms. 0 if unknown, or if the model runs on the CPU.
         deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are parts of DeepSpeed's subgroups. 0: they
             are DeepSpeed's own, of size ``subgroup_size``.
         state_stays: True if DeepSpeed's fp32 tensors in host memory have space for all state, even if it is in GPU
@@ -144,6 +146,7 @@ class Workload(Shown, Page):
     device_base_bytes: int = Field(0, ge=0)
     device_base_parts: dict[BaseKind, NonNegativeInt] = Field(default_factory=dict)
     module_issue_s: float = Field(0.0, ge=0)
+    step_issue_s: float = Field(0.0, ge=0)
     live_params: int | None = Field(None, ge=0)
     state_stays: bool = False
     stock_backward_extra_s: float | None = Field(None, ge=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,8 @@ class Recorder:
     iteration: int = 0
     _noted: deque[_Noted] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
     _begun: dict[OpKind, Moment] = field(default_factory=dict)
+    _issued: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
+    _issue_began_s: float = 0.0
 
     def forward_begins(self) -> None:
         self._begin(OpKind.FORWARD)
@@ -82,6 +85,27 @@ class Recorder:
     def step_ends(self) -> None:
         self._end(OpKind.STEP_END)
         self.iteration += 1
+
+    def issue_begins(self) -> None:
+        """Record that an optimizer step begins, which later starts the updates."""
+        self._issue_began_s = time.perf_counter()
+
+    def issue_waited(self, seconds: float) -> None:
+        """Leave out seconds of the present optimizer step in which the CPU waited for the GPU."""
+        self._issue_began_s += seconds
+
+    def issue_ends(self) -> None:
+        """Record that the optimizer step has started all updates."""
+        self._issued.append(time.perf_counter() - self._issue_began_s)
+
+    @property
+    def step_issue_s(self) -> float:
+        """Return the median CPU seconds that ``step()`` takes until it has started all updates, over the latest steps.
+
+        Waits for the GPU are left out. The result is 0 if the model runs on the CPU, because its forward and backward
+        then use the same cores.
+        """
+        return statistics.median(self._issued) if self._issued and self.device.name == "cuda" else 0.0
 
     def watch(self) -> None:
         """Start to measure in forward and backward when each gradient is computed, and when the GPU waits for copies.

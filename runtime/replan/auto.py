@@ -91,7 +91,7 @@ class _Automatic:
         own = self.session
         timeline = own.timeline()
         current, machine = own.plan.model_copy(update={"overlap_forward": own.overlaps}), self.machine
-        seen = attempted(lambda: observed_workload(own.engine, own.recorder.passes()))
+        seen = attempted(lambda: observed_workload(own.engine, own.recorder.passes(), own.recorder.step_issue_s))
         own.recorder.unwatch()
         if None in gathered(seen) or seen is None:  # on one rank: no rank plans
             own.switch(current)
@@ -133,20 +133,19 @@ def better_plan(workload: Workload, machine: Machine, current: Plan, free_device
 
 
 def _agreed(mine: Workload, session: Session) -> Workload:
-    """Return this rank's measured workload, with the medians over ranks of the times of forward, backward
-    and parameter exchange, and with the clip rate that was counted in training.
+    """Return this rank's measured workload, with the medians over ranks of its times, and with the clip rate that was
+    counted in training.
     """
     nodes, ranks = nodes_and_ranks()
-    own = mine.forward_s, mine.backward_s, mine.step_gather_s
-    every = [statistics.median(seconds) for seconds in zip(*gathered(own), strict=True)]
-    forward, backward = (
-        seconds / before if before else 1.0 for seconds, before in zip(every[:2], own[:2], strict=True)
-    )
+    own = mine.forward_s, mine.backward_s, mine.step_gather_s, mine.step_issue_s
+    *passes, gather_s, issue_s = (statistics.median(seconds) for seconds in zip(*gathered(own), strict=True))
+    forward, backward = (seconds / before if before else 1.0 for seconds, before in zip(passes, own[:2], strict=True))
     layers = tuple(
         layer.model_copy(update={"forward_s": layer.forward_s * forward, "backward_s": layer.backward_s * backward})
         for layer in mine.layers
     )
-    fields = {"ranks_per_node": ranks, "nodes": nodes, "layers": layers, "step_gather_s": every[2]}
+    fields = {"ranks_per_node": ranks, "nodes": nodes, "layers": layers}
+    fields |= {"step_gather_s": gather_s, "step_issue_s": issue_s}
     return mine.model_copy(update={**fields, "clip_rate": session.pausing.clip_rate if mine.clip else 0.0})
 
 

@@ -21,7 +21,7 @@ WATCHED_STEPS = 4  # the first one compiles and warms up
 SAME_RATE = 0.02  # relative: as close as a simulation must come to a measured rate
 
 
-def observed_workload(engine: TrainingEngine, passes: Sequence[Pass]) -> Workload:
+def observed_workload(engine: TrainingEngine, passes: Sequence[Pass], step_issue_s: float = 0.0) -> Workload:
     """Return a workload with the measured times of the first training steps, from which a plan can be made.
 
     Its layers are the model's blocks (such as transformer layers) and other modules, as in a profile. Times of forward
@@ -31,6 +31,7 @@ def observed_workload(engine: TrainingEngine, passes: Sequence[Pass]) -> Workloa
     Args:
         passes: Measured forward and backward of the first steps. The first step, which compiles and warms up, does not
             count.
+        step_issue_s: CPU seconds that ``step()`` takes until it has started all updates.
     """
     sizes, micro_batches = engine.sizes(), engine.micro_batches()
     forward, backward, gather = (_after_the_first(passes, kind) for kind in _WATCHED)
@@ -63,6 +64,7 @@ def observed_workload(engine: TrainingEngine, passes: Sequence[Pass]) -> Workloa
         optimizer=engine.update_rule().name,
         zero_stage=engine.zero_stage(),
         step_gather_s=gather_s,
+        step_issue_s=step_issue_s,
         # All parameters on the device: what a plan moves out, its footprint takes off.
         device_base_bytes=total * WIRE_BYTES[engine.wire_dtype()],
         provenance=f"{WATCHED_STEPS} watched steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, cast
@@ -88,7 +89,9 @@ class PlannedZero:
     def _norms_to_host(self) -> None:
         norms = self.norm_for_param_grads
         if norms and next(iter(norms.values())).is_cuda:
+            began_s = time.perf_counter()
             values = torch.stack(list(norms.values())).cpu()
+            self._ebbtide.recorder.issue_waited(time.perf_counter() - began_s)
             self.norm_for_param_grads = dict(zip(norms, values, strict=True))
 
     def _gradient_scale(self, scaled_norm: torch.Tensor) -> float:

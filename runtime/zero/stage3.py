@@ -118,6 +118,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         del closure
         own = self._ebbtide
         own.begin_step()
+        own.recorder.issue_begins()
         self._gathers.shows = True
         self._pre_step()
         self._partition_all_parameters()
@@ -132,6 +133,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             if self._flat is not None:
                 self._flat.before_update(own)
             own.update(self._gradient_scale(scaled_norm))
+            own.recorder.issue_ends()
             if own.plan.overlap_forward:
                 self._gathers.updates_launched()
                 self._gathers.stand_in()

@@ -54,7 +54,7 @@ class DeviceLoop(TrainingLoop):
         return self.out.add(
             OpKind.NORM,
             Lane.COMPUTE,
-            0.0,
+            self.workload.step_issue_s,
             after=self.gradients_done,
             device_alloc_bytes=largest * FP64_BYTES,
             device_free_bytes=largest * FP64_BYTES,

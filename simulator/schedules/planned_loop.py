@@ -161,7 +161,8 @@ class PlannedLoop(TrainingLoop):
 
     def step(self) -> None:
         """Append to the schedule the gradient norm, and then all CPU and GPU updates in the plan's order."""
-        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[*self.gradients_done, *self.issued_behind()])
+        waits = [*self.gradients_done, *self.issued_behind()]
+        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, self.workload.step_issue_s, after=waits)
         new, self.ends = self.updates(norm)
         if self.overlaps:
             self.parameters_new = new

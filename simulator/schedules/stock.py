@@ -246,7 +246,7 @@ class StockLoop(TrainingLoop):
         waits = [*self.gradients_done, *self.gradients_on_host.values(), *self.updated.values()]
         if self.checks_on_host:
             waits = [self._overflow_check(waits)]
-        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=waits)
+        norm = self.out.add(OpKind.NORM, Lane.COMPUTE, self.workload.step_issue_s, after=waits)
         ends: list[int] = []
         for subgroup in range(len(self.sizes)):
             sequential = self.options.updates != "interleaved" and bool(ends)

@@ -134,6 +134,8 @@ def test_phases_are_timed_in_steps_that_nothing_lengthens(engine, waiting_hooks)
     for phase in ("forward", "backward", "step"):
         assert found.phase_times[phase].median == statistics.median(t.phases[phase] for t in plain)
     assert found.forward_s == pytest.approx(found.phase_times["forward"].median)
+    assert found.step_issue_s == statistics.median(t.step_issue_s for t in plain)
+    assert all(0 < t.step_issue_s < t.phases["step"] for t in plain)
     assert not any(trace.units or trace.memory for trace in plain)
     seconds = {name: statistics.median(t.units[name] for t in watched) for name in watched[0].units}
     named = {layer.name: layer.forward_s for layer in found.layers}

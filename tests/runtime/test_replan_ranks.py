@@ -26,8 +26,8 @@ from tests.machines import workload
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/meeting", rank=rank, world_size=2)
 session = SimpleNamespace(pausing=PauseRule())
-agreed = _agreed(workload(forward_s=1.0 + 2 * rank, backward_s=4.0), session)
-print(agreed.ranks_per_node, agreed.nodes, round(agreed.forward_s, 9), round(agreed.backward_s, 9))
+agreed = _agreed(workload(forward_s=1.0 + 2 * rank, backward_s=4.0, step_issue_s=2.0 + 4 * rank), session)
+print(agreed.ranks_per_node, agreed.nodes, round(agreed.forward_s, 9), round(agreed.backward_s, 9), agreed.step_issue_s)
 print(by_the_first(lambda: f"plan of rank {rank}"))
 
 def fail():
@@ -46,7 +46,7 @@ def test_all_ranks_come_to_the_same_plan(tmp_path, child_environment):
     told = [rank.wait(400) for rank in ranks]
     said = [rank.stdout.strip().splitlines()[-3:] for rank in told]
     failed = "rank 0 could not plan for all ranks: OSError: planted"
-    assert said == [["2 1 8.0 16.0", "plan of rank 0", failed]] * 2, told
+    assert said == [["2 1 8.0 16.0 4.0", "plan of rank 0", failed]] * 2, told
 
 
 def test_the_counted_clip_rate_is_planned_with():

@@ -63,6 +63,7 @@ def random_workload(rng):
         step_gather_s=forward_s if stage < 3 and rng.random() < 0.5 else 0.0,
         clip_rate=float(rng.choice([0.0, 0.1, 1.0])),
         live_params=int(sum(params) * rng.uniform(0, 0.5)) if rng.random() < 0.2 else None,
+        step_issue_s=float(rng.choice([0.0, forward_s / 3])),
     )
     return work.recut(subgroup)
 

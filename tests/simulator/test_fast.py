@@ -65,12 +65,12 @@ def with_storage(on, rng):
 def enlarged(work, on, rng):
     """Return a workload and a simulated machine that differ from the given ones in two ways.
 
-    The time for launching a module is zero or random. In half of the cases, the number of parameters and all speeds in
-    bytes or parameters per second are multiplied by 2**24. Copies then take as long as before, but gradients exceed the
-    number of bytes that may be on their way to the host at once. So the simulated backward has to wait for gradient
-    copies.
+    The times for launching a module, and for starting the updates, are zero or random. In half of the cases, the number
+    of parameters and all speeds in bytes or parameters per second are multiplied by 2**24. Copies then take as long as
+    before, but gradients exceed the number of bytes that may be on their way to the host at once. So the simulated
+    backward has to wait for gradient copies.
     """
-    issued = {"module_issue_s": rng.choice([0.0, rng.uniform(0, 2)])}
+    issued = {name: rng.choice([0.0, rng.uniform(0, 2)]) for name in ("module_issue_s", "step_issue_s")}
     factor = rng.choice([1, 2**24])
     if factor > 1:
         layers = [layer.model_copy(update={"params": factor * layer.params}) for layer in work.layers]

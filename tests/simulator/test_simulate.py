@@ -8,6 +8,7 @@ from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.engines.reference import alone_s
 from ebbtide.simulator.schedules.stock import StockLoop
 from ebbtide.simulator.schedules.stock_options import OVERFLOW_CHECK_S, WIDENING_S, StockOptions
+from ebbtide.simulator.schedules.strategies import build_strategy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -225,6 +226,25 @@ def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
     assert (second - begin, end - begin) == (50, 100)
     serial = plan_of(["host"] * 2, overlap_forward=False)
     assert not [op for op in build_schedule(work, serial).ops if op.kind == OpKind.ISSUE]
+
+
+@pytest.mark.parametrize("name", ["ebbtide", "zero3_offload", "no_offload", "superoffload"])
+def test_the_time_to_start_the_updates_lengthens_a_step(name):
+    """Check that the CPU's time in ``step()`` before the updates follows backward and delays every update, under a plan
+    and in DeepSpeed alone.
+    """
+    options = {"plan": plan_of(["host"] * 2)} if name == "ebbtide" else {}
+    on = machine(d2h_bytes_per_s=1e6)  # no update waits for its gradient
+    without, found = (
+        simulate(build_strategy(name, workload((10, 10), forward_s=50.0, step_issue_s=seconds), **options), on)
+        for seconds in (0.0, 3.0)
+    )
+    *_, (begin_s, end_s) = spans(found, OpKind.NORM, 1)
+    assert end_s - begin_s == pytest.approx(3)
+    assert found.iteration_s == pytest.approx(without.iteration_s + 3)
+    updates = [s for s in found.spans if s.kind in (OpKind.UPDATE_HOST, OpKind.UPDATE_DEVICE) and s.iteration == 1]
+    assert updates
+    assert min(s.start_s for s in updates) >= end_s
 
 
 def test_backward_is_held_up_by_gradients_under_way():

@@ -149,6 +149,7 @@ CHANGES = {
     "stock_threads": 2,
     "live_params": 600,
     "module_issue_s": 1.0,
+    "step_issue_s": 1.0,
     "state_stays": True,
     "subgroups": (500, 300, 200, 200, 200),
     "reduced_beside": 0.3,

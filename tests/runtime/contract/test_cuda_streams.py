@@ -4,6 +4,7 @@ suffice, and the tests fail if a wait is left out.
 
 import dataclasses
 import mmap
+from types import SimpleNamespace
 
 import ebbtide.runtime
 import ebbtide.runtime.execution.session
@@ -201,6 +202,50 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
     ours.destroy()
     assert sum(layer.forward_s for layer in workload.layers) == pytest.approx(60.0, abs=5.0)
     assert sum(layer.backward_s for layer in workload.layers) < 5.0
+
+
+def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fake, monkeypatch):
+    """Check the CPU time in ``step()`` that ``plan="auto"`` plans with: DeepSpeed's release of the parameters counts,
+    and the wait for the GPU's gradient norms does not.
+
+    In this test the release takes 20 s and the wait takes a minute, on a clock that only they advance.
+    """
+    ours = attached(engine_for("clipping"), MIX)
+    train(ours, 1)
+    recorder, optimizer, clock = ours.optimizer._ebbtide.recorder, ours.optimizer, [0.0]
+    times = SimpleNamespace(perf_counter=lambda: clock[0])
+    monkeypatch.setattr("ebbtide.runtime.execution.recorder.time", times)
+    monkeypatch.setattr("ebbtide.runtime.zero.planned.time", times)
+
+    def after(seconds, work):
+        def longer(*args, **kwargs):
+            clock[0] += seconds
+            return work(*args, **kwargs)
+
+        return longer
+
+    class Norm(torch.Tensor):
+        is_cuda = True  # the fake's tensors are in host memory
+        cpu = after(60.0, torch.Tensor.cpu)
+
+    norms_to_host = optimizer._norms_to_host
+
+    def with_norms_on_the_gpu():
+        norms = optimizer.norm_for_param_grads
+        optimizer.norm_for_param_grads = {key: norm.as_subclass(Norm) for key, norm in norms.items()}
+        norms_to_host()
+        norms = optimizer.norm_for_param_grads
+        optimizer.norm_for_param_grads = {key: norm.as_subclass(torch.Tensor) for key, norm in norms.items()}
+
+    monkeypatch.setattr(optimizer, "_norms_to_host", with_norms_on_the_gpu)
+    monkeypatch.setattr(optimizer, "_partition_all_parameters", after(20.0, optimizer._partition_all_parameters))
+    recorder._issued.clear()
+    train(ours, 2, first=1)
+    assert clock[0] == 160.0
+    assert list(recorder._issued) == [20.0, 20.0]
+    workload = observed_workload(optimizer, recorder.passes(), recorder.step_issue_s)
+    ours.destroy()
+    assert workload.step_issue_s == 20.0
 
 
 def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
