@@ -49,6 +49,16 @@ def profile_engine(
     return profile.workload.model_copy(update={"name": name or profile.workload.name})
 
 
+def steps_needed(iterations: int) -> int:
+    """Return the number of optimizer steps that a profile takes, with the warm-up.
+
+    Args:
+        iterations: Number of measured steps. If hooks in the model lengthen a step, as many again are timed without
+            them.
+    """
+    return WARMUP_STEPS + (1 + hooks_lengthen_steps()) * iterations
+
+
 class SampledProfile:
     """A profile of a live DeepSpeed engine from training steps that the caller chooses. Other steps are not measured.
 
@@ -122,7 +132,7 @@ class PassiveProfile:
     ) -> None:
         check_iterations(iterations)
         check_engine(engine)
-        self.steps, self.needed = 0, WARMUP_STEPS + (1 + hooks_lengthen_steps()) * iterations
+        self.steps, self.needed = 0, steps_needed(iterations)
         self.workload: Workload | None = None
         self.problem: ValueError | None = None
         self._engine, self._after_step = engine, after_step

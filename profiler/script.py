@@ -17,9 +17,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from ebbtide.profiler.engine import PassiveProfile
+from ebbtide.profiler.engine import PassiveProfile, steps_needed
 from ebbtide.profiler.progress import FAILED, ProgressFile
-from ebbtide.profiler.workload import WARMUP_STEPS
 
 
 class ScriptError(RuntimeError):
@@ -130,7 +129,7 @@ class ProfiledScript:
         The process that started the profiled script's ranks reads these files.
         """
         steps = max((profile.steps for profile in self._profiles), default=0)
-        self._progress.tell(steps, self._iterations + WARMUP_STEPS, error)
+        self._progress.tell(steps, steps_needed(self._iterations), error)
 
     def _watch(self, engine: Any) -> None:
         if self._written or getattr(engine, "optimizer", None) is None:
@@ -159,7 +158,7 @@ class ProfiledScript:
         raise _StopError from error
 
     def _judge(self, failure: str) -> None:
-        needed = self._iterations + WARMUP_STEPS
+        needed = steps_needed(self._iterations)
         steps = max((profile.steps for profile in self._profiles), default=0)
         if self._refusal:
             raise ScriptError(f"the script cannot be profiled: {self._refusal}")

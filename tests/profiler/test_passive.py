@@ -11,6 +11,8 @@ import torch
 from ebbtide.profiler import SampledProfile
 from ebbtide.profiler.activations import AllocatorDeltas, SavedTensors
 from ebbtide.profiler.engine import PassiveProfile
+from ebbtide.profiler.progress import ProgressFile, read_progress
+from ebbtide.profiler.script import ProfiledScript, ScriptError
 from ebbtide.profiler.watcher import PlainTimer, Trace
 from ebbtide.profiler.workload import WARMUP_STEPS, _backward_s, _base_bytes, workload_of
 from ebbtide.simulator import Layer, MemoryPoint
@@ -140,6 +142,18 @@ def test_phases_are_timed_in_steps_that_nothing_lengthens(engine, waiting_hooks)
     seconds = {name: statistics.median(t.units[name] for t in watched) for name in watched[0].units}
     named = {layer.name: layer.forward_s for layer in found.layers}
     assert named["blocks.1"] / named["blocks.0"] == pytest.approx(seconds["blocks.1"] / seconds["blocks.0"])
+
+
+def test_a_script_must_take_the_steps_of_both_kinds(tmp_path, waiting_hooks, only_rank):
+    """Check that progress and errors of `tune profile-script` count the further steps that are timed without hooks."""
+    (tmp_path / "train.py").write_text(
+        "from tests.runtime.contract.training import start, train\nengine = start()\ntrain(engine, 8)\n"
+    )
+    progress = ProgressFile(tmp_path, 0)
+    script = ProfiledScript(tmp_path / "work.json", 3, 0, progress, go_on=False)
+    with pytest.raises(ScriptError, match=r"at least 10 optimizer steps .* but ended after 8"):
+        script.run(tmp_path / "train.py", [])
+    assert read_progress(tmp_path)[0].needed == 10
 
 
 def test_single_steps_of_both_kinds_alternate(engine, waiting_hooks):

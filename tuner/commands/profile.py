@@ -38,7 +38,12 @@ from ebbtide.tuner.inputs import BadInputError, check_folder
     show_default=True,
     help="Launcher that starts the script.",
 )
-@click.option("--iterations", default=3, show_default=True, help="Number of optimizer steps to measure.")
+@click.option(
+    "--iterations",
+    default=3,
+    show_default=True,
+    help="Number of optimizer steps to measure. On a GPU, twice as many are taken.",
+)
 @click.option("--continue", "go_on", is_flag=True, help="Let the script run to its end after the measurement.")
 @click.option("--push", metavar="URL", help="Upload the machine profile to this server.")
 @click.option("--replace", is_flag=True, help="With --push: replace another machine of the same name.")
@@ -114,7 +119,12 @@ def _push(url: str, path: str, replace: bool) -> None:
     show_default=True,
     help="File to write (default: machine.json, or workload.json with --train-script).",
 )
-@click.option("--iterations", default=5, show_default=True, help="Number of optimizer steps to measure.")
+@click.option(
+    "--iterations",
+    default=5,
+    show_default=True,
+    help="Number of optimizer steps to measure. On a GPU, twice as many are taken.",
+)
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
