@@ -54,8 +54,12 @@ _PARAMETER_D2H = KINDS.index(OpKind.PARAMETER_D2H)
 # States of the lanes are remembered with their speeds: most moments of a schedule look like an
 # earlier one. A lane's op falls into one of a few classes of equal demands.
 _CLASSES = 15
-_CACHE = 512
-_HASH = 0x9E3779B1
+_ROWS = 32  # of one lane, of which the duration and the class are remembered
+_ROW_COLUMNS = (WORK, KIND, RATE, LATENCY, DRAM, CORES, DEVICE_SHARE)  # on which both depend
+_ROW_S = len(_ROW_COLUMNS)
+_CACHE = 1024  # places for speeds
+_PROBES = 8  # places at which the speeds of one key may be
+_HASH = 0x9E3779B97F4A7C15 - 2**64  # golden ratio: the highest bits of a product depend on all bits of a key
 _NEVER = -1
 
 
@@ -69,15 +73,25 @@ class _Notes(NamedTuple):
     Attributes:
         after_first, after: See `run`.
         queue: All ops, sorted by lane and in order of issue.
-        met, ended: For each op, the number of its dependencies that have ended, and whether the op itself has ended.
+        met: For each op, the position in ``after`` of the first dependency that is not known to have ended.
+        ended: For each op, whether the op has ended. Behind the ops there are two more entries: one that never ends,
+            and one that has ended.
         head, queue_end: For each lane, the position of its next op in ``queue``, and the end of its ops in ``queue``.
+        blocker: For each lane, the op for which the lane's next op waits, as an index of ``ended``.
+        active: The lanes that run an op, in no particular order.
         busy, running, left: For each lane, whether it runs an op, which op it runs, and the seconds that this op still
             needs at full speed.
         bits: For each lane, its part of the cache key: the class number of its running op, shifted to the lane's four
             bits.
+        speed, inverse: For each lane, the speed of its running op as a fraction of full speed, and 1 / speed.
+        demand: For each lane, the amount of each shared capacity that its running op uses. If the op's class is known,
+            the amounts are written here only when speeds are computed.
         growing, room: Working arrays of `max_min`, which computes the speeds of running ops.
         classes: For each lane, the number of classes that its ops have had so far.
         known: For each lane and class, the amount of each shared capacity that an op of the class uses.
+        row_count, row_class, rows: For each lane, the number of different ops so far, the class of each, and the values
+            of each: those in _ROW_COLUMNS, and its seconds at full speed.
+        cache_key, cache_speed, cache_inverse: The cache of speeds.
     """
 
     after_first: Ints
@@ -87,6 +101,8 @@ class _Notes(NamedTuple):
     ended: Any
     head: Ints
     queue_end: Ints
+    blocker: Ints
+    active: Ints
     busy: Ints
     running: Ints
     bits: Ints
@@ -98,8 +114,12 @@ class _Notes(NamedTuple):
     demand: Floats
     room: Floats
     known: Floats
+    row_count: Ints
+    row_class: Ints
+    rows: Floats
     cache_key: Ints
     cache_speed: Floats
+    cache_inverse: Floats
 
 
 @uncounted
@@ -168,35 +188,88 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
 
 
 @uncounted
-def _ready(i: int, notes: _Notes) -> bool:
+def _class_at(ops: Floats, i: int, lane: int, rates: Floats, machine: Floats, notes: _Notes) -> int:
+    """Return the class of an op that starts in a lane, and set the seconds that it needs at full speed.
+
+    Most ops are equal to an earlier op of their lane. Then both values are those of the earlier op.
+    """
+    rows, count = notes.rows, notes.row_count[lane]
+    for j in range(count):
+        k = 0
+        while k < _ROW_S and rows[lane, j, k] == ops[i, _ROW_COLUMNS[k]]:
+            k += 1
+        if k == _ROW_S:
+            notes.left[lane] = rows[lane, j, _ROW_S]
+            return int(notes.row_class[lane, j])
+    duration_s = _alone_s(ops, i, rates, machine)
+    notes.left[lane] = duration_s
+    _fill_demand(ops, i, duration_s, machine, notes.demand)
+    number = _class_of(lane, notes.demand, notes.known, notes.classes)
+    if number > 0 and count < _ROWS:
+        for k in range(_ROW_S):
+            rows[lane, count, k] = ops[i, _ROW_COLUMNS[k]]
+        rows[lane, count, _ROW_S] = duration_s
+        notes.row_class[lane, count] = number
+        notes.row_count[lane] = count + 1
+    return number
+
+
+@uncounted
+def _ready(i: int, lane: int, notes: _Notes) -> bool:
     """Return True if all ops have ended that op number ``i`` of a schedule waits for.
 
-    ``met[i]`` counts those that have ended, so that the next call continues with the first one that has not.
+    Otherwise, remember an op that has not ended. ``met[i]`` is where the next call continues.
     """
     first, last = notes.met[i], notes.after_first[i + 1]
     while first < last and notes.ended[notes.after[first]]:
         first += 1
     notes.met[i] = first
+    if first < last:
+        notes.blocker[lane] = notes.after[first]
     return bool(first == last)
 
 
 @uncounted
-def _set_speeds(key: int, capacity: Floats, notes: _Notes) -> None:
+def _set_speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> None:
     """Set the speeds of all ops that run now.
 
     The speeds follow from how much of each shared capacity, such as DRAM bandwidth, the running ops use. If ops with
     the same use of capacities ran together before, the speeds are taken from a cache.
     """
-    slot = ((key * _HASH) >> 16) & (_CACHE - 1)
-    speed, known = notes.speed, notes.cache_speed
+    slot = _place(key, notes.cache_key)
     if key == _NEVER or notes.cache_key[slot] != key:
-        max_min(notes.busy, notes.demand, capacity, speed, notes.growing, notes.room)
+        _find_speeds(slot, count, capacity, notes)
         notes.cache_key[slot] = key
-        for lane in range(LANE_COUNT):
-            known[slot, lane] = speed[lane]
+    for k in range(count):
+        lane = notes.active[k]
+        notes.speed[lane] = notes.cache_speed[slot, lane]
+        notes.inverse[lane] = notes.cache_inverse[slot, lane]
+
+
+@uncounted
+def _place(key: int, keys: Ints) -> int:
+    """Return the place of a key's speeds in the cache: where they are, or where they may be written."""
+    first = ((key * _HASH) >> 50) & (_CACHE - 1)
+    for probe in range(_PROBES):
+        slot = (first + probe) & (_CACHE - 1)
+        if keys[slot] == key or keys[slot] == _NEVER:
+            return slot
+    return first
+
+
+@uncounted
+def _find_speeds(slot: int, count: int, capacity: Floats, notes: _Notes) -> None:
+    for k in range(count):
+        lane = notes.active[k]
+        number = notes.bits[lane] >> (4 * lane)
+        if number > 0:
+            for c in range(CAPACITY_COUNT):
+                notes.demand[lane, c] = notes.known[lane, number - 1, c]
+    speed = notes.speed
+    max_min(notes.busy, notes.demand, capacity, speed, notes.growing, notes.room)
     for lane in range(LANE_COUNT):
-        speed[lane] = known[slot, lane]
-        notes.inverse[lane] = 1.0 / speed[lane] if speed[lane] > 0 else np.inf
+        notes.cache_speed[slot, lane] = speed[lane]
+        notes.cache_inverse[slot, lane] = 1.0 / speed[lane] if speed[lane] > 0 else np.inf
 
 
 @uncounted
@@ -213,6 +286,14 @@ def _fill_queues(ops: Floats, notes: _Notes) -> None:
         lane = int(ops[i, LANE])
         notes.queue[end[lane]] = i
         end[lane] += 1
+    for lane in range(LANE_COUNT):
+        _unblock(lane, notes)
+
+
+@uncounted
+def _unblock(lane: int, notes: _Notes) -> None:
+    never, always = notes.ended.size - 2, notes.ended.size - 1
+    notes.blocker[lane] = always if notes.head[lane] < notes.queue_end[lane] else never
 
 
 @compiled
@@ -243,7 +324,9 @@ def run(
         after,
         np.empty(count, np.int64),
         after_first[:-1].copy(),
-        np.zeros(count, np.bool_),
+        np.zeros(count + 2, np.bool_),
+        np.zeros(lanes, np.int64),
+        np.zeros(lanes, np.int64),
         np.zeros(lanes, np.int64),
         np.zeros(lanes, np.int64),
         np.zeros(lanes, np.int64),
@@ -257,9 +340,14 @@ def run(
         np.zeros((lanes, CAPACITY_COUNT)),
         np.zeros((3, CAPACITY_COUNT)),
         np.empty((lanes, _CLASSES, CAPACITY_COUNT)),
+        np.zeros(lanes, np.int64),
+        np.empty((lanes, _ROWS), np.int64),
+        np.empty((lanes, _ROWS, _ROW_S + 1)),
         np.full(_CACHE, _NEVER, np.int64),
         np.empty((_CACHE, lanes)),
+        np.empty((_CACHE, lanes)),
     )
+    notes.ended[count + 1] = True
     _fill_queues(ops, notes)
     return _events(ops, rates, capacity, machine, start_s, end_s, notes)
 
@@ -268,20 +356,20 @@ def run(
 def _events(
     ops: Floats, rates: Floats, capacity: Floats, machine: Floats, start_s: Floats, end_s: Floats, notes: _Notes
 ) -> tuple[float, float]:
-    queue, head, queue_end, busy = notes.queue, notes.head, notes.queue_end, notes.busy
-    running, bits, left, speed = notes.running, notes.bits, notes.left, notes.speed
+    queue, head, busy, running, bits = notes.queue, notes.head, notes.busy, notes.running, notes.bits
+    active, left, speed, blocker = notes.active, notes.left, notes.speed, notes.blocker
+    never = notes.ended.size - 2
     now = device = host = device_top = host_top = 0.0
     key, unknown, speeds_of, count = 0, 0, _NEVER, 0
     while True:
         for lane in range(LANE_COUNT):
-            if busy[lane] == 0 and head[lane] < queue_end[lane]:
+            if notes.ended[blocker[lane]]:
                 i = queue[head[lane]]
-                if _ready(i, notes):
+                if _ready(i, lane, notes):
                     start_s[i] = now
-                    left[lane] = _alone_s(ops, i, rates, machine)
-                    _fill_demand(ops, i, left[lane], machine, notes.demand)
-                    number = _class_of(lane, notes.demand, notes.known, notes.classes)
+                    number = _class_at(ops, i, lane, rates, machine, notes)
                     busy[lane], running[lane], bits[lane] = 1, i, number << (4 * lane)
+                    blocker[lane], active[count] = never, lane
                     key |= bits[lane]
                     unknown += number == 0
                     count += 1
@@ -292,27 +380,32 @@ def _events(
             return device_top, host_top
         if key != speeds_of or unknown > 0:
             speeds_of = key if unknown == 0 else _NEVER
-            _set_speeds(speeds_of, capacity, notes)
+            _set_speeds(speeds_of, count, capacity, notes)
         step = np.inf
-        for lane in range(LANE_COUNT):
-            if busy[lane] > 0:
-                step = min(step, left[lane] * notes.inverse[lane] if left[lane] > 0 else 0.0)
+        for k in range(count):
+            lane = active[k]
+            step = min(step, left[lane] * notes.inverse[lane] if left[lane] > 0 else 0.0)
         now += step
         tiny = 1e-12 * (1.0 + step)
-        for lane in range(LANE_COUNT):
-            if busy[lane] > 0:
-                left[lane] -= step * speed[lane]
-                if left[lane] <= tiny:
-                    i = running[lane]
-                    head[lane] += 1
-                    busy[lane] = 0
-                    key ^= bits[lane]
-                    unknown -= bits[lane] == 0
-                    count -= 1
-                    notes.ended[i] = True
-                    end_s[i] = now
-                    device -= ops[i, DEVICE_FREE]
-                    host -= ops[i, HOST_FREE]
+        going = 0
+        for k in range(count):
+            lane = active[k]
+            left[lane] -= step * speed[lane]
+            if left[lane] > tiny:
+                active[going] = lane
+                going += 1
+                continue
+            i = running[lane]
+            head[lane] += 1
+            busy[lane] = 0
+            _unblock(lane, notes)
+            key ^= bits[lane]
+            unknown -= bits[lane] == 0
+            notes.ended[i] = True
+            end_s[i] = now
+            device -= ops[i, DEVICE_FREE]
+            host -= ops[i, HOST_FREE]
+        count = going
 
 
 # Columns of a summary row.

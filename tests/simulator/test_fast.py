@@ -20,6 +20,7 @@ from ebbtide.simulator import (
     simulate,
 )
 from ebbtide.simulator.analysis.many_plans import COLUMNS, PlanSweep
+from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
 from ebbtide.simulator.schedules.strategies import stages
 from ebbtide.simulator.update.order import UpdateOrder, order_of
@@ -126,16 +127,20 @@ def test_random_ops_on_every_lane(seed):
         Lane.H2D_GRADIENTS: "h2d_bytes_per_s",
         Lane.ISSUE: "wall_s",
     }
+    # Some schedules have few lanes and few kinds. Many ops then differ in one value only, and each value must count.
+    lanes = rng.sample(list(Lane), rng.choice([1, 2, len(Lane)]))
+    kinds = rng.choice([list(OpKind), [OpKind.GRADIENT_D2H, OpKind.STATE_D2H]])
+    work, dram_bytes = ([rng.uniform(0, most) for _ in range(2)] for most in (50, 300))
     for number in range(rng.randint(1, 60)):
-        lane = rng.choice(list(Lane))
+        lane = rng.choice(lanes)
         out.iteration = number // 20
         out.add(
-            rng.choice(list(OpKind)),
+            rng.choice(kinds),
             lane,
-            rng.choice([0.0, rng.uniform(0, 50)]),
-            rates[lane],
+            rng.choice([0.0, *work, rng.uniform(0, 50)]),
+            rng.choice([rates[lane], "wall_s"]),
             rng.sample(range(number), min(number, rng.randint(0, 4))),
-            dram_bytes=rng.choice([0.0, rng.uniform(0, 300)]),
+            dram_bytes=rng.choice([0.0, *dram_bytes, rng.uniform(0, 300)]),
             cores=rng.choice([0, 1, 4, np.inf]),
             device_share=rng.choice([0.0, 0.5, 1.0]),
             latency_s=rng.choice([0.0, 0.1]),
@@ -188,6 +193,38 @@ def test_more_kinds_of_ops_than_are_remembered():
         out.add(OpKind.STATE_D2H, Lane.D2H, 1.0 + number, "d2h_bytes_per_s", dram_bytes=2.0 + number)
     on = machine(dram_bytes_per_s=8.0, duplex_factor=0.7)
     assert_same(Schedule(ops=tuple(out.ops)), on)
+
+
+def test_the_speeds_of_ops_that_run_together_again_are_not_computed_again(monkeypatch):
+    """Check by counting that the fast simulator computes speeds once for each combination of kinds of running ops.
+
+    This schedule has 2000 ops of four kinds on each of three lanes: at most 125 combinations.
+    """
+    for name in ("run", "_events", "_set_speeds"):  # as Python, so that their calls can be counted
+        monkeypatch.setattr(kernel, name, getattr(kernel, name).py_func)
+    computed, find = [], kernel._find_speeds
+
+    def counted(slot, count, capacity, notes):
+        computed.append(int(sum(notes.bits[notes.active[:count]])))
+        find(slot, count, capacity, notes)
+
+    monkeypatch.setattr(kernel, "_find_speeds", counted)
+    out, rng = ScheduleBuilder(), random.Random(0)
+    for _ in range(2000):
+        number = rng.randrange(4)
+        kind, lane, rate = rng.choice(
+            [
+                (OpKind.UPDATE_HOST, Lane.HOST, "host_adam_params_per_s"),
+                (OpKind.STATE_H2D, Lane.H2D, "h2d_bytes_per_s"),
+                (OpKind.GRADIENT_D2H, Lane.D2H_GRADIENTS, "d2h_bytes_per_s"),
+            ]
+        )
+        out.add(kind, lane, 3.0 + number, rate, dram_bytes=10.0 + 7 * number)
+    schedule, on = Schedule(ops=tuple(out.ops)), machine(dram_bytes_per_s=8.0)
+    found = simulate_fast(schedule, on)
+    assert len(computed) == len(set(computed)) > 60
+    monkeypatch.undo()
+    assert found == simulate_fast(schedule, on)
 
 
 def test_a_compiled_schedule_runs_on_many_machines():
