@@ -2,7 +2,10 @@
 on the seed.
 """
 
+import random
+
 import ebbtide.tuner
+import numpy as np
 import pytest
 from ebbtide.simulator import Layer, Quantity, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound
@@ -10,6 +13,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.strategies import spread
 from ebbtide.tuner.answer.rows import compare
+from ebbtide.tuner.candidates.update_orders import UpdateOrders
 from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
@@ -208,3 +212,27 @@ def test_two_memories_that_suffice_only_one_by_one_are_told_together():
     work = workload(10)  # 3.6 GB of state, 0.6 of gradients
     with pytest.raises(ImpossibleError, match=r"memory is 0\.[1-9]\d GiB short"):
         ebbtide.tuner.plan(work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_best_update_order_is_the_one_after_which_the_next_forward_ends_first(seed):
+    rng = random.Random(seed)
+    rates = {"host_adam_params_per_s": rng.uniform(1e9, 9e9), "h2d_bytes_per_s": rng.uniform(2e9, 20e9)}
+    sizes, work = [rng.randint(10**7, 9 * 10**7) for _ in range(40)], workload(40)
+    layers = tuple(work.layers[0].model_copy(update={"params": size}) for size in sizes)
+    orders = UpdateOrders(work.model_copy(update={"layers": layers, "subgroups": tuple(sizes)}), machine(**rates))
+    arrived_s = np.array([rng.uniform(-0.5, 1.0) * sum(orders.update_s) for _ in range(40)])
+
+    def end_s(sequence):
+        updated, copied, ends = [0.0], [0.0, 0.0], []
+        for s in sequence:
+            updated.append(max(updated[-1], copied[-2], arrived_s[s]) + orders.update_s[s])
+            copied.append(max(copied[-1], updated[-1]) + orders.copy_s[s])
+            ends.append(copied[-1] + orders.behind_s[s])
+        return max(ends)
+
+    arrived = {s: arrived_s[s] for s in sorted(rng.sample(range(40), 25))}
+    sequences = [*orders.candidates(arrived)]
+    found = [orders.end_s(sequence, arrived_s) for sequence in sequences]
+    assert found == pytest.approx([end_s(sequence) for sequence in sequences])
+    assert orders.best(arrived) == sequences[found.index(min(found))]

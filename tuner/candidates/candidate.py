@@ -10,16 +10,26 @@ from typing import Any, Self
 import numpy as np
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.plan import ParameterLocation, Placement, Plan
-from ebbtide.simulator.update.order import FORWARD, UpdateOrder, issue_order
+from ebbtide.simulator.update.order import FORWARD, UpdateOrder
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.steps import HOST_SLOTS
-from ebbtide.simulator.update.way import EARLY, LOCATION_CODES, PLACEMENT_CODES, SUMMED, of_codes
+from ebbtide.simulator.update.way import EARLY, LOCATION_CODES, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, of_codes
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.candidates.moves import ALLOWED, CAN_BE_EARLY, PLACEMENTS, STAGED, Codes, placements_of
+from ebbtide.tuner.candidates.moves import (
+    ALLOWED,
+    CAN_BE_EARLY,
+    PLACEMENTS,
+    QUEUE_NUMBERS,
+    QUEUES,
+    STAGED,
+    Codes,
+    placements_of,
+)
 from numpy.typing import NDArray
 
 Row = NDArray[np.float64]  # of the simulator's results for a plan
 _WITHOUT_EARLY = bytes(code & ~EARLY for code in range(2**8))
+_HAS = {bit: bytes(bool(code & bit) for code in range(2**8)) for bit in (EARLY, SUMMED, PARAMETERS_ON_HOST)}
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,8 @@ class Candidate:
         accumulation wherever possible.
         """
         located = locations or ["device"] * len(placements)
-        codes = [PLACEMENT_CODES[p] + LOCATION_CODES[h] + SUMMED for p, h in zip(placements, located, strict=True)]
-        return cls(bytes(ALLOWED[code] for code in codes), staging_slots, prefetch, **fields)
+        codes = bytes(PLACEMENT_CODES[p] + LOCATION_CODES[h] + SUMMED for p, h in zip(placements, located, strict=True))
+        return cls(codes.translate(ALLOWED), staging_slots, prefetch, **fields)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Self:
@@ -113,16 +123,23 @@ class Candidate:
         loses that option. An early update starts before the gradient norm is known.
         """
         pairs = zip(self.ways, placements, strict=True)
-        codes = (code - code % SUMMED + PLACEMENT_CODES[placement] for code, placement in pairs)
-        return replace(self, ways=bytes(ALLOWED[code] for code in codes))
+        codes = bytes(code - code % SUMMED + PLACEMENT_CODES[placement] for code, placement in pairs)
+        return replace(self, ways=codes.translate(ALLOWED))
 
     def count(self, bit: int) -> int:
         """Return the number of subgroups in this plan that have a given flag, such as early update."""
-        return sum(bool(code & bit) for code in self.ways)
+        return self.ways.translate(_HAS[bit]).count(1)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.ways, self.order, self.staging_slots, self.prefetch, self.threads))
+
+    def __hash__(self) -> int:  # a search asks for each plan several times
+        return self._hash
 
     @cached_property
     def codes(self) -> Codes:
-        return np.array([*self.ways], dtype=np.int8)
+        return np.frombuffer(bytearray(self.ways), dtype=np.int8)  # one that may be written to: numba compiles it once
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -132,7 +149,11 @@ class Candidate:
     def issue(self) -> NDArray[np.int64] | None:
         if self.order is None or self.order == FORWARD:
             return None
-        return np.array(issue_order(self.placements, self.order), dtype=np.int64)
+        queues, issue = np.frombuffer(self.ways.translate(QUEUE_NUMBERS), np.int8), np.empty(len(self.ways), np.int64)
+        for number, queue in enumerate(QUEUES):
+            own = np.flatnonzero(queues == number)
+            issue[own] = self.order.of(queue, own.tolist())
+        return issue
 
 
 def turned(c: Candidate, subgroups: Iterable[int], bit: int) -> Candidate:

@@ -74,9 +74,12 @@ def _allowed(code: int) -> int:
     return plain(code) | (code & bits)
 
 
+PLAIN = bytes(plain(code) for code in range(2**8))  # by code
 # By code: the code without the bits that its placement does not allow.
-ALLOWED = [_allowed(code) for code in range(2**7)]
-_QUEUES = bytes(_QUEUE_OF[code & _PLACED] if code & _PLACED < len(RECIPES) else 0 for code in range(2**8))
+ALLOWED = bytes(_allowed(code) if code < 2**7 else 0 for code in range(2**8))
+# By code: the position in `QUEUES` of the queue that updates a subgroup.
+QUEUE_NUMBERS = bytes(_QUEUE_OF[code & _PLACED] if code & _PLACED < len(RECIPES) else 0 for code in range(2**8))
+_PLACEMENT_OF = {code: PLACEMENTS[code & _PLACED] for code in range(2**7) if code & _PLACED < len(RECIPES)}
 _STAGED_OR_NOT = bytes(code & _PLACED in _STAGED_CODES for code in range(2**8))
 
 
@@ -85,7 +88,7 @@ def placements_of(codes: Iterable[int]) -> tuple[Placement, ...]:
 
     A code is a number that holds the placement, the parameter location and the flags of a subgroup.
     """
-    return tuple(PLACEMENTS[code & _PLACED] for code in codes)
+    return tuple(map(_PLACEMENT_OF.__getitem__, codes))
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class Moved:
         """
         codes = [int(code) for code in codes]
         sequences = [
-            (order or FORWARD).of(queue, [s for s, code in enumerate(codes) if _QUEUES[code] == number])
+            (order or FORWARD).of(queue, [s for s, code in enumerate(codes) if QUEUE_NUMBERS[code] == number])
             for number, queue in enumerate(QUEUES)
         ]
         return cls(codes, sequences, slots, prefetch, free, host_slots, threads)
@@ -196,7 +199,7 @@ class Moved:
         return self
 
     def _sequence(self, subgroup: int) -> list[int]:
-        return self.sequences[_QUEUES[self.codes[subgroup]]]
+        return self.sequences[QUEUE_NUMBERS[self.codes[subgroup]]]
 
     def _swap(self, rng: Random) -> None:
         """Exchange the placements and the positions in the update order of two random subgroups of this
@@ -301,5 +304,5 @@ class Moved:
         `PlanSweep.evaluate` takes both arrays.
         """
         heads = [iter(sequence) for sequence in self.sequences]
-        issue = np.array([next(heads[queue]) for queue in bytes(self.codes).translate(_QUEUES)], dtype=np.int64)
+        issue = np.array([next(heads[queue]) for queue in bytes(self.codes).translate(QUEUE_NUMBERS)], dtype=np.int64)
         return np.array(self.codes, dtype=np.int8), issue

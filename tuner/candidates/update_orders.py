@@ -15,6 +15,9 @@ import heapq
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
+import numpy as np
+from ebbtide.simulator.engines.jit import compiled
+from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedules.buckets import bucket_of, leavings
@@ -38,6 +41,7 @@ class UpdateOrders:
         workload = workload.serial
         self.micro_batches = workload.gradient_accumulation_steps
         self._passes(workload)
+        self._times = tuple(np.array(times) for times in (self.update_s, self.copy_s, self.behind_s))
         self._known: dict[tuple[int, ...], UpdateOrder] = {}
 
     def _passes(self, w: Workload) -> None:
@@ -79,7 +83,20 @@ class UpdateOrders:
             arrived: For each subgroup, the time at which its gradient is in host memory, in seconds after the
                 gradient norm is known. The time is negative if the gradient arrives before that.
         """
-        return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived))
+        arrived_s = np.zeros(len(self.update_s))
+        arrived_s[[*arrived]] = [*arrived.values()]
+        return min(self.candidates(arrived), key=lambda sequence: self.end_s(sequence, arrived_s))
+
+    def end_s(self, sequence: Sequence[int], arrived_s: Floats) -> float:
+        """Return the seconds from the moment at which the gradient norm is known to the end of the next
+        forward, for an order of CPU updates.
+
+        Args:
+            sequence: Subgroups in the order of their CPU updates.
+            arrived_s: For each subgroup of the model, the time at which its gradient is in host memory, in seconds
+                after the gradient norm is known.
+        """
+        return float(_end_s(np.array(sequence, np.int64), arrived_s, *self._times))
 
     def candidates(self, arrived: dict[int, float]) -> Iterator[list[int]]:
         """Yield the orders of CPU updates that are worth comparing, given the seconds at which each
@@ -94,25 +111,6 @@ class UpdateOrders:
             early, late = ascending[:cut][::-1], ascending[cut:]
             yield [*early, *late]
             yield [*late, *early]
-
-    def end_s(self, sequence: Sequence[int], arrived: dict[int, float]) -> float:
-        """Return the seconds from the moment at which the gradient norm is known to the end of the next
-        forward, for an order of CPU updates.
-        """
-        host_s = copied_s = before_s = end_s = 0.0
-        for s in sequence:
-            # The slot that it writes to is free when the copy before the last has left. No `max`: a search asks
-            # for some thousand sequences, and calls take three times as long.
-            arrived_s = arrived[s]
-            if before_s > host_s:
-                host_s = before_s
-            host_s = (max(host_s, arrived_s)) + self.update_s[s]
-            before_s = copied_s
-            copied_s = (max(copied_s, host_s)) + self.copy_s[s]
-            behind_s = copied_s + self.behind_s[s]
-            if behind_s > end_s:
-                end_s = behind_s
-        return end_s
 
     def arrivals(self, hosted: Sequence[int]) -> dict[int, float]:
         """Return a dict from subgroup to the seconds at which its gradient is in host memory, relative to
@@ -145,3 +143,16 @@ class UpdateOrders:
             sequence.append(heapq.heappop(there))
             now_s += self.update_s[sequence[-1]]
         return sequence
+
+
+@compiled
+def _end_s(sequence: Ints, arrived_s: Floats, update_s: Floats, copy_s: Floats, behind_s: Floats) -> float:
+    """Compute `UpdateOrders.end_s`. For each subgroup, ``behind_s`` are the seconds of forward that follow."""
+    host_s = copied_s = before_s = end_s = 0.0
+    for s in sequence:
+        # The slot that the update writes to is free when the copy before the last has left.
+        host_s = max(host_s, before_s, arrived_s[s]) + update_s[s]
+        before_s = copied_s
+        copied_s = max(copied_s, host_s) + copy_s[s]
+        end_s = max(end_s, copied_s + behind_s[s])
+    return end_s

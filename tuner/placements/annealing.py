@@ -13,7 +13,7 @@ from typing import Any
 
 from ebbtide.simulator.update.order import Direction, UpdateOrder
 from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.moves import STAGED, STORED, Moved, plain
+from ebbtide.tuner.candidates.moves import PLAIN, STAGED, STORED, Moved
 from ebbtide.tuner.placements.search import Search
 
 CLOSE = 1.001  # times the bound: a better plan would not be worth the search
@@ -44,7 +44,7 @@ def anneal(search: Search, evaluations: int | None = None) -> None:
     if evaluations is None:
         evaluations = search.share_of(min(MOST_EVALUATIONS, EVALUATIONS_EACH * count, MOST_OPS // search.most_ops))
     heat_s = HEAT * search.workload.params / count / search.machine.host_adam_params_per_s.median
-    if not _near(search):
+    if search.best_s > _near_s(search):
         settings(search)
     starts = _starts(search, max(LEAST_STARTS, min(MOST_STARTS, STARTS_TIMES_SUBGROUPS // count)))
     each = evaluations // (2 * len(starts))
@@ -55,12 +55,11 @@ def anneal(search: Search, evaluations: int | None = None) -> None:
         walk.cool(heat_s / 2 ** (part + 1), evaluations // 4, Random(search.seed + part))
 
 
-def _near(search: Search) -> bool:
-    """Return True if the best plan of a search is so close to the lower bound of the iteration time that
+def _near_s(search: Search) -> float:
+    """Return the seconds per iteration of a plan that is so close to the lower bound of the iteration time that
     further search is not worth it.
     """
-    bound = search.bound_with(None if search.moves_parameters else search.locations)
-    return search.best_s <= CLOSE * bound.iteration_s
+    return CLOSE * search.bound_with(None if search.moves_parameters else search.locations).iteration_s
 
 
 def settings(search: Search) -> None:
@@ -87,10 +86,11 @@ def settings(search: Search) -> None:
 def _starts(search: Search, most: int) -> list[Candidate]:
     known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]
     known.sort(key=lambda c: search.scores[c].iteration_s)
-    slots = {c.staging_slots: c for c in reversed(known)}
-    numbers = {bytes(sorted(map(plain, c.ways))): c for c in reversed(known)}
-    by_score = (sorted(some.values(), key=known.index) for some in (slots, numbers))
-    return list(dict.fromkeys(chain(known[:1], *by_score)))[:most]
+    slots, numbers = dict[int, Candidate](), dict[bytes, Candidate]()  # a dict keeps the order: the fastest first
+    for c in known:
+        slots.setdefault(c.staging_slots, c)
+        numbers.setdefault(bytes(sorted(c.ways.translate(PLAIN))), c)
+    return list(dict.fromkeys(chain(known[:1], slots.values(), numbers.values())))[:most]
 
 
 class _Walk:
@@ -112,8 +112,9 @@ class _Walk:
 
         Stop early if the best plan is near the lower bound of the iteration time.
         """
+        near_s = _near_s(self.search)
         for step in range(evaluations):
-            if _near(self.search):
+            if self.search.best_s <= near_s:
                 return
             self._try(self.state.moved(rng), heat_s * (1 - step / evaluations), rng)
 

@@ -3,6 +3,7 @@
 If a plan does not fit into memory, its staging buffers and on-device gradient sums are reduced.
 """
 
+from bisect import bisect_right
 from itertools import accumulate
 
 import numpy as np
@@ -54,7 +55,8 @@ class Room:
         held, sizes = self._sweep.held, self._sweep.sizes
         sent = sizes[CAN_SUM[crossing & ~EARLY]].sum()
         left = self.limits.device_bytes - taken + held.sending_bytes(sent, 0)
-        many = sum(held.sending_bytes(sent, n) <= left for n in accumulate(sizes[stay].tolist()))
+        summed = list(accumulate(sizes[stay].tolist()))
+        many = bisect_right(summed, left, key=lambda n: held.sending_bytes(sent, n))  # more sums never take less
         crossing[stay[:many]] += SUMMED
         return crossing, slots
 
