@@ -8,8 +8,9 @@ of its ops waits for, in the same iteration and in the previous one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from ebbtide.simulator.schedule import Lane, Op, OpKind
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
@@ -63,6 +64,11 @@ def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -
     return loop.places()
 
 
+class _Mark(NamedTuple):
+    what: What
+    of_part: tuple[Part, bool, bool] | tuple[()] = ()  # fields of `Place`: part, added_to, boundary
+
+
 class _Recorder(PlannedLoop):
     """A simulated training loop that records its ops, so that the schedule of any plan can be built from them.
 
@@ -71,24 +77,24 @@ class _Recorder(PlannedLoop):
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, locations, overlaps=overlaps)
-        self.marks: dict[int, Place] = {}
+        self.marks: dict[int, _Mark] = {}
         self.stand_ins: dict[int, int] = {}  # op -> its number behind the places
 
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
         added_to, boundary = micro_step > 0, micro_step == self.boundary
-        self._mark(Place(What.GRADIENT, None, (), part, added_to, boundary), after)
+        self._mark(_Mark(What.GRADIENT, (part, added_to, boundary)), after)
 
     def prefetch(self) -> None:
-        self._mark(Place(What.PREFETCH, None, ()), self.backward_done)
+        self._mark(_Mark(What.PREFETCH), self.backward_done)
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        self._mark(Place(What.UPDATES, None, ()), norm)
+        self._mark(_Mark(What.UPDATES), norm)
         count = len(self.sizes)
         new, ends = ([self._stand_in(first + s) for s in range(count)] for first in (0, count))
         return dict(enumerate(new)), ends
 
-    def _mark(self, place: Place, after: int) -> None:
-        self.marks[self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[after])] = place
+    def _mark(self, mark: _Mark, after: int) -> None:
+        self.marks[self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[after])] = mark
 
     def _stand_in(self, number: int) -> int:
         op = self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0)
@@ -98,18 +104,16 @@ class _Recorder(PlannedLoop):
     def places(self) -> list[Place]:
         ops, count = self.out.ops, len(self.out.ops) // 2
         assert [op.kind for op in ops[:count]] == [op.kind for op in ops[count:]]
-        kept = [i for i in range(count) if i not in self.stand_ins]
-        place = {i: number for number, i in enumerate(kept)}
-
-        def ref(before: int) -> int:
-            number = self.stand_ins.get(before)
-            return place[before % count] if number is None else len(kept) + number
-
+        own = [i for i in range(count) if i not in self.stand_ins]
+        numbers = {i: number for number, i in enumerate(own)}
+        numbers |= {i: len(own) + number for i, number in self.stand_ins.items() if i < count}
+        refs_of = [numbers[i] for i in range(count)] * 2  # what another op refers to by the op's id
         result = []
-        for number, i in enumerate(kept):
+        for number, i in enumerate(own):
             op = ops[count + i]
+            refs = tuple([refs_of[before] for before in op.after])
             # The interpreter remembers each place's latest op.
-            assert all(place.get(b, number) >= number for b in op.after if b < count)
-            marked = self.marks.get(count + i, Place(What.OP, op, ()))
-            result.append(replace(marked, refs=tuple(map(ref, op.after))))
+            assert all(ref >= number for ref, before in zip(refs, op.after, strict=True) if before < count)
+            mark = self.marks.get(count + i)
+            result.append(Place(What.OP, op, refs) if mark is None else Place(mark.what, None, refs, *mark.of_part))
         return result

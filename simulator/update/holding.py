@@ -144,7 +144,11 @@ class Holding:
         Memory that training uses under any plan, such as for gradient buckets, is not included. `by_kind` explains the
         arguments, and returns the same bytes by kind of contents.
         """
-        return totals(self.by_kind(amounts, staging_slots, host_slots, updated_early, summed))
+        elements, beside = self._beside(amounts, staging_slots, host_slots, updated_early, summed)
+        taken = {memory: int(sum(map(mul, elements, row))) for memory, row in self.per_param.items()}
+        for memory, _, size in beside:
+            taken[memory] += size
+        return taken
 
     def by_kind(
         self,
@@ -172,26 +176,41 @@ class Holding:
         Returns:
             For each memory (GPU, host, storage), a dict from the kind of contents (state, gradients ...) to bytes.
         """
-        both = amounts, updated_early or [[0] * len(amounts[0])] * 3
-        early = both[1][1]
-        elements = list(map(add, amounts[1], early))
+        elements, beside = self._beside(amounts, staging_slots, host_slots, updated_early, summed)
         taken: ByKind = {memory: dict.fromkeys(KINDS, 0) for memory in TIERS}
         for (memory, kind), row in self.rows.items():
             taken[memory][kind] = int(sum(map(mul, elements, row)))
+        for memory, kind, size in beside:
+            taken[memory][kind] += size
+        return taken
+
+    def _beside(
+        self, amounts: Amounts, staging_slots: int, host_slots: int, updated_early: Amounts | None, summed: float
+    ) -> tuple[list[float], list[tuple[Memory, Kind, int]]]:
+        """Return the elements with each combination of placement and parameter location, and the bytes that `rows` does
+        not count, by memory and kind.
+        """
+        both = amounts, updated_early or [[0] * len(amounts[0])] * 3
+        early = both[1][1]
+        elements = list(map(add, amounts[1], early))
         sent = sum(compress(elements, self._sending))
         stay = int(summed) if self.sums else 0
-        taken["device"]["gradients"] += int(self.sending_bytes(sent, stay))
-        taken["host"]["gradients"] -= stay * self.gradient_bytes
-        taken["host"]["staging"] += int(sum(early)) * self.early_bytes
+        beside: list[tuple[Memory, Kind, int]] = [
+            ("device", "gradients", int(self.sending_bytes(sent, stay))),
+            ("host", "gradients", -stay * self.gradient_bytes),
+            ("host", "staging", int(sum(early)) * self.early_bytes),
+        ]
         for slot, limit in self.slots(both, staging_slots, host_slots).items():
             if limit:
-                taken[slot.memory]["staging"] += limit * self.each_bytes(slot, both)
-        return taken
+                beside.append((slot.memory, "staging", limit * self.each_bytes(slot, both)))
+        return elements, beside
 
     def each_bytes(self, slot: Slot, both: Sequence[Amounts]) -> int:
         """Return the bytes of one buffer of the given kind, which is as large as the largest subgroup that uses it."""
-        waiting, early_updates = ([int(n) for n in each] for each in self._of(slot, both, 2))
-        return self.slot_bytes(slot, max(*waiting, *early_updates, 0), early_updates=any(early_updates))
+        (waiting, early), (_, _, waiting_largest), (_, _, early_largest) = self.users[slot], *both
+        largest = max([int(waiting_largest[i]) for i in waiting], default=0)
+        early_updates = max([int(early_largest[i]) for i in early], default=0)
+        return self.slot_bytes(slot, max(largest, early_updates), early_updates=early_updates > 0)
 
     def slots(self, both: Sequence[Amounts], staging_slots: int, host_slots: int = HOST_SLOTS) -> dict[Slot, int]:
         """Return the number of buffers of each kind under a plan, as a dict.
@@ -210,11 +229,6 @@ class Holding:
             )
             for slot, (some, others) in self.users.items()
         }
-
-    def _of(self, slot: Slot, both: Sequence[Amounts], row: int) -> tuple[list[float], ...]:
-        return tuple(
-            [amounts[row][user] for user in users] for amounts, users in zip(both, self.users[slot], strict=True)
-        )
 
     def sending_bytes(self, sent: float, summed: float) -> float:
         """Return the bytes of GPU memory for gradients that are later copied to the host.
