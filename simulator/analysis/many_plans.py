@@ -68,13 +68,19 @@ class PlanSweep:
     Each thread needs its own predictor.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
+    def __init__(
+        self, workload: Workload, machine: Machine, iterations: int = 3, warm_up: int = kernel.WARM_UP
+    ) -> None:
         """Prepare to predict many plans for one workload on one machine, by computing once what all plans share.
+
+        Args:
+            iterations: Number of iterations that are simulated for each plan.
+            warm_up: Number of first iterations that do not count for the mean time of an iteration.
 
         Raises:
             ValueError: The machine lacks a rate that the workload needs.
         """
-        self.workload, self.machine, self.iterations = workload, machine, iterations
+        self.workload, self.machine, self.iterations, self.warm_up = workload, machine, iterations, warm_up
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.capacity = capacity_vector(machine, workload.ranks_per_node)
         self.machine_facts = machine_vector(machine)
@@ -92,13 +98,13 @@ class PlanSweep:
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
         self._count_ops()
 
-    def longer(self, iterations: int) -> "PlanSweep":
+    def longer(self, iterations: int, warm_up: int) -> "PlanSweep":
         """Return a predictor for the same workload and machine that simulates another number of iterations.
 
         The new predictor uses the iterations that this one has recorded. Recording them takes most of the time of
         creating a predictor.
         """
-        other = PlanSweep(self.workload, self.machine, iterations)
+        other = PlanSweep(self.workload, self.machine, iterations, warm_up)
         other._programs = self._programs
         return other
 
@@ -285,6 +291,6 @@ class PlanSweep:
             start_s,
             end_s,
         )
-        kernel.summarise(ops, start_s, end_s, self.iterations, row)
+        kernel.summarise(ops, start_s, end_s, self.iterations, row, self.warm_up)
         row[kernel.DEVICE_PEAK], row[kernel.HOST_PEAK] = peaks
         return row

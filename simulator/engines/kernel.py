@@ -411,6 +411,7 @@ def _events(
 # Columns of a summary row.
 (ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK, LOOP_S, STORED) = range(10)
 SUMMARY_COLUMNS = 10
+WARM_UP = 1  # iterations
 _FORWARD, _BACKWARD, _IDLE, _NORM, _STEP_END, _GRADIENT_PASS = (
     KINDS.index(kind)
     for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.IDLE, OpKind.NORM, OpKind.STEP_END, OpKind.GRADIENT_PASS)
@@ -441,8 +442,9 @@ def _phase(kind: int) -> int:
 
 
 @compiled
-def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
-    """Return the seconds of a simulated iteration in the steady state, computed as in `Timeline.iteration_s`.
+def _period_s(ops: Floats, end_s: Floats, iterations: int, warm_up: int) -> float:
+    """Return the mean seconds of a simulated iteration behind the first ``warm_up`` ones, computed as in
+    `Timeline.iteration_s`.
 
     The result is -1 if fewer than two backwards ran.
     """
@@ -454,7 +456,7 @@ def _period_s(ops: Floats, end_s: Floats, iterations: int) -> float:
     ends = ends[ends >= 0]
     if ends.size < 2:
         return -1.0
-    base = 1 if ends.size > 2 else 0
+    base = warm_up if ends.size > warm_up + 1 else 0
     return float((ends[-1] - ends[base]) / (ends.size - 1 - base))
 
 
@@ -488,13 +490,18 @@ def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, sum
 
 
 @compiled
-def summarise(ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats) -> None:
-    """Write the iteration time, the phases and the total time of a simulated schedule into the array ``summary``."""
+def summarise(
+    ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats, warm_up: int = WARM_UP
+) -> None:
+    """Write the iteration time, the phases and the total time of a simulated schedule into the array ``summary``.
+
+    The iteration time is the mean over all iterations but the first ``warm_up``.
+    """
     summary[:] = 0.0
     if ops.shape[0] == 0:
         return
     summary[MAKESPAN_S] = end_s.max() - start_s.min()
-    period = _period_s(ops, end_s, iterations)
+    period = _period_s(ops, end_s, iterations, warm_up)
     summary[ITERATION_S] = period if period >= 0 else summary[MAKESPAN_S]
     last = 0
     for i in range(ops.shape[0]):

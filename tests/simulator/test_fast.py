@@ -179,6 +179,16 @@ def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
         assert row["host_peak_bytes"] == reference.host_peak_bytes
 
 
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_a_longer_warm_up_gives_the_mean_of_the_later_iterations(seed):
+    rng = random.Random(seed)
+    work, on = enlarged(random_workload(rng, rng.choice([1, 2, 3, 3])), with_storage(random_machine(rng), rng), rng)
+    plan = random_plan(work, rng)
+    few, many = (PlanSweep(work, on, n).evaluate_plan(plan)[0] * (n - 2) for n in (6, 12))
+    assert PlanSweep(work, on).longer(12, 5).evaluate_plan(plan)[0] == pytest.approx((many - few) / 6, **EXACT)
+
+
 def test_more_kinds_of_ops_than_are_remembered():
     """Check that the fast simulator never gives an op the cached speed of another op, if there are more kinds of ops
     than its cache holds.

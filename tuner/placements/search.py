@@ -33,8 +33,8 @@ from ebbtide.tuner.candidates.update_orders import UpdateOrders
 from ebbtide.tuner.placements.room import Room
 from numpy.typing import NDArray
 
-MOST_REMEMBERED = 512  # rows of plans
-SETTLED = (6, 12)  # iterations: the period is taken from the later ones
+MOST_REMEMBERED = 4096  # rows of plans
+LONG, WARM_UP = 12, 5  # iterations of a longer simulation, and those of them that do not count
 Bounds = dict[tuple[Limits, int | None], Bound]  # by elements with parameters on the host
 _STORED_CODES = [PLACEMENT_CODES[placement] for placement in STORED]
 
@@ -106,6 +106,7 @@ class Search:
         self.locations: tuple[ParameterLocation, ...] = ()
         self.early = may_update_early(workload, machine)
         self.spread: Any = None  # `Shares` of the fastest evenly spread plan
+        self.spread_plans: dict[Any, Candidate] = {}  # by what describes them in `Shares`
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
@@ -113,7 +114,7 @@ class Search:
         self._ordered: dict[Candidate, Candidate] = {}
         self._sweep = PlanSweep(workload, machine)
         self.room = Room(workload, machine, limits, self._sweep, sums=self.sums)
-        self._longer = [self._sweep.longer(n) for n in SETTLED]
+        self._longer = self._sweep.longer(LONG, WARM_UP)
         self._orders = UpdateOrders(workload, machine)
         self._rows: dict[tuple[Any, ...], Row] = {}  # of the plans that were simulated last
         self._bounds: Bounds = {} if bounds is None else bounds
@@ -228,7 +229,7 @@ class Search:
         if not (self._may_store(codes) and self.limits.hold(*self.room.taken(codes, slots, host_slots))):
             return math.inf
         options = (slots, min(prefetch, slots), threads, overlap, issue, host_slots)
-        return self._mean_s(codes, self._sweep.evaluate(codes, *options), options, most_s)
+        return self._mean_s(codes, self._row(codes, options), options, most_s)
 
     def seconds_anyhow(self, candidate: Candidate) -> float:
         """Return the predicted seconds per iteration of a plan, even if the plan does not fit into memory."""
@@ -267,8 +268,8 @@ class Search:
         return times.mean_s(self.workload.expected_clip_rate)
 
     def _row(self, codes: Codes, options: tuple[Any, ...]) -> Row:
-        """Return the simulator's results for a plan. The results of the last plans are remembered, as a plan
-        with early updates is always compared with the same plan without them.
+        """Return the simulator's results for a plan. The results of the last plans are remembered: a plan with early
+        updates is always compared with the same plan without them, and random changes lead to equal plans.
         """
         *numbers, issue, host_slots = options
         key = (codes.tobytes(), *numbers, b"" if issue is None else issue.tobytes(), host_slots)
@@ -293,9 +294,7 @@ class Search:
         Args:
             seconds: Seconds per iteration in a simulation of the first few iterations.
         """
-        few, many = SETTLED
-        sums = [seconds_of(sweep, c) * (n - 2) for sweep, n in zip(self._longer, SETTLED, strict=True)]
-        later = (sums[1] - sums[0]) / (many - few)
+        later = seconds_of(self._longer, c)
         return later if later > seconds * (1 + 1e-6) else seconds
 
     def _simulate(self, c: Candidate) -> Score:

@@ -151,7 +151,17 @@ class Shares:
         """Return the predicted seconds per iteration of the plan that this object describes, or ``inf`` if the
         plan does not fit into memory.
         """
-        return search.score(self.plan(search)).iteration_s
+        described = (
+            *(self.of.get(p, 0.0) for p in PLACEMENTS),
+            *(self.early.get(p, 0.0) for p in EARLY_PLACEMENTS),
+            *sorted(self.large.items()),
+            self.slots,
+            self.host_slots,
+            self.locations,
+        )
+        if described not in search.spread_plans:  # several descents come to the same plans
+            search.spread_plans[described] = self.plan(search)
+        return search.score(search.spread_plans[described]).iteration_s
 
     def near(self, step: float, search: Search) -> Iterator["Shares"]:
         """Yield descriptions of plans that are similar to the plan that this object describes.

@@ -14,7 +14,7 @@ from ebbtide.simulator.analysis import many_plans
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.plan import CheckpointPlan
 from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain, under
-from ebbtide.tuner.placements.search import SETTLED
+from ebbtide.tuner.placements.search import LONG
 from ebbtide.tuner.service.pool import Lane, WorkerError
 from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
 from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Run, Scenario, Simulate
@@ -385,7 +385,7 @@ def test_the_longest_step_that_is_searched_fits_into_a_worker(model):
     longest = asked.model_copy(update={"accumulation": most})
     check_search_ops(longest, quota)
     machine, workload = resolve(longest)
-    sweeps = [PlanSweep(workload, machine, iterations=n) for n in (*SETTLED, 3)]
+    sweeps = [PlanSweep(workload, machine, iterations=n) for n in (LONG, 3)]
     for sweep in sweeps:
         sweep.evaluate(np.zeros(len(workload.subgroups), dtype=np.int8))
     held = {id(kept): kept.nbytes for sweep in sweeps for kept in _arrays(sweep)}
