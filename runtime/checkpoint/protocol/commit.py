@@ -333,8 +333,8 @@ class Commit:
             time.sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.3)
         raise CheckpointError(
-            f"checkpoint {self._attempt.tag!r} failed: within {deadline_s:g} s (checkpoint.deadline_s; "
-            f"{grace.GRACE_S:g} s after a SIGTERM), {what()}. "
+            f"checkpoint {self._attempt.tag!r} failed: {what()} within {deadline_s:g} s (limit: "
+            f"checkpoint.deadline_s, or {grace.GRACE_S:g} s after a SIGTERM). "
             "A rank died, hangs or is slow. This rank committed nothing"
         )
 
