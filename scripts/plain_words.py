@@ -95,7 +95,9 @@ def main() -> None:
     """Print which limits the project's docstrings and the newest commit's subject exceed. Exit with 1 if any."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
-        "--list", action="store_true", help="print every docstring that begins oddly or is hard to read"
+        "--list",
+        action="store_true",
+        help="print every docstring that begins with a pronoun, a question word or a preposition, or is hard to read",
     )
     found = list(docstrings())
     if parser.parse_args().list:

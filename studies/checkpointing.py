@@ -43,7 +43,10 @@ RANKS = 4
 def main() -> None:
     parser = study_parser("checkpointing", __doc__, drawn=True)
     parser.add_argument(
-        "--models", nargs="*", default=["4m", "40m", "110m"], help="sizes of the models that are trained"
+        "--models",
+        nargs="*",
+        default=["4m", "40m", "110m"],
+        help="sizes of the models to train, such as 4m for 4 million parameters",
     )
     parser.add_argument(
         "--steps", type=int, default=8, help="number of timed steps. A checkpoint is saved after each step"

@@ -56,8 +56,8 @@ def main() -> None:
     parser.add_argument(
         "--many-layers",
         action="store_true",
-        help="use plans with several layers per subgroup, and 1 or 8 micro-batches per step, instead of plans with one "
-        "layer per subgroup",
+        help="use plans with 4 or 8 layers per subgroup, and 1 or 8 micro-batches per step (default: 1 layer per "
+        "subgroup and 1 micro-batch per step)",
     )
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()

@@ -242,7 +242,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--pairs",
         type=int,
         default=4,
-        help="number of comparisons. Each compares a process under tune run with one that calls ebbtide.initialize",
+        help="number of pairs of processes. Each pair compares the speed of a process under tune run with the speed of "
+        "a process that calls ebbtide.initialize",
     )
     parser.add_argument("--train", choices=DOORS, help=argparse.SUPPRESS)
     parser.add_argument("--overlap", action="store_true", help=argparse.SUPPRESS)

@@ -240,7 +240,7 @@ def _kill_while_running(server: Server) -> int:
     while not any(job["state"] == "running" for job in server.call("/jobs")["jobs"]):
         if time.perf_counter() > deadline_s:
             raise RuntimeError(
-                f"a job must start within {JOBS_LIMIT_S:g} s, so that the server can be killed during it, but none did"
+                f"no job started within {JOBS_LIMIT_S:g} s. This test needs a running job, to kill the server meanwhile"
             )
         time.sleep(0.01)
     server.kill()

@@ -246,7 +246,7 @@ def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
     if stride != int(stride) or stride < int(prefetch):
         raise RunError(
             f"{where}: stride must be a whole number >= {int(prefetch)} if prefetch is {int(prefetch)}, but got "
-            f"{row['stride']!r}. With stride n, every n-th subgroup is updated on the GPU"
+            f"{row['stride']!r}. With prefetch 1, every stride-th subgroup is updated on the GPU"
         )
     return int(stride) if prefetch else 0
 

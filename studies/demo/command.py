@@ -321,7 +321,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="number of rounds of training (default: 8). In each round, DeepSpeed alone and each plan train for about "
         "a second, one after the other",
     )
-    parser.add_argument("--quick", action="store_true", help="train a model of 4 million parameters, in two rounds")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="shorten the demo: the model has only 4 million parameters, and training only 2 rounds (see --rounds)",
+    )
     args = parser.parse_args(argv)
     size = QUICK if args.quick else DemoSize()
     if args.rounds is not None:

@@ -102,7 +102,11 @@ def main() -> None:
         help="number of timed steps in each part of the study. The parts differ in which steps clip gradients",
     )
     parser.add_argument(
-        "--factor", type=float, default=0.04, help="factor by which the durations of the emulated layers are multiplied"
+        "--factor",
+        type=float,
+        default=0.04,
+        help="factor on the given durations of layers, copies and updates in the emulated training (default: 0.04). A "
+        "smaller factor shortens the study",
     )
     parser.add_argument(
         "--quick", action="store_true", help="run only the parts with 10%% and 100%% clipped steps, for tests"

@@ -109,11 +109,10 @@ class ReducedBeside(GradientOps):
 
 @contextmanager
 def reduced_beside() -> Iterator[None]:
-    """Let gradients be copied between host and emulated device while backward goes on, within the ``with`` block
-    (`ReducedBeside`).
+    """Emulate, in a ``with`` block, a GPU that copies gradients on a reduction stream while backward goes on.
 
-    A GPU with a stream for reductions also copies gradients while backward goes on. Without this function, backward on
-    the emulated device waits whenever the sum of a gradient over earlier micro-batches is copied from host memory.
+    The gradient copies of the block are those of `ReducedBeside`. Without this function, backward on the emulated
+    device waits whenever the sum of a gradient over earlier micro-batches is copied from host memory.
     """
     import ebbtide.runtime.execution.executor as executor
 

@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         choices=ROUNDS,
         default=list(ROUNDS),
-        help="groups of artificial defects. Each defect is put into a training run, and tune verify must find it",
+        help="groups of artificial defects to test with (default: all groups). The study puts each defect into a "
+        "training run, and checks that tune verify finds it",
     )
     parser.add_argument("--no-overhead", action="store_true")
     parser.add_argument("--no-versions", action="store_true", help="test only the installed version of DeepSpeed")
@@ -55,8 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     right: list[dict[str, Any]] = []
     for stage in options.stages:
         for ranks in options.ranks:
-            group = trained(stage, ranks, options.rounds, cases, right)
-            console.print(f"ZeRO-{stage}, {ranks} rank(s): tune verify judged {group} training runs")
+            judged = trained(stage, ranks, options.rounds, cases, right)
+            console.print(
+                f"ZeRO-{stage}, {ranks} rank(s): tune verify judged {judged} training runs, with and without defects"
+            )
         if not options.no_overhead:
             overheads[f"zero{stage}"] = overhead_pct(stage)
     versions = [] if options.no_versions else known_versions()

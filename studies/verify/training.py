@@ -43,7 +43,7 @@ def main() -> None:
         "--rounds",
         nargs="+",
         default=list(ROUNDS),
-        help="groups of artificial defects. A training run is made with each defect of these groups",
+        help="groups of artificial defects that tune verify is tested with. One training run is made with each defect",
     )
     parser.add_argument(
         "--overhead", action="store_true", help="measure the time that `tune verify` takes to record each step"

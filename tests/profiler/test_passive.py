@@ -1,5 +1,6 @@
-"""Tests of the profile that the profiler takes, step by step, of a DeepSpeed engine while a script trains
-it. The engine is left unchanged.
+"""Tests of `PassiveProfile`, which measures a DeepSpeed engine step by step while a script trains it.
+
+After the profile, the engine must be as it was before.
 """
 
 import statistics

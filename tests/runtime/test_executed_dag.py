@@ -48,11 +48,13 @@ class Recorded:
 
 
 class Recording(Device):
-    """A device for the executor with GPU memory that is separate from host memory, so that parameters are copied.
-    Its lanes (queues of ops) only record the submitted ops. Its events count as reached from the start.
+    """A fake device whose lanes (queues of ops) only record the ops that the executor submits, and run none.
+
+    It claims to have GPU memory separate from host memory, so that the executor also copies parameters. All its events
+    count as reached.
 
     Attributes:
-        layer: The layer whose backward is the latest.
+        layer: The layer whose backward was the latest.
     """
 
     unified = False

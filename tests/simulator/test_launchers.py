@@ -1,5 +1,6 @@
-"""Tests of the number of threads with which the simulator lets stock DeepSpeed update state on the host,
-for each launcher.
+"""Tests of the number of threads that the simulator assumes for DeepSpeed's CPU updates.
+
+The number depends on the launcher: for several ranks, `torchrun` and `accelerate launch` set ``OMP_NUM_THREADS=1``.
 """
 
 import click

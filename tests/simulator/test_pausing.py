@@ -64,8 +64,8 @@ def test_early_updates_never_cost_more_than_a_percent(times):
 
 @pytest.mark.parametrize("times", TIMES, ids=str)
 def test_an_adversary_wins_no_more_than_a_percent(times):
-    """Check the worst case of the rule that pauses early updates: exactly those steps clip in which early
-    updates run. The time lost is at most 1%.
+    """Check that the rule that pauses early updates loses at most 1% of the time in its worst case: every step with
+    early updates clips, and no other step clips.
     """
     rule, early = PauseRule(times), 0
     for _ in range(600):

@@ -129,8 +129,8 @@ def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops
 
 
 def test_one_thread_on_two_sockets_is_slower_than_on_one():
-    """Check that a preset's host update on one thread is slower with two sockets than with one. torchrun binds
-    no rank, so some ranks are far from their memory.
+    """Check that in the machine presets, DeepSpeed's CPU update on one thread is slower on a host with two sockets than
+    on a host with one. With two sockets, a thread may use the memory of the other socket.
     """
     one, two = preset("rtx4090-x4"), preset("rtx4090-x8")
     assert one.rate("stock_host_adam_params_per_s") < two.rate("stock_host_adam_params_per_s")

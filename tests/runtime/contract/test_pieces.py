@@ -279,10 +279,10 @@ def test_stored_state_and_own_steps_are_not_for_pieces():
     ("granted", "locations"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])]
 )
 def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
-    """Check that stock DeepSpeed trains on if CUDA refuses a page lock while a plan that cuts DeepSpeed's
-    subgroups is being attached.
+    """Check that an engine trains as DeepSpeed alone does after `attach` has failed, because CUDA refused to
+    page-lock host memory.
 
-    The refused lock may be one of the first, or come after some parameters have moved to host memory.
+    The plan cuts DeepSpeed's subgroups into shards. CUDA allows ``granted`` page locks and refuses the next one.
     """
     engine = coarse()
     fake.runtime.refuses_after = granted

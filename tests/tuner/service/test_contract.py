@@ -88,8 +88,8 @@ def test_the_title_of_a_job_tells_what_was_asked(server):
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
-    """Start a server of the service whose database has a machine that another version of ebbtide has saved,
-    and an unreadable machine. Stop the server afterwards.
+    """Start a server of the service, and stop it after the tests. Its database has two machine descriptions that it
+    cannot read: one has a field of another version of ebbtide, and one is cut off.
     """
     path = tmp_path_factory.mktemp("old") / "jobs.db"
     Store(path).close()
