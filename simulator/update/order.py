@@ -24,9 +24,9 @@ class UpdateOrder(BaseModel):
     The update order ``forward`` is the order of the layers. The update order ``arrival`` is the reverse order of the
     layers, in which backward completes gradients. An update order may also be a list of ranges of subgroups, each
     range with its first and its last subgroup. For example, the ranges ``((40, 20), (41, 63), (19, 0))`` update
-    subgroups 40 down to 20, then 41 up to 63, then 19 down to 0. If ``host`` is a list of ranges,
-    subgroups in a range that the CPU does not update are skipped. If ``device`` is a list of ranges, subgroups in a
-    range that the CPU updates are skipped.
+    subgroups 40 down to 20, then 41 up to 63, then 19 down to 0. The order ``host`` skips
+    subgroups that the CPU does not update, so its ranges may include such subgroups. The order ``device`` skips
+    subgroups that the CPU updates, so its ranges may include these.
 
     Attributes:
         host: Order of the subgroups that the CPU updates.
