@@ -162,9 +162,9 @@ class Machine(Shown, Page):
             )
         if not 0.3 <= self.duplex_factor.median <= 1.25:
             raise RuleError(
-                "duplex_factor must lie in [0.3, 1.25] (the speed of copies to and from the GPU at once, as a "
-                "fraction of the two single speeds: 0.5 if they take turns, 1 if both are at full speed), but got "
-                f"{self.duplex_factor.median}",
+                f"duplex_factor must lie in [0.3, 1.25], but got {self.duplex_factor.median}. This factor is the total "
+                "speed of simultaneous copies to and from the GPU, divided by the sum of the speeds of both directions "
+                "alone: 0.5 if the directions take turns, and 1 if both run at full speed",
                 key="duplex_factor",
             )
         both = self.storage_duplex_factor

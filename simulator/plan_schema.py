@@ -20,6 +20,10 @@ from pydantic_core import CoreSchema, core_schema
 SCHEMA_VERSION = 3
 _NEVER_RUN = ("prefetch_after_layer", "split_master")  # of schema 1
 _NO_LONGER = ("growing_slots", "speculate_stored")  # of schemas 1 and 2
+_FORBIDDEN_BECAUSE = {
+    "early": "such subgroups are updated only after the gradient norm is known",
+    "sum_on_device": "the gradients of such subgroups stay in GPU memory anyway",
+}
 
 
 class WayRun(Page):
@@ -60,11 +64,11 @@ class WayRun(Page):
     @model_validator(mode="after")
     def _check_bits(self) -> Self:
         fitted = self.way.fitted()
-        for bit in ("early", "sum_on_device"):
+        for bit, why in _FORBIDDEN_BECAUSE.items():
             if getattr(self.way, bit) != getattr(fitted, bit):
                 raise RuleError(
                     f"plan.ways: {bit} must be false for placement {self.placement!r} with parameters on the "
-                    f"{self.parameters}, but got true. Leave it out, or plan again with `tune plan`",
+                    f"{self.parameters}, because {why}, but got true. Leave {bit} out, or plan again with `tune plan`",
                     key=bit,
                 )
         return self

@@ -74,7 +74,7 @@ class Quantity(BaseModel):
             ValueError: there is no sample, or a sample is not finite and positive.
         """
         if not samples:
-            raise ValueError("at least one sample is needed, but got none")
+            raise ValueError("samples must have at least one measured value, but got none")
         if len(samples) == 1:
             return cls.exact(samples[0], source, detail)
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")

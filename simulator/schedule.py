@@ -199,7 +199,7 @@ class Schedule:
     def __post_init__(self) -> None:
         for position, op in enumerate(self.ops):
             if op.id != position:
-                raise ValueError(f"op ids must be positions, but op {position} has id {op.id}")
+                raise ValueError(f"the id of each op must be its position in ops, but ops[{position}].id is {op.id}")
             if op.after and not (min(op.after) >= 0 and max(op.after) < position):
                 late = [other for other in op.after if not 0 <= other < op.id]
                 raise ValueError(f"an op may wait only for earlier ops, but op {op.id} ({op.label}) waits for {late}")

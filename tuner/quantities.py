@@ -62,8 +62,8 @@ def directory_bytes(text: str) -> tuple[str, int]:
     directory, colon, size = text.rpartition(":")
     if not directory or not colon:
         raise ValueError(
-            f"DIR:SIZE such as /mnt/nvme:500GB is needed, but got {text!r}. To give the write rate of checkpoint "
-            "storage, use `tune plan --checkpoint-rate`"
+            f"a folder and a size for optimizer state on a drive must be given as DIR:SIZE, such as /mnt/nvme:500GB, "
+            f"but got {text!r}. If you mean the write rate of checkpoints, use `tune plan --checkpoint-rate`"
         )
     return str(Path(directory).absolute()), size_bytes(size)
 

@@ -76,10 +76,10 @@ def recounts(op: Any) -> bool:
     ]
     if len(equal) != 1:
         raise UnknownRoundingError(
-            "ebbtide cannot tell how DeepSpeed's cpu_adam op computes Adam's bias correction: "
-            f"{getattr(op, '__file__', op)} gives the results of "
-            f"{'both DeepSpeed 0.18.6 and' if equal else 'neither DeepSpeed 0.18.6 nor'} later releases. "
-            "Delete this file so that DeepSpeed builds the op again, or train without a plan"
+            "ebbtide cannot tell whether DeepSpeed's cpu_adam op computes Adam's bias correction as DeepSpeed 0.18.6 "
+            f"does or as later releases do: the results of {getattr(op, '__file__', op)} match "
+            f"{'both' if equal else 'neither'}. Delete this file so that DeepSpeed builds the op again, or train "
+            "without a plan"
         )
     return equal[0]
 

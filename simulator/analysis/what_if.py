@@ -28,7 +28,7 @@ Planner = Callable[[Workload, Machine, Limits], Plan | None]
 WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip", "clip_rate")
 _LAID_OUT = (
     "the work of each rank in a workload depends on the number of ranks",
-    "estimate a workload for each value (workload_from_model(data_parallel=...)), or profile one on that many GPUs",
+    "make a workload for each value with workload_from_model(data_parallel=...), or profile training on that many GPUs",
 )
 # Fields of the machine that a workload depends on: why they cannot change, and what to do instead.
 _IN_WORKLOAD = {
@@ -36,7 +36,7 @@ _IN_WORKLOAD = {
     "gpus_per_node": _LAID_OUT,
     "device_flops_per_s": (
         "the workload has fixed times for forward and backward",
-        "estimate a workload for each value (workload_from_model(model, machine.with_rates(device_flops_per_s=...)))",
+        "make a workload for each value with workload_from_model(model, machine.with_rates(device_flops_per_s=...))",
     ),
     "device_memory_bytes": ("GPU memory has an argument of its own", "give gpu_memory_bytes=[...]"),
 }
@@ -158,23 +158,24 @@ def _check_changes(changes: Mapping[str, Sequence[float]], machine: Machine) -> 
         if name in _IN_WORKLOAD:
             why, instead = _IN_WORKLOAD[name]
             raise RuleError(
-                f"{name} must not be among the changes, because {why}, but got {values!r}: {instead}",
+                f"{name} must not be among the fields that a what-if changes, because {why}, but got "
+                f"{name}={values!r}. Instead, {instead}",
                 key=f"changes.{name}",
             )
         if name not in (*CHANGEABLE, *WORKLOAD_FIELDS):
             known = [field for field in (*CHANGEABLE, *WORKLOAD_FIELDS) if field not in _IN_WORKLOAD]
             raise RuleError(
                 f"a what-if can change {', '.join(known)}, but got {name!r}{suggestion(name, known)}. To change the "
-                "model, its sequence length or micro-batch size, estimate a workload for each value with "
-                "workload_from_model",
+                "model, its sequence length or micro-batch size, make a workload for each value with "
+                "workload_from_model, and run the what-if for each workload",
                 key=f"changes.{name}",
             )
         if not values:
             raise RuleError(f"{name} must have at least one value, but got {values!r}", key=f"changes.{name}")
     if "cpu_cores" in changes and not machine.device_shares_host_cores:
         raise RuleError(
-            "cpu_cores must not be among the changes if forward and backward run on a GPU, because the machine's CPU "
-            "rates were measured with all cores and would not change with cpu_cores, but got "
+            "if forward and backward run on a GPU, cpu_cores must not be among the fields that a what-if changes, "
+            "because the machine's CPU rates were measured with all cores and would not change with cpu_cores, but got "
             f"{changes['cpu_cores']!r}. Change the rates instead (host_adam_params_per_s, "
             "stock_host_adam_params_per_s, dram_bytes_per_s)",
             key="changes.cpu_cores",

@@ -65,8 +65,9 @@ class InfinityOptions:
                 raise RuleError(f"{name} must be one of {get_args(kinds)}, but got {value!r}", key=f"options.{name}")
         if self.pipelined and self.optimizer != "nvme":
             raise RuleError(
-                "pipelined must be False if no state is read from storage, but got True with "
-                f"optimizer={self.optimizer!r}",
+                "pipelined must be False if optimizer is not 'nvme', but got True with "
+                f"optimizer={self.optimizer!r}. With pipelined, updates overlap with reads and writes of a drive "
+                "(DeepSpeed's pipeline_read and pipeline_write)",
                 key="options.pipelined",
             )
 

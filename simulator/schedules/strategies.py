@@ -154,8 +154,9 @@ def twin_flow(
     """
     if not (pinned or async_gradients):
         raise RuleError(
-            "async_gradients must be True if pinned is False, but got False. DeepSpeed of 2024 (async_gradients "
-            "False) can be simulated with pinned buffers only. Set async_gradients or pinned to True",
+            "async_gradients must be True if pinned is False, but got False. With async_gradients=False, each gradient "
+            "copy blocks the host, as in DeepSpeed of 2024. twin_flow simulates such copies with pinned buffers only. "
+            "Set async_gradients or pinned to True",
             "options.async_gradients",
         )
     flows: Gradients = "stock" if async_gradients else "widened_on_host"

@@ -107,7 +107,9 @@ def test_an_engine_that_was_built_with_twin_flow_is_refused(only_rank):
         }
     )
     plan = Plan(subgroup_size=20_000, placement=Plan.runs(["host"]))
-    with pytest.raises(ConfigError, match=r"built with this key\. Remove the key from DeepSpeed's config"):
+    with pytest.raises(
+        ConfigError, match=r"built this engine with the key 'ratio'\. Remove the key from DeepSpeed's config"
+    ):
         ebbtide.runtime.attach(engine, plan)
     engine.destroy()
 

@@ -166,7 +166,7 @@ def test_without_transformers_others_are_refused(monkeypatch):
     ("model", "message"),
     [
         ({"model_type": "vit"}, "model_type must be that of a language model .* for 'vit' transformers says: U"),
-        ({"model_type": "mine"}, "one that the installed transformers knows, but got 'mine': desc"),
+        ({"model_type": "mine"}, r"one that the installed transformers knows, but got 'mine'\. Instead, desc"),
         ({"model_type": "rwkv", "num_hidden_layers": 10**6}, "num_hidden_layers must be at most"),
         (
             {"model_type": "glm4_moe", "num_hidden_layers": 2, "num_experts_per_tok": 0},

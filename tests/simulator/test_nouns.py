@@ -28,7 +28,7 @@ def test_a_quantity_from_samples():
     assert (found.median, found.q1, found.q3, found.n) == (3.0, 2.0, 4.0, 5)
     assert not found.stable
     assert Quantity.from_samples([1.0, 1.01, 1.02]).stable
-    with pytest.raises(ValueError, match="at least one sample"):
+    with pytest.raises(ValueError, match="samples must have at least one"):
         Quantity.from_samples([])
 
 

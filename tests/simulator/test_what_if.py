@@ -110,11 +110,11 @@ def test_host_memory_is_shared_among_the_ranks():
         ({"strategies": []}, r"strategies must name at least one strategy, but got \[\]"),
         ({"gpu_memory_bytes": []}, "gpu_memory_bytes must have at least one value"),
         ({"h2d_bytes_per_s": []}, "h2d_bytes_per_s must have at least one value"),
-        ({"device_memory_bytes": [1e9]}, r"device_memory_bytes must not .*: give gpu_memory_bytes"),
-        ({"device_flops_per_s": [1e14, 9e14]}, "fixed times.*: estimate a workload"),
+        ({"device_memory_bytes": [1e9]}, r"device_memory_bytes must not .*\. Instead, give gpu_memory_bytes"),
+        ({"device_flops_per_s": [1e14, 9e14]}, r"fixed times.*\. Instead, make a workload"),
         ({"cpu_cores": [1, 64]}, "cpu_cores must not .* stock_host_adam_params_per_s"),
         ({"micro_batch": [2]}, "workload_from_model"),
-        ({"gpus_per_node": [2]}, "gpus_per_node must not .* estimate a workload"),
+        ({"gpus_per_node": [2]}, "gpus_per_node must not .* make a workload"),
     ],
 )
 def test_bad_input_is_told_before_anything_runs(arguments, message):

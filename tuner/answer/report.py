@@ -55,7 +55,8 @@ def show_machine(machine: Machine, console: Console) -> None:
     for ranks, shares in machine.rank_shares.items():
         shares_text = ", ".join(f"{name} {q.median:.2f}" for name, q in shares.items())
         console.print(
-            f"while {ranks} ranks run, each rank reaches this share of the rate of a single rank: {shares_text}"
+            f"bandwidth of each rank while {ranks} ranks run at the same time, divided by the bandwidth of a rank that "
+            f"runs alone: {shares_text}"
         )
     for directory, drive in machine.drives.items():
         console.print(

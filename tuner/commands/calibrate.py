@@ -96,8 +96,8 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
     for change in calibrated.changes:
         click.echo(
             f"{change.field:32} {change.before:10.4g} -> {change.after:10.4g}  "
-            f"(the value lies with probability 50% between {change.low:.4g} and {change.high:.4g}; "
-            f"one common factor corrects all rates of {change.knob})"
+            f"(with probability 50% the true value lies between {change.low:.4g} and {change.high:.4g}; "
+            f"all speeds of the group {change.knob!r} are corrected by the same factor)"
         )
     if not calibrated.changes:
         click.echo("no rate was changed, because the runs add no information to the machine file")

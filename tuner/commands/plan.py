@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 @click.option(
     "--memory-margin",
     type=SHARE,
-    help="Share of GPU and host memory to leave free, e.g. 5% (default: from the spread of the profiled peaks).",
+    help="Share of GPU and host memory to leave free, e.g. 5%. Default: computed from how much the memory peak varied "
+    "between the profiled steps, or 5% without a profile.",
 )
 @click.option(
     "--offload-param/--no-offload-param",

@@ -28,7 +28,8 @@ from ebbtide.tuner.inputs import BadInputError, check_folder
     "--ranks",
     default=1,
     show_default=True,
-    help="Also measure with this number of processes at the same time. With --train-script: number of ranks to launch.",
+    help="With a value N above 1, also measure how much of each bandwidth a process gets while N processes use it at "
+    "the same time. With --train-script: number of ranks to launch.",
 )
 @click.option("--train-script", help="Training script to measure the workload of. Its arguments follow.")
 @click.option(

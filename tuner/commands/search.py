@@ -44,19 +44,19 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
     "--micro-batch",
     type=click.IntRange(min=1),
     help="Micro-batch size (default: the size in --ds-config). If neither gives a size, the search tries several "
-    "sizes. With a --free that does not list micro_batch, the search uses size 1.",
+    "sizes, or uses size 1 if --free is given and does not list micro_batch.",
 )
 @click.option(
     "--accumulation",
     type=click.IntRange(min=1),
     help="Number of micro-batches per step (default: the number in --ds-config). If neither gives a number, the search "
-    "tries several numbers. With a --free that does not list accumulation, the search uses 1.",
+    "tries several numbers, or uses 1 if --free is given and does not list accumulation.",
 )
 @click.option(
     "--zero-stage",
     type=click.IntRange(1, 3),
-    help="ZeRO stage (default: the stage in --ds-config). If neither gives a stage, the search tries all stages. With "
-    "a --free that does not list zero_stage, the search uses ZeRO-3.",
+    help="ZeRO stage (default: the stage in --ds-config). If neither gives a stage, the search tries all "
+    "stages, or uses ZeRO-3 if --free is given and does not list zero_stage.",
 )
 @click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
 @click.option("--no-offload", is_flag=True, help="Do not offload.")

@@ -156,7 +156,10 @@ def parse(data: bytes, kind: type[PageT], name: str) -> PageT:
     except ManifestError:
         raise
     except ValidationError as error:
-        raise ManifestError(f"{name} is not a manifest: {error.errors()[0]['msg']}") from None
+        raise ManifestError(
+            f"{name} must be a JSON file that ebbtide wrote for a checkpoint or for optimizer state on a drive, but "
+            f"has wrong fields: {error.errors()[0]['msg']}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         kind_of = type(error).__name__
         raise ManifestError(f"{name} is truncated or not a manifest ({kind_of})") from None

@@ -128,8 +128,9 @@ class Note:
         with self._keeping:
             if self._over.is_set():
                 raise FileNotFoundError(
-                    f"the files of the deleted checkpoint {folder} are not kept: ebbtide keeps such files only while a "
-                    f"save runs, to restore them if the save fails, but the save of {self._tag!r} has already ended"
+                    f"the files of checkpoint {folder} cannot be kept after the checkpoint is deleted, because the "
+                    f"save of {self._tag!r} has already ended. ebbtide keeps the files of a deleted checkpoint only "
+                    "while a save runs, to restore the checkpoint if the save fails"
                 )
             number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
             place = self._path.parent / f"{KEPT}{self._nonce}_{number}"

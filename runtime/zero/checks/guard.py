@@ -131,8 +131,10 @@ def check_engine(engine: Any) -> UpdateRule:
             f"{ZERO}.{OPTIMIZER}.device must be 'cpu' if DeepSpeed has built the engine already, but got "
             "'nvme'. Build the engine with ebbtide.initialize or with the key \"ebbtide\" in DeepSpeed's config"
         )
-    for sentence in replaced_by_a_plan(as_deepspeed_reads(config)).values():
-        raise ConfigError(f"{sentence}. This engine was built with this key. Remove the key from DeepSpeed's config")
+    for key, sentence in replaced_by_a_plan(as_deepspeed_reads(config)).items():
+        raise ConfigError(
+            f"{sentence}. DeepSpeed built this engine with the key {key!r}. Remove the key from DeepSpeed's config"
+        )
     optimizer = engine.optimizer
     if type(optimizer) not in (DeepSpeedZeroOptimizer_Stage3, DeepSpeedZeroOptimizer):
         raise ConfigError(

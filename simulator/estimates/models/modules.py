@@ -56,7 +56,7 @@ def _built(text: str) -> Architecture:
         ) from None
     if family not in CONFIG_MAPPING:
         raise ModelError(
-            f"model_type must be one that the installed transformers knows, but got {family!r}: {DESCRIBE} instead",
+            f"model_type must be one that the installed transformers knows, but got {family!r}. Instead, {DESCRIBE}",
             key="model.model_type",
         )
     _check_size(given)
