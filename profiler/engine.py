@@ -206,9 +206,11 @@ class PassiveProfile:
 
 
 def _hooks_for(engine: Any, traces: list[Trace]) -> PhaseHooks:
-    """Return the hooks for the next step of a profile, after the steps in ``traces``.
+    """Return the object that measures the next step of a profile, after the steps in ``traces``: a `Watcher` or a
+    `PlainTimer`.
 
-    If hooks in the model lengthen a step, every second step is timed without them.
+    A `Watcher` has hooks on the parts of the model. If these hooks lengthen a step, every second step is measured by a
+    `PlainTimer`, which has no such hooks.
     """
     if hooks_lengthen_steps() and traces and not traces[-1].plain:
         return PlainTimer(engine)

@@ -199,10 +199,13 @@ def lacks(missing_bytes: Mapping[str, int]) -> str:
 
 
 def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:
-    """Return the memory limits that the user set, by memory. None stands for all memory of the machine.
+    """Check the user's limits for GPU memory and host memory, and return them as a dict by memory.
+
+    A limit is None if all memory of the machine may be used: if the user gave no limit, or one that exceeds the
+    machine's memory by at most the fraction `SOLD_AS`.
 
     Raises:
-        ValueError: A limit is not positive, or is more than the machine has.
+        ValueError: A limit is not positive, or exceeds the machine's memory by more than that.
     """
     asked = dict(values)
     for memory, name in _NAMES.items():

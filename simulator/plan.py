@@ -52,10 +52,11 @@ class CheckpointPlan(Page):
         copy_budget_bytes: Host memory reserved for copies of state that is updated before it is written.
         write_bytes_per_s: Limit for the rate of checkpoint writes. None: no limit.
         writers: Number of concurrent writes to the disk while a checkpoint is written.
-        keep: Number of completed checkpoints to keep in ``dir``: the newest ones. 0: all. Drives with optimizer state
-            keep the state of the same number of checkpoints. Checkpoints without their state cannot be loaded. If
-            ``keep`` is 0, the number for drives is ``save_total_limit``, a setting of the Trainer. Without this
-            setting, the number is 1, or 2 with ``load_best_model_at_end``. The log states the number at the start.
+        keep: Number of completed checkpoints to keep in ``dir``: the newest ones. 0: all. If optimizer state is stored
+            on drives, the drives keep the state of ``keep`` checkpoints too. If ``keep`` is 0, the drives keep the
+            state of as many checkpoints as the Trainer's ``save_total_limit`` says. Without this limit, they keep the
+            state of 1 checkpoint, or of 2 with the Trainer's ``load_best_model_at_end``. Other checkpoints cannot be
+            loaded any more. The log warns at the start if there may be such checkpoints.
         deadline_s: Seconds without progress of storage or of other ranks after which a checkpoint is given up with an
             error. For drives with stored optimizer state, a value above 300 counts as 300.
         dir: Folder of automatic checkpoints.

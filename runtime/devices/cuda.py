@@ -1,7 +1,7 @@
-"""A CUDA GPU as the device of a plan.
+"""The device class for CUDA GPUs, on which training under a plan copies and updates optimizer state.
 
-It has one CUDA stream per lane (a queue of copies in one direction, or of kernels) and page-locked host
-buffers of exact size.
+A CUDA device has one CUDA stream per lane (a queue of copies in one direction, or of kernels). Its host buffers are
+page-locked, and their sizes are not rounded up to powers of two.
 """
 
 import time
@@ -25,10 +25,10 @@ PIECE_BYTES = 32 * 2**20
 
 
 class CudaDevice(Device):
-    """A CUDA GPU as the device of a plan: one stream per lane, and page-locked host buffers of exact size.
+    """A CUDA GPU on which a plan runs, with one CUDA stream per lane and with page-locked host buffers.
 
-    A lane is a queue of copies in one direction, or of kernels. PyTorch's own pinned allocator rounds sizes up
-    to powers of two. Buffers are therefore ordinary host memory that is registered with CUDA afterwards
+    A lane is a queue of copies in one direction, or of kernels. PyTorch's own pinned allocator rounds sizes up to
+    powers of two. Buffers are therefore ordinary host memory that is registered with CUDA afterwards
     (cudaHostRegister).
     """
 

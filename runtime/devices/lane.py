@@ -47,11 +47,12 @@ class Completion:
 
     @classmethod
     def done(cls, event: Event | None = None) -> "Completion":
-        """Return an object with which other code can wait for the end of an operation that was issued to
-        its stream.
+        """Return the completion of an operation that has already ended, or that has been issued to a CUDA stream.
+
+        Other code can wait for the end of the operation through its completion.
 
         Args:
-            event: CUDA event that marks the operation's end. If None, the operation has ended.
+            event: CUDA event that marks the end of the operation in its stream. If None, the operation has ended.
         """
         completion = cls()
         completion.event = event

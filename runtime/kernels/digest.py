@@ -32,7 +32,8 @@ class Digest:
 
     Attributes:
         hash: A hash of the elements' bits. One changed bit always changes it.
-        narrow: The hash of the elements rounded to 16 bits, to nearest even. 0 if not requested.
+        narrow: The hash of the fp32 elements after rounding to another dtype, such as bf16, to nearest even. 0 if no
+            such hash was requested.
         bits: The bitwise or of all the elements' bit patterns.
         not_finite: The number of infinities and NaNs, which count as 0 in the fields below.
         squares: The sum of the elements' squares.

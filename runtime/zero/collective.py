@@ -88,7 +88,8 @@ class CollectiveGathers:
         All ranks must launch gathers in the same order, or they hang. A gather has to wait for the latest update of its
         parameters, and updates end earlier on some ranks than on others. If some ranks may not have waited for this
         update yet, all ranks delay the gather until the forward or backward of the parameter's module begins. On a
-        device without streams all gathers are delayed, because the calling thread would wait for the copies.
+        device without streams all gathers are delayed, because the calling thread would otherwise wait while parameters
+        are copied from host memory to the device.
 
         Args:
             gather: DeepSpeed's own gather for any of these parameters.

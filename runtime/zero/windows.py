@@ -81,7 +81,8 @@ class Windows(GradientBuffers[ZeroSlice]):
             first: True for the first micro-batch of an optimizer step.
             boundary: True for the last micro-batch of an optimizer step.
             alone: True if this is the only micro-batch of the step. Stock DeepSpeed then leaves its buffer of summed
-                gradients unchanged, so that the sum of an earlier step remains in the buffer.
+                gradients unchanged, so that the buffer still holds the sum of an earlier step. This method keeps that
+                sum too.
         """
         piece.empty = False
         if not (boundary or self.states[piece.subgroup].sum is not None):

@@ -49,8 +49,8 @@ def lower_bound(
     """Return a lower bound for the mean iteration time of every plan that stays within given memory limits.
 
     The bound is for long training without checkpoints. The first few iterations may take less time than the bound,
-    because copies to the GPU may fall behind a little more in every iteration. So a simulation of only three iterations
-    can give a shorter time. Computing the bound takes some 40 milliseconds.
+    because each of them may postpone some copies to the GPU until a later iteration. So a simulation of only three
+    iterations can give a time below the bound. Computing the bound takes some 40 milliseconds.
 
     Args:
         limits: Memory limits of one rank. Plans may store optimizer state on drives only if ``limits`` has a limit for

@@ -136,9 +136,9 @@ def _gradients(workload: Workload, bucket: int) -> Iterator[_Gradient]:
 
 
 def _elements(workload: Workload) -> list[int]:
-    """Return, for each layer, how many gradient elements go through the bucket.
+    """Return, for each layer, how many gradient elements go through DeepSpeed's gradient bucket.
 
-    Under ZeRO-2 these are the gradients of all ranks' slices.
+    Under ZeRO-3, only the elements of this rank's slice count. Under ZeRO-2, the elements of all ranks' slices count.
     """
     return [layer.params + layer.params_of_others for layer in workload.layers]
 

@@ -49,7 +49,10 @@ class StockLoop(TrainingLoop):
         self.written_back: list[int] = []
 
     def schedule(self, iterations: int, name: str) -> Schedule:
-        """Return the ops appended so far as a schedule, with the memory in use throughout an iteration."""
+        """Return the ops appended so far as a schedule.
+
+        The schedule's field ``held`` says how many bytes are in use all the time, such as for optimizer state.
+        """
         w = self.workload
         on_device = sum(self.sizes[: self.resident])
         staging = self.slots * max((self.sizes[s] for s in self.staged), default=0)

@@ -19,7 +19,10 @@ from ebbtide.simulator.workload import Workload
 
 
 class What(IntEnum):
-    """The kind of an entry in a recorded training iteration: an op, or a marker for ops that depend on the plan."""
+    """The kind of an entry in a recorded training iteration: an op, or a marker.
+
+    A marker stands at a place where the ops of a plan must be inserted.
+    """
 
     OP = 0
     GRADIENT = 1  # a part of a subgroup's gradient is reduced, at the op that it waits for

@@ -107,11 +107,11 @@ def compact(sequence: Sequence[int]) -> Direction | Spans:
 
 
 def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all subgroups in the order of the completion of their gradients during backward.
+    """Return all subgroups in the order in which backward completes their gradients.
 
     Args:
-        layers_of_subgroups: For each subgroup, in the order of the layers, the layers that have parameters in
-            it.
+        layers_of_subgroups: For each subgroup, the layers that have parameters in it. The subgroups are in the order of
+            the layers.
     """
     first = [layers[0] if layers else -1 for layers in layers_of_subgroups]
     return tuple(sorted(range(len(first)), key=lambda s: (first[s], s), reverse=True))

@@ -115,12 +115,13 @@ class Moved:
     """A training plan in the form that simulated annealing changes.
 
     Attributes:
-        codes: Code of each subgroup's placement, parameter location and flags (`Way.code`).
-        sequences: For the CPU and for the GPU, the subgroups that it updates, in the order of their
-            updates.
+        codes: For each subgroup, the number (`Way.code`) that encodes its placement (memory of the optimizer state),
+            its parameter location (memory of the 16-bit parameters), and its flags for an early update and for gradient
+            sums on the GPU.
+        sequences: For the CPU and for the GPU, the subgroups that it updates, in the order of their updates.
         slots: Number of staging buffers: GPU memory for one staged subgroup each.
         prefetch: Number of subgroups that are copied to the GPU ahead of time.
-        free: Changes that the search may make.
+        free: Changes that the search may make, such as early updates.
         host_slots: Number of buffers in host memory for subgroups that are stored on a drive.
         threads: Number of CPU threads for updates, or 0 for the default.
     """

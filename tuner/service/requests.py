@@ -235,15 +235,16 @@ class Simulate(Scenario):
 
 
 class Answer(Scenario):
-    """A request to the planning service for advice: whether to offload optimizer state, with which plan,
-    and what is gained.
+    """A request to the planning service for advice: whether to offload optimizer state, with which plan, and what is
+    gained.
 
     Attributes:
-        effort: ``quick`` searches for a plan in a moment, and ``full`` as thoroughly as `tune plan`
-            does.
-        peers: True to simulate other systems too, each at its best setting.
-        timelines: True to include timelines in the response.
-        plan: Existing plan, such as the result of a job. No plan is searched then.
+        effort: ``quick`` searches for a plan in a moment, and ``full`` as thoroughly as `tune plan` does.
+        peers: True to compare the plan also with other offloading systems, each simulated at its best setting, and with
+            variants of the plan.
+        timelines: True to include simulated timelines of training in the response, such as those of DeepSpeed alone and
+            of training under the plan.
+        plan: Existing plan, such as the result of an earlier background job of the service. No plan is searched then.
     """
 
     effort: Literal["quick", "full"] = "quick"

@@ -100,9 +100,10 @@ def compared(
 
     Args:
         runs: Runs, such as under the plan, with DeepSpeed alone, and without offload. The most trusted one is last.
-        noise: Size of the differences that rounding and random order of operations explain.
+        noise: Size of the differences that rounding and chance explain, measured with a run, its repeat, and a repeat
+            with one flipped bit.
         repeated: Second runs under the plan and with DeepSpeed alone, by the name of the run that they repeat. Empty if
-            the two first runs have the same bits, so that no second runs are needed.
+            there are no second runs.
         chance: Difference between a run and its repeat, if training is not deterministic. If None, training is taken to
             be deterministic: the run under the plan must then have the same bits as the run with DeepSpeed alone.
     """

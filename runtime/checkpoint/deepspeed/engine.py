@@ -322,8 +322,9 @@ class LazyCheckpointEngine(CheckpointEngine):
         """Do nothing when DeepSpeed announces a save, since `save_checkpoint` has already begun the checkpoint."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder that DeepSpeed asks for. A checkpoint's own folder is not made here: its name appears at the
-        commit.
+        """Make a folder that DeepSpeed asks for, unless it is a folder of the checkpoint that is being saved.
+
+        The files of that checkpoint are written to a temporary folder, which the commit renames.
         """
         if self._save is None or not self._save.covers(Path(path).absolute()):
             super().makedirs(path, exist_ok=exist_ok)

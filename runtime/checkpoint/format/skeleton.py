@@ -27,7 +27,12 @@ _torch_save = threading.Lock()  # the options of torch.save are global
 
 @dataclass(frozen=True)
 class Extent:
-    """A range of bytes in a checkpoint file: the bytes of ``source``, which begin at ``offset`` of the file."""
+    """A range of bytes in a checkpoint file, with the source of the bytes, such as a tensor.
+
+    Attributes:
+        offset: Position of the range in the file: the number of bytes before it.
+        source: Source from which the bytes of the range are written.
+    """
 
     offset: int
     source: Source

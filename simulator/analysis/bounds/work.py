@@ -81,14 +81,14 @@ class Costs:
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
     def step(self, step: Step) -> dict[Resource, float]:
-        """Return the least time that one op of an update occupies each resource, as a dict.
+        """Return the least time for which one op of an update occupies each of its resources, as a dict by resource.
 
-        The times are in seconds per parameter element. A resource is the op's lane (queue of ops), or a shared capacity
-        such as DRAM bandwidth:
+        The times are in seconds per parameter element. A resource is the lane (queue of ops) in which the op runs, or a
+        capacity that several ops share, such as DRAM bandwidth:
 
         - The time of a shared capacity is the op's amount of work divided by the whole capacity.
-        - The time of the lane is the op's duration if no other op runs, but at least the longest time of a shared
-          capacity.
+        - The time of the lane is the op's duration if no other op runs. If a shared capacity has a longer time, the
+          lane has the same time as that capacity.
 
         For an op on the CPU, each time is the smallest over all numbers of threads.
         """
