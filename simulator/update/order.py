@@ -107,7 +107,7 @@ def compact(sequence: Sequence[int]) -> Direction | Spans:
 
 
 def arrival_order(layers_of_subgroups: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return all subgroups in the order in which backward completes their gradients.
+    """Return all subgroups, sorted by the time at which backward completes their gradients.
 
     Args:
         layers_of_subgroups: For each subgroup, the layers that have parameters in it. The subgroups are in the order of

@@ -406,7 +406,7 @@ def test_each_option_changes_something_or_is_refused(name, option, ground, recor
 ALONE = [
     ("PLAN --restart 5s", "--restart .* only with --mtbf"),
     ("PLAN --checkpoint-rate 1GB/s", "--checkpoint-rate .* with --mtbf"),
-    ("PLAN --storage 1GB/s", "DIR:SIZE .* --checkpoint-rate"),
+    ("PLAN --storage 1GB/s", "as DIR:SIZE, .* --checkpoint-rate"),
     ("PLAN --endurance 600", "--endurance .* with --storage"),
     ("PLAN --storage /nvme:1TB --zero-stage 2", "--storage needs ZeRO-3"),
     ("plan --machine h200 --workload w.json -o p.json --sequence 9", "--sequence can be given only with --mod"),

@@ -81,7 +81,7 @@ class Costs:
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
     def step(self, step: Step) -> dict[Resource, float]:
-        """Return the least time for which one op of an update occupies each of its resources, as a dict by resource.
+        """Return the least time that one op of an update occupies each of its resources, as a dict by resource.
 
         The times are in seconds per parameter element. A resource is the lane (queue of ops) in which the op runs, or a
         capacity that several ops share, such as DRAM bandwidth:
