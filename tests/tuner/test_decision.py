@@ -4,6 +4,9 @@ A job that cannot fit into memory is refused before any simulation. A search tha
 memory finds a plan that is at most 0.5% slower than the plan of a search that may not.
 """
 
+import gc
+from contextlib import suppress
+
 import ebbtide.tuner
 import numpy as np
 import pytest
@@ -139,3 +142,26 @@ def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monke
     assert 60e-9 * sum(ops) + 200e-6 * len(ops) + 20e-3 * len(recorded) < 3.5
     assert len(simulated) - len({*simulated}) < 0.02 * len(simulated)
     assert len(described) == len({*described}) > 100
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("model", ["Llama 3.2 1B", "Llama 2 13B"])
+def test_a_search_makes_no_garbage_that_must_be_looked_for(model, enabled):
+    """Check that a plan search pauses garbage collection, leaves the setting as it was, and makes no reference cycles.
+
+    No plan of the larger model fits.
+    """
+    question, during = Question.of(*job(model, "rtx4090", accumulation=16), effort=LITTLE), []
+    gc.collect()
+    if not enabled:
+        gc.disable()
+    try:
+        with suppress(ImpossibleError):
+            decide(question, lambda *_: during.append(gc.isenabled()))
+        assert gc.isenabled() is enabled
+        assert not any(during)
+        assert bool(during) is (model == "Llama 3.2 1B")
+        gc.disable()
+        assert gc.collect() < 100
+    finally:
+        gc.enable()
