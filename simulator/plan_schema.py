@@ -29,7 +29,8 @@ _FORBIDDEN_BECAUSE = {
 class WayRun(Page):
     """A row of a plan file: a number of neighboring subgroups of optimizer state that are updated in the same way.
 
-    In a plan file, the rows (the entries of the list ``ways``) are in the order of the model's layers.
+    Each entry of a plan file's list ``ways`` is one row. The rows describe the subgroups in the order of the model's
+    layers.
 
     Attributes:
         count: Number of subgroups in this row.

@@ -92,7 +92,10 @@ class Server:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line.startswith("open http://"):
-            raise RuntimeError(f"the server must tell its address first, but told {line!r}")
+            raise RuntimeError(
+                f"the first line that `tune serve` prints must begin with 'open http://', but is {line!r}. "
+                "If the line is empty, `tune serve` has ended: see its error above"
+            )
         self.address = line.split()[1].removeprefix("http://").rstrip("/")
         self.host, _, port = self.address.partition(":")
         self.port = int(port)

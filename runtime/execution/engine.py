@@ -102,11 +102,13 @@ class TrainingEngine(Protocol):
         ...
 
     def take(self, subgroup: int, now: SubgroupState | None) -> Buffers:
-        """Return the present tensors of a subgroup: its optimizer state, gradient and parameters.
+        """Return a subgroup's optimizer state, gradient and parameters, so that the session can move these tensors to
+        other memory.
 
         Args:
-            now: The subgroup's tensors under the running plan, which the result may contain. None if no plan runs yet.
-                The training framework's own tensors are then returned.
+            now: The subgroup's tensors under the running plan. The result has the gradient tensor of ``now``. Each
+                other tensor of the result is the one of ``now`` or the training framework's own. None if no plan runs
+                yet. Then optimizer state and parameters in the result are the training framework's own tensors.
         """
         ...
 

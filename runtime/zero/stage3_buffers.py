@@ -132,7 +132,10 @@ class Pieces:
 
 
 def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: int) -> Buffers:
-    """Return the tensors that DeepSpeed itself made for a subgroup, before any plan."""
+    """Return DeepSpeed's own tensors of a subgroup: the fp32 masters, moments, gradient and parameters.
+
+    Training uses these tensors until a plan moves the subgroup's data to other memory.
+    """
     pieces, location = optimizer._pieces, private.parameter_location(optimizer)
     if not pieces.whole:
         state = optimizer._flat.state(subgroup)

@@ -20,9 +20,12 @@ from ebbtide.simulator.workload import Workload
 
 
 def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
-    """Return a plan's simulation with the mean iteration time over steps that clip gradients and steps that do not.
+    """Return a plan's simulation, with an iteration time that is a mean over steps that clip gradients and other steps.
 
-    In steps that clip, updates that started before the gradient norm was known have to be redone.
+    The workload's `expected_clip_rate` is the fraction of steps that clip. In these steps, updates that started before
+    the gradient norm was known (early updates) have to be redone. Training pauses early updates that lose time, so the
+    mean is at most slightly longer than the iteration time without early updates (`StepTimes.mean_s`). If the plan has
+    no early updates, the result is the unchanged simulation.
 
     Args:
         simulate: Function that simulates a plan in steps that do not clip.

@@ -178,7 +178,8 @@ class Offloading:
             )
         if beyond and zero_stage < 3:
             raise ModelError(
-                f"{beyond} must be absent under ZeRO-{zero_stage}: it is simulated under ZeRO-3 only ({ZERO}.stage)"
+                f"{beyond} must be absent under ZeRO-{zero_stage}, because ebbtide simulates this offload only under "
+                f"ZeRO-3. Remove the key, or set {ZERO}.stage to 3"
             )
         if self.parameters == "nvme":
             raise ModelError(f"{HELD}.device must be none or cpu to be simulated, but got 'nvme'")

@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for ranks in options.ranks:
             judged = trained(stage, ranks, options.rounds, cases, right)
             console.print(
-                f"ZeRO-{stage}, {ranks} rank(s): tune verify judged {judged} training runs, with and without defects"
+                f"ZeRO-{stage}, {ranks} rank(s): tune verify judged {judged} pairs of training runs. Either both runs "
+                "of a pair are correct, or this study has put a defect into one of them."
             )
         if not options.no_overhead:
             overheads[f"zero{stage}"] = overhead_pct(stage)

@@ -67,8 +67,9 @@ class Group:
                 yield self._without_offload(name, defect)
 
     def right(self) -> Iterator[tuple[str, Finding]]:
-        """Yield the findings of `tune verify` for pairs of recorded runs without a defect, each with the name of the
-        pair.
+        """Yield what `tune verify` finds in pairs of correct training runs, each finding with the name of the pair.
+
+        Neither run of a pair has an artificial defect, so `tune verify` should find no defect.
         """
         stock, noise = self._run("stock", STOCK), self._noise("bf16")
         yield "plan", judge(self._run("plan", PLAN), stock, None, same_bits=True)

@@ -70,10 +70,11 @@ def test_memory_errs_upward_or_within_the_margin(pairs):
 def test_subgroups_are_those_of_fused_matrices(runs):
     """Check that ebbtide cuts a model with 13e9 parameters into the same subgroups as DeepSpeed did in published runs.
 
-    The runs used Deep Optimizer States, which updates every n-th subgroup on the GPU (n is the stride) and keeps these
-    subgroups' gradients there. So compared with a run that updates nothing on the GPU, the published GPU memory after
-    backward is larger by these gradients. For strides 2, 8 and 10, this difference must be the size of every n-th of
-    ebbtide's 21 subgroups, with 2 bytes per gradient element.
+    The runs used Deep Optimizer States with a stride of n = 2, 8 or 10: of the subgroups, numbered from 1, the GPU
+    updates number n, 2n, 3n and so on. The gradients of these subgroups stay in GPU memory. So compared with a run that
+    updates nothing on the GPU, the published GPU memory after backward is larger by these gradients. This difference
+    must be 2 bytes for each element of ebbtide's subgroups with these numbers. ebbtide cuts the model into 21
+    subgroups.
     """
     stock = _only(runs, params_b=13, micro_batch=1, dp=4, prefetch=False, async_grads=True)
     waiting = {stride: _left_by_backward_gb(_only(runs, params_b=13, stride=stride)) for stride in (2, 8, 10)}

@@ -191,8 +191,8 @@ class Scenario(Request):
             _check_size(self.workload)
         if self.workload is not None and self.ds_config is not None:
             raise RuleError(
-                "ds_config goes with a model, since a profiled workload has its own, "
-                "but got a workload: leave ds_config out",
+                "ds_config must be absent if workload is given, because a workload was profiled with a DeepSpeed "
+                "config of its own. Leave ds_config out, or give model instead of workload",
                 "ds_config",
             )
         return self

@@ -1,13 +1,21 @@
 """The constraints of the linear program for the lower bound of an iteration's time.
 
 Each function adds one kind of constraint that every plan obeys, and its docstring proves the constraint. The
-constraints count elements of optimizer state. So they hold for subgroups of any size, also if DeepSpeed's subgroups
-are split. No element is updated before its gradient is complete, and no forward uses an element before its update.
+constraints count elements of optimizer state. So they hold for subgroups of any size, also if DeepSpeed's subgroups are
+split. No element is updated before its gradient is complete, and no forward uses an element before its update.
 
-Three moments divide an iteration: the end of the last layer's backward in the last micro-batch, the gradient norm, and
-the end of the next forward (of its first micro-batch). The time between the last two moments is the *window*. The time
-of a steady iteration is the sum of three parts: the window, the forward and backward passes outside the window, and
-the time for which these passes wait for other work, such as copies.
+The constraints use three moments of an iteration:
+
+- The end of the last layer's backward in the last micro-batch. Each backward pass begins with the last layer.
+- The gradient norm.
+- The end of the next forward (of its first micro-batch).
+
+The time between the last two moments is the *window*. The time of a steady iteration is the sum of three parts:
+
+- The window.
+- The forward and backward passes outside the window.
+- All other time outside the window. During this time, a pass or the gradient norm waits for other work, such as
+  copies. For example, the time from the end of backward to the gradient norm belongs to this part.
 """
 
 from __future__ import annotations

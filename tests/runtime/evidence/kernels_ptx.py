@@ -1,5 +1,7 @@
-"""ebbtide's Triton kernels for optimizer updates, compiled offline for GPUs that are not present, and run
-as C++ on the CPU.
+"""Functions for tests of ebbtide's Triton kernels for optimizer updates, on a machine without a GPU.
+
+Triton compiles the kernels to PTX code and machine code of several GPU generations. The module `ptx_to_cpp` translates
+the PTX code to C++, and the compiled C++ runs on the CPU.
 """
 
 from __future__ import annotations
