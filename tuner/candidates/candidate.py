@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 Row = NDArray[np.float64]  # of the simulator's results for a plan
 _WITHOUT_EARLY = bytes(code & ~EARLY for code in range(2**8))
+_SUMMED_CODES = {placement: code + SUMMED for placement, code in PLACEMENT_CODES.items()}
 _HAS = {bit: bytes(bool(code & bit) for code in range(2**8)) for bit in (EARLY, SUMMED, PARAMETERS_ON_HOST)}
 
 
@@ -71,8 +72,9 @@ class Candidate:
         The plan has no early updates (before the gradient norm is known), and on-device gradient
         accumulation wherever possible.
         """
-        located = locations or ["device"] * len(placements)
-        codes = bytes(PLACEMENT_CODES[p] + LOCATION_CODES[h] + SUMMED for p, h in zip(placements, located, strict=True))
+        codes = bytes(map(_SUMMED_CODES.__getitem__, placements))
+        if locations:
+            codes = bytes(code + LOCATION_CODES[where] for code, where in zip(codes, locations, strict=True))
         return cls(codes.translate(ALLOWED), staging_slots, prefetch, **fields)
 
     @classmethod

@@ -13,7 +13,7 @@ orders are compared on a simple model of the CPU, the copies and the next forwar
 
 import heapq
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 
 import numpy as np
 from ebbtide.simulator.engines.jit import compiled
@@ -25,6 +25,8 @@ from ebbtide.simulator.update.order import FORWARD, UpdateOrder, compact
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.steps import Bytes, Placement, Queue
 from ebbtide.simulator.workload import Workload
+
+_HOSTED = frozenset(placement for placement, recipe in RECIPES.items() if recipe.queue == Queue.HOST)
 
 
 class UpdateOrders:
@@ -63,7 +65,7 @@ class UpdateOrders:
         the order in which forward needs the parameters. CPU updates are in this order too if all their gradients are in
         host memory before the gradient norm is known.
         """
-        hosted = tuple(i for i, p in enumerate(placements) if RECIPES[p].queue == Queue.HOST)
+        hosted = tuple(compress(range(len(placements)), map(_HOSTED.__contains__, placements)))
         if hosted not in self._known:
             self._known[hosted] = self._of(hosted)
         return self._known[hosted]
