@@ -2,6 +2,7 @@
 on the seed.
 """
 
+import gc
 import random
 
 import ebbtide.tuner
@@ -14,6 +15,7 @@ from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.strategies import spread
 from ebbtide.tuner.answer.rows import compare
 from ebbtide.tuner.candidates.update_orders import UpdateOrders
+from ebbtide.tuner.placements import planning
 from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
@@ -196,13 +198,34 @@ def test_less_effort_simulates_fewer_plans_and_finds_none_that_is_better(monkeyp
 
 
 def test_it_tells_how_far_it_is():
-    told = []
-    ebbtide.tuner.plan(workload(12), machine(), progress=lambda *what: told.append(what))
+    told, collects = [], []
+
+    def progress(*what):
+        told.append(what)
+        collects.append(gc.isenabled())
+
+    ebbtide.tuner.plan(workload(12), machine(), progress=progress)
+    assert gc.isenabled()
+    assert not any(collects), "garbage collection takes a fifth of the time"
     shares = [share for share, _ in told]
     assert shares == sorted(shares)
     assert shares[0] >= 0
     assert shares[-1] <= 1
     assert len({what for _, what in told}) >= 3
+
+
+def test_a_prediction_builds_no_schedule_twice(monkeypatch):
+    build, built = planning.build_strategy, []
+
+    def counted(name, work, **options):
+        built.append(work)
+        return build(name, work, **options)
+
+    made = ebbtide.tuner.plan(workload(4), machine(), effort=0.1)
+    monkeypatch.setattr(planning, "build_strategy", counted)
+    work = workload(4)
+    planning.predict(work, machine(), made, Limits.of(work, machine()))
+    assert len(built) == len({id(one) for one in built}) > 0
 
 
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():

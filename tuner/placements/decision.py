@@ -217,11 +217,11 @@ class Decision:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Pause Python's search for garbage in reference cycles.
 
-    A plan search keeps many objects and makes no cycles. Looking through all objects of the process again and again
-    would take up to a fifth of the search's time.
+    Planning keeps many objects and makes hardly any cycles. Looking through all objects of the process again and again
+    would take up to a fifth of the time.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -232,7 +232,7 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@_without_garbage_collection()
+@without_garbage_collection()
 def decide(question: Question, progress: Progress = silently) -> Decision:
     """Decide on the plan and the subgroup size of a training job.
 

@@ -17,6 +17,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import versions
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
@@ -28,7 +29,7 @@ from ebbtide.tuner.candidates.candidate import Candidate, seconds_of, turned
 from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
 from ebbtide.tuner.placements.decision import QUICK as QUICK
-from ebbtide.tuner.placements.decision import Progress, Question, decide, silently
+from ebbtide.tuner.placements.decision import Progress, Question, decide, silently, without_garbage_collection
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.sizes_told import about_pieces, about_subgroups
@@ -39,6 +40,7 @@ from ebbtide.tuner.quantities import told_seconds
 FINALISTS = 8
 
 
+@without_garbage_collection()
 def plan(
     workload: Workload,
     machine: Machine,
@@ -162,12 +164,17 @@ def predict(workload: Workload, machine: Machine, made: Plan, limits: Limits, lo
         limits: Memory limits that the prediction records.
         lower_bound_s: Lower bound of the iteration time in seconds, or 0 if it is unknown.
     """
-    schedule = compile_schedule(build_strategy("ebbtide", workload, plan=made))
+    built = build_strategy("ebbtide", workload, plan=made)
+    schedule = compile_schedule(built)
     result = simulate_fast(schedule, machine)
     times = step_times(workload, machine, made, PlanSweep(workload.cut_as(made), machine).result, result)
     rate = workload.expected_clip_rate
     mean_s = times.mean_s(rate) if times else result.iteration_s
-    low, high = workload_interval_s(lambda work: build_strategy("ebbtide", work, plan=made), workload, machine)
+
+    def build(work: Workload) -> Schedule:
+        return built if work is workload else build_strategy("ebbtide", work, plan=made)
+
+    low, high = workload_interval_s(build, workload, machine)
     early: dict[str, float] = {}
     if times:
         early = {
