@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.runtime.hardware.cores import cpu_name, parse_cpulist, threads_of_a_core
+from ebbtide.runtime.hardware.cores import cpu_name, parse_cpulist, threads_of_updates
 from ebbtide.runtime.hardware.pci import address_of
 from ebbtide.runtime.hardware.usable import allowed_cores, usable
 
@@ -61,7 +61,7 @@ def look(cuda: bool) -> Hardware:
     return Hardware(
         cpu_name(),
         mine.cores,
-        max(1, mine.cores - threads_of_a_core()) if cuda else mine.cores,
+        threads_of_updates(mine.cores) if cuda else mine.cores,
         max(1, nodes),
         host_bytes,
         name,

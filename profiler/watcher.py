@@ -47,7 +47,7 @@ class Trace:
         activations: Activation bytes by part of the model, in the micro-batch with the most.
         tokens: Tokens of this rank in all micro-batches. None if the number is unknown in any of them.
         gradient_path_s: Time in which DeepSpeed moves gradients to host memory during backward. In a plain record, the
-            time that this takes the CPU or the GPU, whichever is shorter.
+            time by which this lengthens ``computed_s``.
         step_issue_s: CPU time that ``step()`` spends before the updates, in DeepSpeed's Python code. 0 if the record is
             not plain.
         computed_s: Time from the start of backward until the GPU has computed all gradients. 0 if it is unknown.
@@ -194,23 +194,29 @@ class PlainTimer(PhaseHooks):
         self._phases: list[tuple[Phase, _Mark, _Mark]] = []
         self._computed: list[tuple[_Mark, _Mark]] = []
         self._paths: list[tuple[_Mark, _Mark]] = []
+        self._late_paths: list[tuple[_Mark, _Mark]] = []  # after all gradients are computed
+        self._in_epilogue = False
         self._wrap(engine.optimizer, "independent_gradient_partition_epilogue", self._gradients_computed)
         for name in BEFORE_UPDATES:
             self._wrap(engine.optimizer, name, self._issued)
 
     def begin(self) -> None:
         self.trace = Trace(plain=True, began_s=time.perf_counter())
-        self._begun, self._phases, self._computed, self._paths = {}, [], [], []
+        self._begun, self._phases, self._computed, self._paths, self._late_paths = {}, [], [], [], []
 
     def end(self) -> Trace:
         trace, trace.ended_s = self.trace, _now_s()
         for phase, begin, end in self._phases:
             trace.phases[phase] += begin.seconds_to(end)
-        backwards = sum(phase == "backward" for phase, _, _ in self._phases)
-        if len(self._computed) == backwards:  # of each micro-batch
+        backwards = [(begin, end) for phase, begin, end in self._phases if phase == "backward"]
+        paths = [*self._paths, *self._late_paths]
+        if len(self._computed) == len(backwards):  # of each micro-batch
+            backwards, paths = self._computed, self._paths
             trace.computed_s = sum(begin.seconds_to(end) for begin, end in self._computed)
-        pairs = [(end.host_s - begin.host_s, begin.seconds_to(end)) for begin, end in self._paths]
-        trace.gradient_path_s = sum(min(pair) for pair in pairs)
+        path_s = sum(min(end.host_s - begin.host_s, begin.seconds_to(end)) for begin, end in paths)
+        # If the CPU is this far ahead of the GPU at the end, so much of its time was hidden.
+        ahead_s = sum(begin.seconds_to(end) - (end.host_s - begin.host_s) for begin, end in backwards)
+        trace.gradient_path_s = max(0.0, path_s - max(0.0, ahead_s))
         return trace
 
     def _begins(self, phase: Phase) -> None:
@@ -218,6 +224,7 @@ class PlainTimer(PhaseHooks):
         self._begun[phase] = _Mark()
 
     def _ends(self, phase: Phase) -> None:
+        self.trace.phase = "other"
         begun = self._begun.pop(phase, None)
         if begun is not None:
             self._phases.append((phase, begun, _Mark()))
@@ -230,18 +237,23 @@ class PlainTimer(PhaseHooks):
         begun = self._begun.get("backward")
         if begun is not None:
             self._computed.append((begun, _Mark()))
-        return original(*args, **kwargs)
+        self._in_epilogue = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._in_epilogue = False
 
     def _gradient_path(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         begin = _Mark()
         result = original(*args, **kwargs)
-        self._paths.append((begin, _Mark()))
+        (self._late_paths if self._in_epilogue else self._paths).append((begin, _Mark()))
         return result
 
     def _issued(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began_s = time.perf_counter()
         result = original(*args, **kwargs)
-        self.trace.step_issue_s += time.perf_counter() - began_s
+        if self.trace.phase == "step":  # a checkpoint releases the parameters too
+            self.trace.step_issue_s += time.perf_counter() - began_s
         return result
 
 

@@ -19,6 +19,7 @@ from ebbtide.profiler.rates import copies, storage
 from ebbtide.profiler.rates.adam import AdamBuffers
 from ebbtide.profiler.rates.dram import TRIAD_BYTES_PER_ELEMENT
 from ebbtide.profiler.rates.sampling import LEAST_REPEATS, MOST_REPEATS, doubts, noise, repeat_s, timed_s
+from ebbtide.runtime.hardware.cores import threads_of_updates
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.machine import ShareName
 from ebbtide.simulator.quantity import Quantity, Source
@@ -35,7 +36,11 @@ Clock = Callable[[Callable[[], object]], float]
 
 @dataclass(frozen=True)
 class Job:
-    """The settings of a measurement that several ranks run at the same time. Every rank process receives a copy."""
+    """The settings of a measurement that several ranks run at the same time. Every rank process receives a copy.
+
+    Attributes:
+        spared: Threads that each rank leaves to its training thread.
+    """
 
     ranks: int
     cores: int
@@ -43,6 +48,7 @@ class Job:
     elements: int
     folder: str
     budget_s: float
+    spared: int = 0
 
     @property
     def own_elements(self) -> int:
@@ -50,7 +56,11 @@ class Job:
 
     @property
     def own_threads(self) -> int:
-        return max(1, self.cores // self.ranks)
+        return max(1, self.cores // self.ranks - self.spared)
+
+    @property
+    def threads_alone(self) -> int:
+        return max(1, self.cores - self.spared)
 
 
 @dataclass(frozen=True)
@@ -93,7 +103,8 @@ def measure_ranks(
     """
     check_ranks(ranks, cores, cuda)
     with _scratch(folder) as path:
-        job = Job(ranks, cores, cuda, elements, str(path), budget_s / (2 * len(STAGES)))
+        spared = cores - threads_of_updates(cores) if cuda else 0
+        job = Job(ranks, cores, cuda, elements, str(path), budget_s / (2 * len(STAGES)), spared)
         samples = _run(job)
     return _shares(samples, cuda)
 
@@ -223,7 +234,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 work(job.own_threads)
                 barrier.wait(PATIENCE_S)
                 if rank == 0:
-                    alone = repeat_s(lambda: work(job.cores), job.budget_s, clock)
+                    alone = repeat_s(lambda: work(job.threads_alone), job.budget_s, clock)
                 barrier.wait(PATIENCE_S + job.budget_s)
                 together = _together(lambda: work(job.own_threads), job, clock, enough, number, barrier)
                 result.append(([amount / s for s in alone], [amount / s for s in together]))

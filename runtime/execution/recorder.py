@@ -91,7 +91,7 @@ class Recorder:
         self._issue_began_s = time.perf_counter()
 
     def issue_waited(self, seconds: float) -> None:
-        """Leave out seconds of the present optimizer step in which the CPU waited for the GPU."""
+        """Leave out the seconds of the present optimizer step that the CPU has spent waiting for the GPU."""
         self._issue_began_s += seconds
 
     def issue_ends(self) -> None:

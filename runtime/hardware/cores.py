@@ -46,9 +46,12 @@ def update_cores(
     return cores[: _most(cpu_quota())]
 
 
-def threads_of_a_core(sysfs: Path = SYSFS) -> int:
-    """Return the hardware threads of the physical core that `update_cores` leaves to a rank's training thread."""
-    return len(_physical(near_cores(None, sysfs), sysfs)[0])
+def threads_of_updates(cores: int, sysfs: Path = SYSFS) -> int:
+    """Return how many of ``cores`` CPU cores update optimizer state if `update_cores` leaves the others to the training
+    thread of one rank: a physical core, or one core of a container's CPU quota.
+    """
+    spared = len(_physical(near_cores(None, sysfs), sysfs)[0]) if cpu_quota() is None else 1
+    return max(1, cores - spared)
 
 
 def _most(quota: float | None) -> int | None:

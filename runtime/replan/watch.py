@@ -125,7 +125,7 @@ class Watch:
     show: Show
     period_steps: int = PERIOD_STEPS
     steps: int = 0
-    _searched: Machine | None = None  # with its rates, the latest search was made
+    _searched: tuple[Machine, Plan] | None = None  # of the latest search that did not fail: the rates, and the plan
 
     def on_step(self) -> None:
         if self.session.set_aside is not None:
@@ -137,8 +137,17 @@ class Watch:
     def _search(self, machine: Machine) -> "QuickPlan | None":
         from ebbtide.tuner.placements.quick import quick_plan
 
-        self._searched = machine
-        return attempted(lambda: quick_plan(self.workload, machine, self.session.plan))
+        plan = self.session.plan
+        result = attempted(lambda: quick_plan(self.workload, machine, plan))
+        if result is not None:
+            self._searched = machine, plan
+        return result
+
+    def _known(self) -> Machine:
+        """Return the machine with the rates that the latest search for the running plan used."""
+        if self._searched is not None and self._searched[1] is self.session.plan:
+            return self._searched[0]
+        return self.machine
 
     def _look(self) -> None:
         own = self.session
@@ -149,7 +158,7 @@ class Watch:
         self.show(timeline, own.plan)
         if not self.replan:
             return
-        result = self._search(machine) if _differ(rates, self._searched or self.machine, machine) else None
+        result = self._search(machine) if _differ(rates, self._known(), machine) else None
         better = result is not None and result.iteration_s < WORTH_SWITCHING * result.current_s
         # All ranks or none: the others would only wait for a rank that moves its state.
         if own.engine.any_rank(better):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from ebbtide.profiler import SampledProfile
+from ebbtide.profiler.engine import steps_needed
 from ebbtide.simulator import Machine, Plan, Timeline, Workload, build_schedule, simulate
 
 from studies.bench.bits import state_of
@@ -23,7 +24,7 @@ from studies.demo.pictures import draw_timelines, last_iterations, machine_label
 from studies.trials.phase_process import pause, report
 
 WARMUP_STEPS = 4  # the first steps allocate, compile and fault pages in
-FIRST_STEPS = 7  # of stock's those behind the warm-up are profiled: the plan is made of them
+FIRST_STEPS = steps_needed(3)  # of stock's those behind the warm-up are profiled: the plan is made of them
 # Of a turn. The first step is not counted: caches are cold, threads asleep, and under a plan the
 # last update has ended before the other side's turn, so that nothing is left to overlap. Few, and
 # many turns: where a neighbour comes or goes, as many samples of each side lie before it.

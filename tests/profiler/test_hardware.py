@@ -157,7 +157,7 @@ def test_beside_a_gpu_updates_leave_a_core_to_the_training_thread(monkeypatch, t
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(hardware, "usable", lambda: SimpleNamespace(cores=8, memory_bytes=2**30))
     monkeypatch.setattr(hardware, "address_of", lambda _: None)
-    monkeypatch.setattr(hardware, "threads_of_a_core", lambda: 2)
+    monkeypatch.setattr(hardware, "threads_of_updates", lambda cores: cores - 2)
     facts = hardware.look(cuda)
     assert (facts.update_threads, facts.fields["cpu_cores"]) == (threads, 8)
 

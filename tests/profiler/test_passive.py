@@ -6,6 +6,8 @@ After the profile, the engine must be as it was before.
 import statistics
 import time
 from collections import defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -167,18 +169,88 @@ def test_single_steps_of_both_kinds_alternate(engine, waiting_hooks):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_plain_step_tells_when_all_gradients_are_computed(only_rank, micro_batches):
-    """Check that the time until all gradients are computed covers each micro-batch's backward, or is unknown."""
-    engine = start(accumulation=micro_batches)
+@pytest.mark.parametrize("bucket", [5_000, 500_000_000])
+def test_a_plain_step_tells_when_all_gradients_are_computed(only_rank, micro_batches, bucket):
+    """Check that the time until all gradients are computed covers each micro-batch's backward, and that only the
+    gradients that DeepSpeed moved before are part of this time. A large bucket is moved after backward.
+    """
+    engine = start(accumulation=micro_batches, reduce_bucket_size=bucket)
     timer = PlainTimer(engine)
     timer.begin()
     for number in range(micro_batches):
         engine.backward(engine(*BATCHES.at(number)))
         timer.timed("step", engine.step)
     trace = timer.end()
+    assert len(timer._computed) == micro_batches
+    assert (len(timer._paths) > 0, len(timer._late_paths) > 0) == (bucket == 5_000, True)
     timer.remove()
+    assert "partition_grads" not in vars(engine.optimizer)
     engine.destroy()
-    assert 0 < trace.gradient_path_s < trace.computed_s < trace.phases["backward"]
+    assert 0 <= trace.gradient_path_s < trace.computed_s < trace.phases["backward"]
+
+
+@dataclass
+class Stamp:
+    """A point in a made-up CPU's and GPU's time, in seconds."""
+
+    host_s: float
+    device_s: float
+
+    def seconds_to(self, later):
+        return later.device_s - self.device_s
+
+
+def pairs(*some):
+    return [(Stamp(*begin), Stamp(*end)) for begin, end in some]
+
+
+@pytest.mark.parametrize(
+    ("computed", "path_s", "computed_s"),
+    [
+        (pairs(((0, 0), (10, 10))), 3.0, 10.0),  # the CPU is the bottleneck: its 2 s and the GPU's 1 s
+        (pairs(((0, 0), (8, 10))), 1.0, 10.0),  # the CPU is 2 s ahead
+        (pairs(((0, 0), (1, 10))), 0.0, 10.0),  # far ahead
+        ([], 7.0, 0.0),  # unknown: with what is moved after backward, whose CPU is not ahead
+        (pairs(((0, 0), (10, 10)), ((0, 0), (10, 10))), 7.0, 0.0),  # not once per backward
+    ],
+)
+def test_what_gradient_copies_add_to_a_plain_backward(computed, path_s, computed_s):
+    """Check the time by which DeepSpeed's gradient copies lengthen backward, from made-up times of the CPU and the GPU.
+
+    The shorter of the two times of each copy counts, less the time by which the CPU is ahead of the GPU.
+    """
+    timer = PlainTimer.__new__(PlainTimer)
+    timer.trace = Trace(plain=True)
+    timer._phases = [("backward", *pairs(((0, 0), (20, 20)))[0])]
+    timer._computed = computed
+    timer._paths = pairs(((1, 1), (3, 6)), ((4, 7), (9, 8)))
+    timer._late_paths = pairs(((12, 12), (16, 17)))
+    trace = timer.end()
+    assert (trace.gradient_path_s, trace.computed_s) == (path_s, computed_s)
+    assert trace.phases["backward"] == 20
+
+
+@pytest.mark.parametrize("name", ["_partition_all_parameters", "_get_norm_groups"])
+def test_the_time_before_the_updates_counts_within_the_step_alone(engine, monkeypatch, name):
+    """Check that both parts of DeepSpeed's step before the updates count, and that a call outside of a step, as when a
+    checkpoint is saved, does not.
+    """
+    clock, work = [0.0], getattr(engine.optimizer, name)
+
+    def longer(*args, **kwargs):
+        clock[0] += 20.0
+        return work(*args, **kwargs)
+
+    monkeypatch.setattr(engine.optimizer, name, longer)
+    monkeypatch.setattr("ebbtide.profiler.watcher.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    timer = PlainTimer(engine)
+    timer.begin()
+    engine.backward(engine(*BATCHES.at(0)))
+    timer.timed("step", engine.step)
+    engine.optimizer._partition_all_parameters()
+    trace = timer.end()
+    timer.remove()
+    assert trace.step_issue_s == 20.0
 
 
 def test_backward_under_a_plan_is_the_shorter_of_two_measurements():

@@ -126,3 +126,8 @@ def test_ranks_that_together_beat_one_with_all_cores_are_doubted():
 def test_ranks_without_a_core_each_are_refused(count):
     with pytest.raises(ValueError, match=rf"--ranks.* at most 4 \(the number of cores\), but got {count}"):
         check_ranks(count, 4, cuda=False)
+
+
+def test_each_rank_leaves_threads_to_its_training_thread():
+    assert (Job(4, 32, True, 1, "", 0.0, 2).own_threads, Job(4, 32, True, 1, "", 0.0, 2).threads_alone) == (6, 30)
+    assert (Job(4, 4, True, 1, "", 0.0, 2).own_threads, Job(2, 2, False, 1, "", 0.0).own_threads) == (1, 1)

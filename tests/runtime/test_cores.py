@@ -157,6 +157,18 @@ def test_a_cpu_quota_limits_the_threads(node, monkeypatch):
     assert cores.update_cores(GPU, node, [GPU, OTHER]) == [9, 10, 11]
 
 
+@pytest.mark.parametrize(("quota", "threads"), [(None, 14), (16.0, 15)])
+def test_as_many_threads_are_measured_as_update(node, monkeypatch, quota, threads):
+    """Check the number of threads that the profiler measures CPU updates with, on 16 hardware threads of 8 cores."""
+    for core in range(16):
+        folder = node / f"devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{core % 8},{core % 8 + 8}\n")
+    monkeypatch.setattr(cores, "cpu_quota", lambda: quota)
+    assert cores.threads_of_updates(16, node) == threads
+    assert cores.threads_of_updates(1, node) == 1
+
+
 def test_an_unknown_node_means_all_cores(node):
     assert cores.update_cores("0000:00:00.0", node) == list(range(1, 16))
 

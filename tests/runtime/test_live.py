@@ -7,6 +7,7 @@ The watch measures the speeds of copies and updates in training, and searches fo
 import functools
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import ebbtide.runtime
 import pytest
@@ -228,21 +229,23 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
 
 
 @pytest.mark.parametrize(
-    ("factors", "searches"),
+    ("factors", "searches", "fails"),
     [
-        ([1.0, 1.0, 1.0], 0),
-        ([0.97, 1.04, 0.96], 0),
-        ([0.9, 0.9, 0.91], 1),
-        ([1.0, 1.2, 1.0], 2),
-        ([0.98, 0.94, 0.9, 0.86], 2),
+        ([1.0, 1.0, 1.0], 0, False),
+        ([0.97, 1.04, 0.96], 0, False),
+        ([0.9, 0.9, 0.91], 1, False),
+        ([1.0, 1.2, 1.0], 2, False),
+        ([0.98, 0.94, 0.9, 0.86], 2, False),
+        ([0.9, 0.9, 0.9], 3, True),
     ],
 )
-def test_a_watch_searches_only_after_a_rate_has_changed(stock, monkeypatch, factors, searches):
+def test_a_watch_searches_only_after_a_rate_has_changed(stock, monkeypatch, factors, searches, fails):
     """Check that the runtime's watch searches for a plan only if a measured rate differs from the rate that the
-    latest search assumed, which at first is the rate that the plan was made with.
+    latest search assumed, which at first is the rate that the plan was made with. A search that fails is tried again.
 
     Args:
         factors: Measured rate of a copy at each look of the watch, relative to the rate of the plan's machine.
+        fails: True if each search raises an error.
     """
     own, seen = machine(), iter(factors)
     searched = []
@@ -250,7 +253,14 @@ def test_a_watch_searches_only_after_a_rate_has_changed(stock, monkeypatch, fact
         "ebbtide.runtime.replan.watch.measured_rates",
         lambda *_: {"h2d_bytes_per_s": own.h2d_bytes_per_s.median * next(seen)},
     )
-    monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", lambda *_: searched.append(1))
+
+    def quick_plan(*_):
+        searched.append(1)
+        if fails:
+            raise ValueError("planted")
+        return SimpleNamespace(iteration_s=1.0, current_s=1.0)
+
+    monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", quick_plan)
     engine = new_engine()
     replanned(engine)
     engine.optimizer._ebbtide.watch.period_steps = 2
@@ -403,7 +413,6 @@ def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch
 
 
 def test_what_is_recorded_of_forward_breaks_no_compiled_graph(dynamo):
-    from types import SimpleNamespace
 
     from ebbtide.runtime.zero.attach import _record_forward
 

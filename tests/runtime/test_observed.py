@@ -14,6 +14,7 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.devices.passes import Pass, Place, WatchedPasses, disjoint
 from ebbtide.runtime.execution.gradients import ParameterSlice
+from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.replan.auto import better_plan, host_plan
 from ebbtide.runtime.replan.observed import as_observed, gradient_s, observed_workload
 from ebbtide.runtime.zero.attach import piece_elements
@@ -67,6 +68,18 @@ class Engine:
 
     def zero_stage(self):
         return 3
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cuda", 2.0), ("emulated", 0.0)])
+def test_the_time_to_start_the_updates_counts_beside_a_gpu_alone(monkeypatch, device, seconds):
+    now = iter([0.0, 1.0, 10.0, 12.0, 20.0, 27.0])
+    monkeypatch.setattr("ebbtide.runtime.execution.recorder.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    recorder = Recorder(SimpleNamespace(name=device), origin_s=0.0)
+    assert recorder.step_issue_s == 0.0
+    for _ in range(3):
+        recorder.issue_begins()
+        recorder.issue_ends()
+    assert recorder.step_issue_s == seconds
 
 
 def backward(step, slower=1.0):

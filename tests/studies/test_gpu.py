@@ -332,6 +332,20 @@ def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no
     assert record["left_out"] == ["parameters in host memory"]
 
 
+def test_the_suites_plan_keeps_the_engines_subgroups(suite, monkeypatch):
+    """Check that the plan of the GPU suite has the subgroup size with which all its runs train.
+
+    On an H200 the tuner chose another size, and the engine refused the plan.
+    """
+    asked = {}
+    monkeypatch.setattr(Suite, "workload", lambda self: "workload")
+    monkeypatch.setattr(Suite, "machine", lambda self: "machine")
+    monkeypatch.setattr("ebbtide.tuner.plan", lambda *_, **options: asked.update(options))
+    suite._plan_for("workload")
+    assert asked["subgroup_sizes"] == ()
+    assert not asked.get("pieces")
+
+
 def test_a_comparison_of_runs_without_an_update_proves_nothing(suite, short_contract, monkeypatch):
     """Check that a configuration counts neither as equal nor as different if stock DeepSpeed skips all its steps.
 

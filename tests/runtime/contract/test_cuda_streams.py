@@ -10,6 +10,7 @@ import ebbtide.runtime
 import ebbtide.runtime.execution.session
 import pytest
 import torch
+from ebbtide.profiler.watcher import PlainTimer
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.executor import Executor
@@ -202,6 +203,30 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
     ours.destroy()
     assert sum(layer.forward_s for layer in workload.layers) == pytest.approx(60.0, abs=5.0)
     assert sum(layer.backward_s for layer in workload.layers) < 5.0
+
+
+def test_a_plain_step_of_a_profile_is_timed_by_the_gpu(fake, monkeypatch):
+    """Check that the profiler's timer without hooks in the model reads phases from CUDA events: a forward that takes a
+    minute of the GPU's time takes a minute, although the CPU does not wait for it.
+    """
+    stock = engine_for("clipping")
+    train(stock, 1)
+
+    def takes_a_minute(*_):
+        monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", fake_cuda.DEFAULT.age_s + 60.0)
+
+    hook = stock.module.head.register_forward_hook(takes_a_minute)
+    monkeypatch.setattr(fake.cuda, "is_available", lambda: True, raising=False)
+    monkeypatch.setattr("ebbtide.profiler.watcher.torch", fake)
+    timer = PlainTimer(stock)
+    timer.begin()
+    train(stock, 1, first=1)
+    trace = timer.end()
+    timer.remove()
+    hook.remove()
+    stock.destroy()
+    assert trace.phases["forward"] == pytest.approx(60.0, abs=5.0)
+    assert 0 < trace.computed_s <= trace.phases["backward"] < 5.0
 
 
 def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fake, monkeypatch):
