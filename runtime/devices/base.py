@@ -71,6 +71,10 @@ class Device:
         """
         return tensor
 
+    def host_buffers(self) -> list[torch.Tensor]:
+        """Return the page-locked buffers from `host_empty` that `host_release` has not released yet."""
+        return []
+
     def host_release(self, tensor: torch.Tensor) -> None:
         """Undo the page lock of a host tensor's memory, so that the tensor from `host_empty` can be freed."""
 

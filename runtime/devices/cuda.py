@@ -72,6 +72,9 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.index)
         _unlock_all(self.index, self._registered)
 
+    def host_buffers(self) -> list[torch.Tensor]:
+        return [*self._registered.values()]
+
     def host_release(self, tensor: torch.Tensor) -> None:
         if self._registered.pop(tensor.data_ptr(), None) is not None:
             unlock(tensor.data_ptr())

@@ -132,6 +132,7 @@ class Lane:
         self._record = record
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._closed = False
         self._thread: threading.Thread | None = None
         if own_thread:
             self._thread = threading.Thread(target=self._run, name=f"ebbtide {name}", daemon=True)
@@ -144,6 +145,10 @@ class Lane:
         Args:
             completion: Object that receives the end of the operation, so that other code can wait for it.
         """
+        if self._closed:  # nothing would run it, and whoever waits for it would wait for ever
+            completion.error = RuntimeError(f"the lane {self.name!r} is closed")
+            completion.issued.set()
+            return
         if self._thread is None:
             self._execute(body, waits, completion)
             return
@@ -190,6 +195,7 @@ class Lane:
 
         Wait at most ``timeout_s`` seconds for the end of the thread.
         """
+        self._closed = True
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join(timeout_s)

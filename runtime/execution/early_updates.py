@@ -197,6 +197,7 @@ class EarlyUpdates:
             self._device.host_release(tensor)
         self._spares.clear()
         self.wires.clear()
+        self._kept.clear()
 
 
 def _scalars(job: SubgroupJob) -> object:

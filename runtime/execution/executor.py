@@ -74,9 +74,6 @@ class Executor(IssuedOps):
         self.early_updates = early_updates or EarlyUpdates(device, [])
         if any(RECIPES[s.placement].queue is Queue.DEVICE for s in states):
             self.prepare_device()
-        self.lanes: dict[LaneName, Lane] = device.lanes()
-        self.gradients = GradientOps(device, self.lanes, gradients)
-        self.bodies = OpBodies(device, self.lanes, states, rule, threads, store)
         self._version = 0  # of what the latest step writes to storage
         recipes = [way.recipe for way in plan.ways]
         buffers = slot_limits(len(slots), recipes, len(self.host_slots))
@@ -91,6 +88,10 @@ class Executor(IssuedOps):
         self._staged = dict[int, StagedUpdate]()  # by subgroup, the latest one
         self._reads = dict[int, Completion]()  # by stored subgroup, the latest
         self._begun = False
+        # Last: memory may be too short for what comes before, and nothing would end the lanes' threads then.
+        self.lanes: dict[LaneName, Lane] = device.lanes()
+        self.gradients = GradientOps(device, self.lanes, gradients)
+        self.bodies = OpBodies(device, self.lanes, states, rule, threads, store)
 
     def prepare_device(self) -> None:
         """Compile the GPU kernels that optimizer updates may run, so that no training step waits for the

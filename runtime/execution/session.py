@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.execution.allocated import as_allocated, threads_of
 from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
 from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.gradients import GradientBuffers
 from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
-from ebbtide.runtime.execution.subgroup_state import (
-    Buffers,
-    SubgroupState,
-    place,
-    place_parameters,
-    place_sums,
-    staging_slots,
-)
+from ebbtide.runtime.execution.subgroup_state import SubgroupState, place_sums, staging_slots
+from ebbtide.runtime.execution.switching import LockedBuffers, LostPlanError, Movement, SwitchError, release_frames
 from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.runtime.storage.errors import DamagedError
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps
-from ebbtide.simulator.plan import ParameterLocation, Placement, Plan, PlanError
+from ebbtide.simulator.plan import Placement, Plan, PlanError
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.holding import keeps_window
 from ebbtide.simulator.update.order import FORWARD, order_of
@@ -71,6 +68,7 @@ class Session:
         self.watch: Any = None
         self.set_aside: Plan | None = None
         self.closed = False
+        self._lost: Exception | None = None  # why no plan runs any more
         self._store: ExtentStore | None = None
         self.stored = StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all)
         self.pausing = PauseRule()
@@ -79,12 +77,37 @@ class Session:
         # wait for ever.
         if self.overlaps and engine.any_rank(not plan.overlap_forward):
             plan = plan.model_copy(update={"overlap_forward": False})
-        self.plan, self.executor = self._build(plan)
+        self.plan, self._executor = self._build(plan, None)
         self._account_for(self.plan)
-        self.gradient_buffers = engine.gradient_buffers(
+        self._gradient_buffers = engine.gradient_buffers(
             device, self.executor.states, self.executor.gradients, self._complete
         )
         self._make_spares()
+
+    @property
+    def executor(self) -> Executor:
+        """Return the executor of the plan that runs.
+
+        Raises:
+            LostPlanError, BackgroundError, DamagedError: No plan runs any more, because a switch failed half-way.
+        """
+        self._check_runs()
+        return self._executor
+
+    @property
+    def gradient_buffers(self) -> GradientBuffers[Any]:
+        """Return the buffers that collect gradients under the plan that runs. Raise the errors of `executor`."""
+        self._check_runs()
+        return self._gradient_buffers
+
+    @property
+    def states(self) -> list[SubgroupState]:
+        """Return the present tensors of each subgroup, even if no plan runs any more."""
+        return self._executor.states
+
+    def _check_runs(self) -> None:
+        if self._lost is not None:
+            raise self._lost
 
     def _make_spares(self) -> None:
         if self._keeps_window(self.executor.states[0]):
@@ -94,7 +117,15 @@ class Session:
         sizes = state.gradient.element_size(), state.wire.element_size()
         return keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
 
-    def _build(self, plan: Plan, running: Executor | None = None) -> tuple[Plan, Executor]:
+    def _build(self, plan: Plan, states: list[SubgroupState] | None) -> tuple[Plan, Executor]:
+        """Move all subgroups to the memory that a plan names, and start the plan's executor.
+
+        Return the plan as it could be realized, and the executor.
+
+        Args:
+            states: The present tensors of each subgroup, which are replaced by the new ones. None if the subgroups
+                still have the tensors that the framework made.
+        """
         if not self.overlaps:
             plan = plan.model_copy(update={"overlap_forward": False})
         plan = self._in_order_of_use(plan)
@@ -107,24 +138,25 @@ class Session:
         stored = stored_sizes(plan, sizes)
         if self._store is None and stored:
             self._store = open_store(plan, stored, tensors)
-        if running is None:
+        if states is None:
             self.engine.prepare(self.device)
-        before = self._moved_out(plan, running)
+        present: Any = [None] * plan.subgroup_count if states is None else states
+        movement = Movement(self.engine, self.device, self._store, present)
+        movement.move_out(plan)
         slots = staging_slots(self.device, plan.staging_slots, staged, tensors, DTYPES[wire] if waits else None)
-        states = []
+        placed = []
         for index, (placement, location) in enumerate(zip(placements, plan.parameter_locations, strict=True)):
             there: Placement = "host" if placement == "device" and not slots else placement
-            states.append(self._move(index, before[index], there, location))
-            before[index] = states[index]  # the former state has ended, and keeps nothing alive
+            placed.append(movement.move(index, there, location))
         self.engine.settle()
-        plan = as_allocated(plan, states, len(slots))
+        plan = as_allocated(plan, placed, len(slots))
         # Parameters would be new before the norm.
         if self.device.unified or rule.own_step:
             plan = plan.with_bits(early=False)
-        plan = self._place_sums(plan, states)
+        plan = self._place_sums(plan, placed)
         return plan, Executor(
             self.device,
-            states,
+            placed,
             plan,
             slots,
             threads_of(plan, self.device),
@@ -132,7 +164,7 @@ class Session:
             gradient_template(sizes, wire, plan),
             self._store,
             host_slots(plan.host_slots, stored, tensors),
-            spares_of(self.device, states, plan.updated_early, shared=self.engine.shares_state),
+            spares_of(self.device, placed, plan.updated_early, shared=self.engine.shares_state),
             self._arrival(plan),
         )
 
@@ -162,75 +194,6 @@ class Session:
             return None
         needed = self.engine.first_use()
         return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
-
-    def _moved_out(self, plan: Plan, running: Executor | None) -> list[SubgroupState | None]:
-        """Move state, gradients and parameters out of GPU memory if a new plan keeps them elsewhere. This makes room
-        for the tensors that the plan keeps in GPU memory.
-
-        Returns:
-            The tensors of each subgroup. None for a subgroup that still uses the tensors that the training framework
-            allocated.
-        """
-        states: list[SubgroupState | None] = [None] * len(plan.ways)
-        if running is not None:
-            states = running.states  # type: ignore[assignment]
-        now = [state.parameter_location if state else self.engine.parameter_location() for state in states]
-        apart = now != [*plan.parameter_locations]
-        for index, (way, location) in enumerate(zip(plan.ways, now, strict=True)):
-            state = states[index]
-            leaves = state is not None and _leaves_device(state.placement, way.placement)
-            there: ParameterLocation = "host" if way.parameters == "host" else location
-            if leaves:
-                states[index] = self._move(index, state, way.placement, there, apart=apart)
-            elif apart:
-                states[index] = self._move_parameters(index, state, there)
-        if apart:
-            self.engine.settle()
-        return states
-
-    def _move(
-        self,
-        subgroup: int,
-        now: SubgroupState | None,
-        placement: Placement,
-        location: ParameterLocation,
-        *,
-        apart: bool = False,
-    ) -> SubgroupState:
-        """Move a subgroup's tensors to the given memory, and make the framework use them there.
-
-        Args:
-            now: The subgroup's present tensors. None if they are still the ones that the framework made.
-            placement: Placement that the optimizer state gets.
-            location: Memory that the parameters get.
-            apart: If True, parameters that are already in this memory, but share a buffer with other subgroups, are
-                copied to a tensor of their own.
-        """
-        before, store = self.engine.take(subgroup, now), self._store
-        if now is not None and RECIPES[now.placement].state == "storage":
-            if RECIPES[placement].state == "storage":
-                store = None  # it is there
-            else:  # what the view shows changes with the store
-                before = replace(before, state=tuple(t.clone() for t in before.state))
-        return self._use(before, place(self.device, subgroup, placement, location, before, apart=apart, store=store))
-
-    def _move_parameters(self, subgroup: int, now: SubgroupState | None, location: ParameterLocation) -> SubgroupState:
-        """Move the 16-bit parameters of a subgroup, and leave its optimizer state where it is."""
-        before = self.engine.take(subgroup, now)
-        location, wire = place_parameters(self.device, subgroup, location, before, apart=True)
-        there: Placement = "host" if now is None else now.placement
-        return self._use(before, SubgroupState(subgroup, there, before.state, wire, before.gradient, location))
-
-    def _use(self, before: Buffers, state: SubgroupState) -> SubgroupState:
-        """Let the engine use a subgroup's new tensors, and release those that the new tensors replace."""
-        self.engine.adopt(state)
-        pairs = [(before.gradient, state.gradient), (before.wire, state.wire)]
-        if not self.engine.shares_state:
-            pairs += zip(before.state, state.state, strict=True)
-        for left, kept in pairs:
-            if left.data_ptr() != kept.data_ptr():
-                self.device.host_release(left)
-        return state
 
     @property
     def saves_in_flight(self) -> bool:
@@ -362,15 +325,44 @@ class Session:
         plan names.
 
         No bit of the training result changes. Call this from the training thread outside of forward and
-        backward:
-        between two steps, or between two micro-batches of a step. It waits for running updates and for a
-        running checkpoint, which still reads the old buffers.
+        backward: between two steps, or between two micro-batches of a step. It waits for running updates and
+        for a running checkpoint, which still reads the old buffers.
+
+        After every error except the last three, the old plan goes on, with the same results.
 
         Raises:
             PlanError: The plan was made for other subgroups.
             StorageError: The drives have no room for the state that the plan keeps there.
-            BackgroundError, CheckpointError: An update or a checkpoint failed in the background before.
+            CheckpointError: A checkpoint failed in the background before.
+            SwitchError: The new plan could not be started, for example because memory is short.
+            BackgroundError, DamagedError: An update failed in the background before, or state on a drive is damaged.
+                Training cannot continue.
+            LostPlanError: The new plan could not be started, and the old one not be restored. Training cannot continue.
         """
+        self._check_can_run(plan)
+        self.executor.wait_all()
+        for wait in self.before_switch:
+            wait()
+        stored = stored_sizes(plan, self.engine.sizes())
+        store, tensors = self._store, 1 + len(self.engine.update_rule().moments)
+        self._store = grown_store(store, plan, stored, tensors)
+        former, old, locked = self.plan, self.executor, LockedBuffers(self.device)
+        try:
+            self._leave()
+            self._enter(plan, old)
+        except BaseException as error:
+            release_frames(error)
+            # Ranks gather together: those that have switched overlap their updates as the new plan says.
+            back = former.model_copy(update={"overlap_forward": plan.overlap_forward})
+            self._go_back(back, old, locked, error)
+            if store is None and self._store is not None:
+                self._store.close()
+                self._store = None
+            if isinstance(error, Exception):
+                raise SwitchError(error) from error
+            raise
+
+    def _check_can_run(self, plan: Plan) -> None:
         check_plan(plan, self.engine.sizes(), self.plan.subgroup_size, self.engine.zero_stage())
         if self.engine.update_rule().own_step and plan.count("host") < plan.subgroup_count:
             raise PlanError(
@@ -378,25 +370,40 @@ class Session:
                 f"in host memory, but only {plan.count('host')} of {plan.subgroup_count} subgroups have it. Give a "
                 "plan that keeps all optimizer state in host memory"
             )
-        stored = stored_sizes(plan, self.engine.sizes())
-        tensors = 1 + len(self.engine.update_rule().moments)
-        self._store = grown_store(self._store, plan, stored, tensors)
-        self.executor.wait_all()
-        for wait in self.before_switch:
-            wait()
-        old = self.executor
+
+    def _leave(self) -> None:
+        """End the plan that runs, and leave all state and gradients in the subgroups' tensors.
+
+        After an error, another call of this method goes on where the first call stopped.
+        """
         self.engine.publish()
-        old.drop_early_updates()
-        old.close(with_device=False)
-        self.gradient_buffers.close()
-        self._register({state.index: () for state in old.states})
-        self.plan, self.executor = self._build(plan, old)
+        self._executor.drop_early_updates()
+        self._executor.close(with_device=False)
+        self._gradient_buffers.close()
+        self._register({state.index: () for state in self.states})
+
+    def _enter(self, plan: Plan, former: Executor) -> None:
+        """Start a plan after `_leave`, with what the executor ``former`` knew beside its plan."""
+        self.plan, self._executor = self._build(plan, self._executor.states)
         self._account_for(self.plan)
-        now, before = self.executor.bodies, old.bodies
-        now.gate, now.spent, self.executor.before_op = before.gate, before.spent, old.before_op
-        self.gradient_buffers = self.gradient_buffers.moved(self.executor.states, self.executor.gradients)
+        now, before = self._executor.bodies, former.bodies
+        now.gate, now.spent, self._executor.before_op = before.gate, before.spent, former.before_op
+        self._gradient_buffers = self._gradient_buffers.moved(self._executor.states, self._executor.gradients)
         self._make_spares()
         self._register_saved()
+
+    def _go_back(self, plan: Plan, former: Executor, locked: LockedBuffers, error: BaseException) -> None:
+        try:
+            self._leave()
+            locked.release_later_ones(self.states)
+            self._enter(plan, former)
+        except BaseException as second:
+            release_frames(second)
+            # State that is damaged, or was never computed, is told as such: no plan can go on from it.
+            if not isinstance(second, BackgroundError | DamagedError):
+                second = LostPlanError(error, second)
+            self._lost = second
+            raise second from error
 
     def _register_saved(self) -> None:
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
@@ -415,11 +422,13 @@ class Session:
         if self.closed:
             return
         try:
-            self.executor.wait_all()
+            if self._lost is None:
+                self.executor.wait_all()
         finally:
             self.closed = True
             self.recorder.unwatch()  # the device may serve another engine
-            self.executor.close()
+            with contextlib.suppress(*[Exception] * (self._lost is not None)):  # the switch has told it
+                self._executor.close()
             if self._store is not None:
                 self._store.close()
 
@@ -444,9 +453,3 @@ class Session:
         total += sum(slot.nbytes for slot in self.executor.host_slots)
         total += self.executor.early_updates.nbytes
         return total + self.gradient_buffers.spare_bytes()
-
-
-def _leaves_device(before: Placement, after: Placement) -> bool:
-    """Return whether a subgroup's state or gradient is in GPU memory with one placement, but not with another one."""
-    was, will = RECIPES[before], RECIPES[after]
-    return was.state == "device" != will.state or was.gradient == "device" != will.gradient

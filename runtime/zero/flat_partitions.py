@@ -107,7 +107,7 @@ class FlatState:
         DeepSpeed's objects may still be used afterwards.
         """
         for subgroup, shadow in self.shadows.items():
-            state = session.executor.states[subgroup]
+            state = session.states[subgroup]
             if not self.published:
                 _copy(shadow, state.state)
             state.state = shadow

@@ -111,9 +111,11 @@ class Gathers:
         This is needed on a single rank, where a gathered parameter can share memory with its partition. On several
         ranks, gathered parameters are copies, and nothing is done.
         """
+        if self._optimizer.partition_count == 1:
+            self._show_anew()
         self.moved = False
-        if self._optimizer.partition_count > 1:
-            return
+
+    def _show_anew(self) -> None:
         parameters: list[Any] = list(self._module.parameters())
         shown = [p for p in parameters if not private.is_partitioned(p)]
         if shown:

@@ -248,8 +248,8 @@ class PlannedZero:
         plan = self._ebbtide.plan
         leave = self.zero_stage() == 3 and (include is None or "lp_params" in include)
         held = [_in_host_memory(way, parameters_too=leave) for way in plan.ways]
-        self._ebbtide.set_aside = self._ebbtide.set_aside or plan
         self._ebbtide.switch(plan.with_ways(held, staging_slots=0, prefetch=0))
+        self._ebbtide.set_aside = self._ebbtide.set_aside or plan
         private.empty_cache()  # for other processes, and other allocators of this one
 
     def reload_states(self, **_: Any) -> None:

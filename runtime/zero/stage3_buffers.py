@@ -178,14 +178,15 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
             optimizer.optimizer.state[master].update(moments)
     left = gradient_of(optimizer, state.index)
     _gradient_at(optimizer, state.index, state.gradient)
+    wire = optimizer._pieces.wire(state.index)
+    moved = wire is not None and wire.data_ptr() != state.wire.data_ptr()
+    if moved:
+        optimizer._pieces.move(state.index, state.wire)
+    # Last: until here, the former tensors are whole, and an error leaves them in use.
     flat = optimizer.grad_partitions_flat_buffer.untyped_storage().data_ptr()
     if left.data_ptr() != state.gradient.data_ptr() and left.untyped_storage().data_ptr() == flat:
         _give_pages_back(left)
-    wire = optimizer._pieces.wire(state.index)
-    if wire is None or wire.data_ptr() == state.wire.data_ptr():
-        return False
-    optimizer._pieces.move(state.index, state.wire)
-    return True
+    return moved
 
 
 def gradient_of(optimizer: Any, subgroup: int) -> torch.Tensor:

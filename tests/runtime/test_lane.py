@@ -91,3 +91,15 @@ def test_the_cause_stands_in_the_errors_own_line(lane):
     lane.submit(lambda: int("a flipped bit"), [], failed)
     with pytest.raises(BackgroundError, match=r"'state read s0' failed in the background: ValueError: .*flipped bit"):
         failed.wait_host()
+
+
+@pytest.mark.parametrize("own_thread", [True, False])
+def test_a_closed_lane_fails_what_is_submitted_to_it(own_thread):
+    """Check that an op that is submitted after the end of its lane fails, so that nothing waits for it for ever."""
+    lane, late, ran = Lane("late", own_thread=own_thread), Completion("op"), []
+    lane.close()
+    lane.submit(lambda: ran.append(1), [], late)
+    assert late.issued.is_set()
+    with pytest.raises(BackgroundError, match=r"'op' failed .*lane 'late' is closed"):
+        late.wait_host()
+    assert ran == []
