@@ -18,7 +18,7 @@ from ebbtide.runtime.execution.stored import free_host_bytes
 from ebbtide.runtime.replan.measuring import measured_machine
 from ebbtide.runtime.replan.observed import WATCHED_STEPS, as_observed, observed_workload
 from ebbtide.runtime.replan.ranks import by_the_first, gathered, nodes_and_ranks
-from ebbtide.runtime.replan.watch import Show, attempted, measured_rates, watch, with_observed
+from ebbtide.runtime.replan.watch import Show, attempted, measured_rates, switch_together, watch, with_observed
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import ParameterLocation, Plan, Way
 from ebbtide.simulator.update.footprint import footprint
@@ -94,7 +94,7 @@ class _Automatic:
         seen = attempted(lambda: observed_workload(own.engine, own.recorder.passes(), own.recorder.step_issue_s))
         own.recorder.unwatch()
         if None in gathered(seen) or seen is None:  # on one rank: no rank plans
-            own.switch(current)
+            switch_together(own, current)
             return
         workload = _agreed(seen, own)
         rates = _medians(gathered(measured_rates(timeline, workload, self.machine)))
@@ -114,7 +114,7 @@ class _Automatic:
                 result.current_s,
             )
             current = result.plan
-        own.switch(current)
+        switch_together(own, current)
         watch(own, machine, workload, replan=False, show=self.show)
 
 

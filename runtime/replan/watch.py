@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from ebbtide.runtime.execution.session import Session
+from ebbtide.runtime.execution.switching import SwitchError
+from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.update.steps import Bytes
@@ -107,6 +109,33 @@ def attempted(plan: Callable[[], Planned]) -> Planned | None:
         return None
 
 
+def switch_together(session: Session, plan: Plan) -> bool:
+    """Switch all ranks to their new plans, or none of them, and return whether they have switched. This is a collective
+    call.
+
+    If a rank cannot start its plan, for example because its memory is short, all ranks continue with the plans that ran
+    before, and the rank logs a warning. Only ``overlap_forward`` is then the new plan's.
+
+    Raises:
+        BackgroundError, CheckpointError, DamagedError, LostPlanError: Training on this rank cannot continue.
+    """
+    back = session.plan.model_copy(update={"overlap_forward": plan.overlap_forward})
+    failed = False
+    try:
+        session.switch(plan)
+    except BaseException as error:
+        failed = isinstance(error, SwitchError | StorageError | PlanError) and not isinstance(error, DamagedError)
+        if not failed:
+            session.engine.any_rank(True)  # the others wait for this rank's answer
+            raise
+        logger.warning("ebbtide: training continues under the plan so far, because the new one cannot start: %s", error)
+    if not session.engine.any_rank(failed):
+        return True
+    if not failed or session.plan.overlap_forward != back.overlap_forward:
+        session.switch(back)
+    return False
+
+
 @dataclass
 class Watch:
     """A comparison of a running plan's measured times with its predictions, made every ``period_steps``
@@ -169,8 +198,8 @@ class Watch:
                     result.iteration_s,
                     result.current_s,
                 )
-            own.switch(own.plan if result is None else result.plan)
-            self.machine = machine
+            if switch_together(own, own.plan if result is None else result.plan):
+                self.machine = machine
 
 
 def _differ(names: Iterable[str], one: Machine, other: Machine) -> bool:

@@ -12,7 +12,11 @@ from types import SimpleNamespace
 import ebbtide.runtime
 import pytest
 import torch
-from ebbtide.runtime.replan.watch import measured_rates, with_observed
+from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.switching import LostPlanError, SwitchError
+from ebbtide.runtime.replan.watch import measured_rates, switch_together, with_observed
+from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.simulator import Layer, Plan, PlanError, Quantity, Workload
@@ -174,6 +178,87 @@ def test_a_search_that_fails_ends_no_run(stock, monkeypatch, caplog, watched):
     assert_same_bits(train(engine), stock)
     assert "planning from observed steps failed" in caplog.text
     assert "planted" in caplog.text
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_new_plan_that_cannot_start_leaves_the_plan_before(stock, monkeypatch, caplog, watched):
+    """Check that training goes on under the old plan, with stock DeepSpeed's results and a warning, if memory is too
+    short for the plan that the runtime has found during training.
+    """
+    begun = []
+
+    class OnlyOnce(Executor):
+        def __init__(self, *args):
+            begun.append(1)
+            if len(begun) == 2:
+                raise torch.OutOfMemoryError("planted")
+            super().__init__(*args)
+
+    monkeypatch.setattr("ebbtide.runtime.execution.session.Executor", OnlyOnce)
+    engine = new_engine()
+    if watched:
+        found = SimpleNamespace(iteration_s=1.0, current_s=2.0)
+        monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", lambda *_: found)
+        replanned(engine)
+        found.plan = plan_of(["resident"], engine.optimizer._ebbtide.plan.subgroup_count)
+    else:
+        ebbtide.runtime.attach(engine, "auto", machine=machine())
+    own = engine.optimizer._ebbtide
+    before, kept = own.plan.ways, []
+    assert_same_bits(train(engine, after_step=lambda number: kept.append(own.plan.ways == before)), stock)
+    assert all(kept[:5])
+    assert "the new one cannot start" in caplog.text
+    assert "OutOfMemoryError: planted" in caplog.text
+    assert len(begun) >= 3, "the old plan must have been started again"
+
+
+class Rank:
+    """A stand-in for the session of one rank, whose switches and answers to the other rank are recorded."""
+
+    def __init__(self, error=None, others_fail=False):
+        self.plan = plan_of(["host"], 2).model_copy(update={"overlap_forward": False})
+        self.engine = SimpleNamespace(any_rank=self.any_rank)
+        self.answers, self._error, self._others_fail = [], error, others_fail
+
+    def any_rank(self, flag):
+        self.answers.append(flag)
+        return flag or self._others_fail
+
+    def switch(self, plan):
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self.plan = plan
+
+
+NEW = plan_of(["device"], 2)
+REFUSALS = [SwitchError(MemoryError("planted")), StorageError("planted"), PlanError("planted")]
+
+
+@pytest.mark.parametrize("error", [None, *REFUSALS])
+@pytest.mark.parametrize("others_fail", [False, True])
+def test_all_ranks_switch_or_none(error, others_fail):
+    """Check that a rank goes back to its old plan if the other rank could not switch. The two plans that then run
+    overlap updates with forward alike. Otherwise one rank would wait for the other one for ever.
+    """
+    rank = Rank(error, others_fail)
+    stays = error is not None or others_fail
+    before = rank.plan.ways
+    assert switch_together(rank, NEW) is not stays
+    assert rank.answers == [error is not None]
+    assert rank.plan.ways == (before if stays else NEW.ways)
+    assert rank.plan.overlap_forward == NEW.overlap_forward
+
+
+@pytest.mark.parametrize(
+    "error",
+    [LostPlanError(MemoryError("one"), MemoryError("two")), BackgroundError("planted"), DamagedError("planted")],
+)
+def test_a_rank_that_cannot_go_on_answers_the_others_first(error):
+    rank = Rank(error)
+    with pytest.raises(type(error)):
+        switch_together(rank, NEW)
+    assert rank.answers == [True]
 
 
 def fail(*_, **__):
@@ -380,8 +465,6 @@ def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch
     Also check that the watch measures nothing while the state is offloaded, between the calls of DeepSpeed's
     `offload_states` and `reload_states`.
     """
-    from ebbtide.runtime.execution.executor import Executor
-
     engine = new_engine()
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
@@ -413,7 +496,6 @@ def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch
 
 
 def test_what_is_recorded_of_forward_breaks_no_compiled_graph(dynamo):
-
     from ebbtide.runtime.zero.attach import _record_forward
 
     calls = []
