@@ -464,7 +464,7 @@ def test_a_schedule_may_only_wait_for_earlier_ops():
 
     with pytest.raises(ValueError, match="waits for \\[1\\]"):
         Schedule(ops=(Op(0, OpKind.NORM, Lane.COMPUTE, 0.0, after=(1,)), Op(1, OpKind.NORM, Lane.COMPUTE, 0.0)))
-    with pytest.raises(ValueError, match="op 0 has id 5"):
+    with pytest.raises(ValueError, match=r"the id of each op must be its position in ops, but ops\[0\]\.id is 5"):
         Schedule(ops=(Op(5, OpKind.NORM, Lane.COMPUTE, 0.0),))
 
 

@@ -247,6 +247,7 @@ WORKLOAD = {
     "device_base_bytes": 2**30,
     "device_base_parts": {"gradients": 2**20},
     "module_issue_s": 0.05,
+    "step_issue_s": 0.05,
     "live_params": 0,
     "state_stays": True,
     "stock_backward_extra_s": 0.5,
