@@ -33,16 +33,16 @@ def plan(workload: Workload, machine: Machine, **options: Any) -> Plan:
         ImpossibleError: No plan fits into memory. The message names changes of the training with which a plan
             fits. If the workload was made from a model, ``error.ways`` holds these changes with their plans.
     """
-    from ebbtide import tuner
+    import ebbtide.tuner
 
     try:
-        return tuner.plan(workload, machine, **options)
-    except tuner.ImpossibleError as error:
+        return ebbtide.tuner.plan(workload, machine, **options)
+    except ebbtide.tuner.ImpossibleError as error:
         raise _with_ways(error, workload, machine, options) from None
 
 
 def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[str, Any]) -> Any:
-    from ebbtide import tuner
+    from ebbtide.tuner import ImpossibleError
     from ebbtide.tuner.advice.ways_out import ways_out
 
     if workload.job is None:
@@ -50,7 +50,7 @@ def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[s
     limits = {name: options.get(name) for name in ("device_memory_bytes", "host_memory_bytes", "storage")}
     ways = ways_out(workload.job, machine, **limits, margin=options.get("memory_margin"))
     lines = [f"{way.label}: {way.iteration_s:.3g} s per iteration" for way in ways]
-    told = tuner.ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice, error.missing)
+    told = ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice, error.missing)
     told.ways = tuple(ways)
     return told
 

@@ -1,7 +1,9 @@
 """Tests of ``import ebbtide``: its public names, and how a notebook shows the objects that its functions return."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,8 @@ from ebbtide.simulator import build_strategy
 import ebbtide
 from tests.tuner.test_search import machine, workload
 
+ROOT = Path(__file__).parents[1]
+PARTS = ("simulator", "profiler", "tuner", "runtime")
 LLAMA = "Llama 3.2 1B"
 TYPE_NAMES = {"Any", "TYPE_CHECKING", "Path", "importlib"}
 
@@ -157,3 +161,21 @@ def test_a_file_keeps_no_job(tmp_path):
     assert again == work
     assert (again.job, work.job is None) == (None, False)
     assert SimpleNamespace(job=work.job).job.sequence == work.sequence
+
+
+def test_no_file_imports_a_folder_as_a_package_of_its_own():
+    """Check that code and pages import the parts of ebbtide only as ``ebbtide.NAME``.
+
+    The packages that the public index has under the folders' own names belong to others.
+    """
+    found = re.compile("|".join(f"{word} ({'|'.join(PARTS)})" for word in ("from", "import")))
+    folders = (*PARTS, "ebbtide", "studies", "tests", "docs", "examples", "scripts")
+    files = [path for folder in folders for kind in ("*.py", "*.md") for path in (ROOT / folder).rglob(kind)]
+    assert len(files) > 500
+    wrong = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in [*files, *ROOT.glob("*.md")]
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if found.search(line)
+    ]
+    assert wrong == []
