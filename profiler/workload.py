@@ -12,7 +12,7 @@ from ebbtide.profiler.rates.sampling import doubts
 from ebbtide.profiler.units import unit_of, units
 from ebbtide.profiler.watcher import Trace
 from ebbtide.runtime.hardware.cores import near_cores
-from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.launcher import local_ranks, world_size
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.estimates.deepspeed_config import REDUCE_BUCKET_ELEMENTS
 from ebbtide.simulator.layer import Layer
@@ -96,7 +96,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         gradient_accumulation_steps=micro,
         **_bucket_params(optimizer),
         ranks_per_node=ranks,
-        nodes=max(1, _world_size() // ranks),
+        nodes=max(1, world_size() // ranks),
         stock_threads=_fewer_threads(),
         tokens_per_iteration=_tokens(engine, traces),
         samples_per_iteration=int(engine.train_batch_size()),
@@ -122,7 +122,7 @@ def _bucket_params(optimizer: Any) -> dict[str, int]:
     also applies under a plan.
     """
     own = int(optimizer.reduce_bucket_size)
-    planned = planned_bucket(_world_size()) if own == REDUCE_BUCKET_ELEMENTS else None
+    planned = planned_bucket(world_size()) if own == REDUCE_BUCKET_ELEMENTS else None
     return bucket_fields(own, planned, int(optimizer.partition_count))
 
 
@@ -274,8 +274,3 @@ def _activations(unit_names: list[str], owners: set[str], traces: list[Trace]) -
         last = name if name in owners else last
         held[last] += max(0, *(trace.activations.get(name, 0) for trace in traces))
     return held
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_initialized() else 1

@@ -100,11 +100,11 @@ FIGURES: dict[str, dict[str, str]] = {
         "total.auto.not_run": "{} not run",
     },
     "gpu.contract": {
-        "compared": "{} configurations and placements compared with stock",
+        "compared": "a tiny model: {} configurations and placements compared with stock",
         "differing": "{} with other bits",
     },
     "gpu.one_step": {
-        "lanes_overlap_s": "copies and updates overlap for {:.3f} s of a step",
+        "lanes_overlap_s": "a tiny model: lanes overlap for {:.3f} s of a step",
         "correct": "bit-identical: {}",
     },
     "gpu.baseline": {

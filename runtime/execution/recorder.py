@@ -80,15 +80,12 @@ class Recorder:
             self.device.watched.ends(OpKind.PARAMETER_GATHER)
 
     def step_begins(self) -> None:
+        self._issue_began_s = time.perf_counter()
         self._begin(OpKind.STEP_END)
 
     def step_ends(self) -> None:
         self._end(OpKind.STEP_END)
         self.iteration += 1
-
-    def issue_begins(self) -> None:
-        """Record that an optimizer step begins, which later starts the updates."""
-        self._issue_began_s = time.perf_counter()
 
     def issue_waited(self, seconds: float) -> None:
         """Leave out the seconds of the present optimizer step that the CPU has spent waiting for the GPU."""

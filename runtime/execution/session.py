@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -136,9 +135,8 @@ class Session:
         wire = self.engine.wire_dtype()
         waits = Way("device", early=True) in plan.ways and not self.device.unified
         stored = stored_sizes(plan, sizes)
-        if self._store is None and stored:
-            self._store = open_store(plan, stored, tensors)
         if states is None:
+            self._store = open_store(plan, stored, tensors)
             self.engine.prepare(self.device)
         present: Any = [None] * plan.subgroup_count if states is None else states
         movement = Movement(self.engine, self.device, self._store, present)
@@ -427,8 +425,11 @@ class Session:
         finally:
             self.closed = True
             self.recorder.unwatch()  # the device may serve another engine
-            with contextlib.suppress(*[Exception] * (self._lost is not None)):  # the switch has told it
+            try:
                 self._executor.close()
+            except Exception:
+                if self._lost is None:  # else the switch has told it
+                    raise
             if self._store is not None:
                 self._store.close()
 

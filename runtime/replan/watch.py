@@ -174,7 +174,7 @@ class Watch:
 
     def _known(self) -> Machine:
         """Return the machine with the rates that the latest search for the running plan used."""
-        if self._searched is not None and self._searched[1] is self.session.plan:
+        if self._searched is not None and self._searched[1] == self.session.plan:
             return self._searched[0]
         return self.machine
 
@@ -182,11 +182,11 @@ class Watch:
         own = self.session
         # Without the step just launched: waiting for its updates would take its overlap away.
         timeline = own.timeline(wait=False)
-        rates = measured_rates(timeline, self.workload, self.machine)
-        machine = with_observed(self.machine, rates)
         self.show(timeline, own.plan)
         if not self.replan:
             return
+        rates = measured_rates(timeline, self.workload, self.machine)
+        machine = with_observed(self.machine, rates)
         result = self._search(machine) if _differ(rates, self._known(), machine) else None
         better = result is not None and result.iteration_s < WORTH_SWITCHING * result.current_s
         # All ranks or none: the others would only wait for a rank that moves its state.

@@ -118,7 +118,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         del closure
         own = self._ebbtide
         own.begin_step()
-        own.recorder.issue_begins()
         self._gathers.shows = True
         self._pre_step()
         self._partition_all_parameters()

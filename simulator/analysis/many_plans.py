@@ -5,6 +5,7 @@ The search for the best plan uses `PlanSweep`, which gives the result of
 schedule is built and simulated as arrays.
 """
 
+import copy
 import threading
 from functools import lru_cache
 
@@ -68,19 +69,17 @@ class PlanSweep:
     Each thread needs its own predictor.
     """
 
-    def __init__(
-        self, workload: Workload, machine: Machine, iterations: int = 3, warm_up: int = kernel.WARM_UP
-    ) -> None:
+    def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
         """Prepare to predict many plans for one workload on one machine, by computing once what all plans share.
 
         Args:
             iterations: Number of iterations that are simulated for each plan.
-            warm_up: Number of first iterations that do not count for the mean time of an iteration.
 
         Raises:
             ValueError: The machine lacks a rate that the workload needs.
         """
-        self.workload, self.machine, self.iterations, self.warm_up = workload, machine, iterations, warm_up
+        self.workload, self.machine, self.iterations = workload, machine, iterations
+        self.warm_up = kernel.WARM_UP
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.capacity = capacity_vector(machine, workload.ranks_per_node)
         self.machine_facts = machine_vector(machine)
@@ -101,11 +100,14 @@ class PlanSweep:
     def longer(self, iterations: int, warm_up: int) -> "PlanSweep":
         """Return a predictor for the same workload and machine that simulates another number of iterations.
 
-        The new predictor uses the iterations that this one has recorded. Recording them takes most of the time of
-        creating a predictor.
+        The new predictor uses all that this one has computed, such as the iterations that it has recorded.
+
+        Args:
+            warm_up: Number of first iterations that do not count for the mean time of an iteration.
         """
-        other = PlanSweep(self.workload, self.machine, iterations, warm_up)
-        other._programs = self._programs
+        other = copy.copy(self)
+        other.iterations, other.warm_up = iterations, warm_up
+        other._count_ops()
         return other
 
     def _rates(self) -> Floats:

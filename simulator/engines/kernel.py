@@ -83,7 +83,6 @@ class _Notes(NamedTuple):
             needs at full speed.
         bits: For each lane, its part of the cache key: the class number of its running op, shifted to the lane's four
             bits.
-        speed, inverse: For each lane, the speed of its running op as a fraction of full speed, and 1 / speed.
         demand: For each lane, the amount of each shared capacity that its running op uses. If the op's class is known,
             the amounts are written here only when speeds are computed.
         growing, room: Working arrays of `max_min`, which computes the speeds of running ops.
@@ -91,7 +90,8 @@ class _Notes(NamedTuple):
         known: For each lane and class, the amount of each shared capacity that an op of the class uses.
         row_count, row_class, rows: For each lane, the number of different ops so far, the class of each, and the values
             of each: those in _ROW_COLUMNS, and its seconds at full speed.
-        cache_key, cache_speed, cache_inverse: The cache of speeds.
+        cache_key, cache_speed, cache_inverse: The cache of speeds: for each entry, its key, and for each lane the speed
+            of the running op as a fraction of full speed, and 1 / speed.
     """
 
     after_first: Ints
@@ -109,8 +109,6 @@ class _Notes(NamedTuple):
     classes: Ints
     growing: Ints
     left: Floats
-    speed: Floats
-    inverse: Floats
     demand: Floats
     room: Floats
     known: Floats
@@ -230,8 +228,8 @@ def _ready(i: int, lane: int, notes: _Notes) -> bool:
 
 
 @uncounted
-def _set_speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> None:
-    """Set the speeds of all ops that run now.
+def _speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> int:
+    """Return the index of the cache entry with the speeds of all ops that run now.
 
     The speeds follow from how much of each shared capacity, such as DRAM bandwidth, the running ops use. If ops with
     the same use of capacities ran together before, the speeds are taken from a cache.
@@ -240,10 +238,7 @@ def _set_speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> None:
     if key == _NEVER or notes.cache_key[slot] != key:
         _find_speeds(slot, count, capacity, notes)
         notes.cache_key[slot] = key
-    for k in range(count):
-        lane = notes.active[k]
-        notes.speed[lane] = notes.cache_speed[slot, lane]
-        notes.inverse[lane] = notes.cache_inverse[slot, lane]
+    return slot
 
 
 @uncounted
@@ -274,10 +269,9 @@ def _find_speeds(slot: int, count: int, capacity: Floats, notes: _Notes) -> None
         if number > 0:
             for c in range(CAPACITY_COUNT):
                 notes.demand[lane, c] = notes.known[lane, number - 1, c]
-    speed = notes.speed
+    speed = notes.cache_speed[slot]
     max_min(notes.busy, notes.demand, capacity, speed, notes.growing, notes.room)
     for lane in range(LANE_COUNT):
-        notes.cache_speed[slot, lane] = speed[lane]
         notes.cache_inverse[slot, lane] = 1.0 / speed[lane] if speed[lane] > 0 else np.inf
 
 
@@ -344,8 +338,6 @@ def run(
         np.zeros(lanes, np.int64),
         np.zeros(lanes, np.int64),
         np.zeros(lanes),
-        np.ones(lanes),
-        np.ones(lanes),
         np.zeros((lanes, CAPACITY_COUNT)),
         np.zeros((3, CAPACITY_COUNT)),
         np.empty((lanes, _CLASSES, CAPACITY_COUNT)),
@@ -366,10 +358,11 @@ def _events(
     ops: Floats, rates: Floats, capacity: Floats, machine: Floats, start_s: Floats, end_s: Floats, notes: _Notes
 ) -> tuple[float, float]:
     queue, head, busy, running, bits = notes.queue, notes.head, notes.busy, notes.running, notes.bits
-    active, left, speed, blocker = notes.active, notes.left, notes.speed, notes.blocker
+    active, left, blocker = notes.active, notes.left, notes.blocker
+    speed, inverse = notes.cache_speed, notes.cache_inverse
     never = notes.ended.size - 2
     now = device = host = device_top = host_top = 0.0
-    key, unknown, speeds_of, count = 0, 0, _NEVER, 0
+    key, unknown, speeds_of, count, slot = 0, 0, _NEVER, 0, 0
     while True:
         for lane in range(LANE_COUNT):
             if notes.ended[blocker[lane]]:
@@ -389,17 +382,17 @@ def _events(
             return device_top, host_top
         if key != speeds_of or unknown > 0:
             speeds_of = key if unknown == 0 else _NEVER
-            _set_speeds(speeds_of, count, capacity, notes)
+            slot = _speeds(speeds_of, count, capacity, notes)
         step = np.inf
         for k in range(count):
             lane = active[k]
-            step = min(step, left[lane] * notes.inverse[lane] if left[lane] > 0 else 0.0)
+            step = min(step, left[lane] * inverse[slot, lane] if left[lane] > 0 else 0.0)
         now += step
         tiny = 1e-12 * (1.0 + step)
         going = 0
         for k in range(count):
             lane = active[k]
-            left[lane] -= step * speed[lane]
+            left[lane] -= step * speed[slot, lane]
             if left[lane] > tiny:
                 active[going] = lane
                 going += 1

@@ -69,7 +69,9 @@ def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -
 
 class _Mark(NamedTuple):
     what: What
-    of_part: tuple[Part, bool, bool] | tuple[()] = ()  # fields of `Place`: part, added_to, boundary
+    part: Part | None = None
+    added_to: bool = False
+    boundary: bool = False
 
 
 class _Recorder(PlannedLoop):
@@ -85,7 +87,7 @@ class _Recorder(PlannedLoop):
 
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
         added_to, boundary = micro_step > 0, micro_step == self.boundary
-        self._mark(_Mark(What.GRADIENT, (part, added_to, boundary)), after)
+        self._mark(_Mark(What.GRADIENT, part, added_to, boundary), after)
 
     def prefetch(self) -> None:
         self._mark(_Mark(What.PREFETCH), self.backward_done)
@@ -118,5 +120,5 @@ class _Recorder(PlannedLoop):
             # The interpreter remembers each place's latest op.
             assert all(ref >= number for ref, before in zip(refs, op.after, strict=True) if before < count)
             mark = self.marks.get(count + i)
-            result.append(Place(What.OP, op, refs) if mark is None else Place(mark.what, None, refs, *mark.of_part))
+            result.append(Place(What.OP, op, refs) if mark is None else Place(mark.what, None, refs, *mark[1:]))
         return result

@@ -5,6 +5,7 @@ The bytes are computed from the number of subgroups with each placement, and fro
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -242,7 +243,7 @@ class Holding:
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, (sent - summed) * self.gradient_bytes)
         return under_way + summed * self.gradient_bytes
 
-    def most_sums(self, sizes: Sequence[int], left_bytes: float) -> int:
+    def most_sums(self, sizes: Sequence[float], left_bytes: float, sent: float | None = None) -> int:
         """Return how many subgroups can accumulate their gradients on the GPU, in the free GPU memory.
 
         Gradients that are not accumulated on the GPU are copied to the host after each micro-batch.
@@ -251,12 +252,14 @@ class Holding:
             sizes: Number of elements of each subgroup that may accumulate on the GPU. The first ones get GPU memory
                 first.
             left_bytes: GPU memory that is free if no subgroup accumulates there.
+            sent: Number of elements of all subgroups whose gradients are copied to the host. None: those in ``sizes``.
         """
         if not self.sums:
             return 0
-        sent = sum(sizes)
+        sent = sum(sizes) if sent is None else sent
         most = left_bytes + self.sending_bytes(sent, 0)
-        return sum(self.sending_bytes(sent, stay) <= most for stay in accumulate(sizes))
+        # More sums never take less.
+        return bisect_right(list(accumulate(sizes)), most, key=lambda stay: self.sending_bytes(sent, stay))
 
     @property
     def early_bytes(self) -> int:

@@ -131,3 +131,19 @@ def test_ranks_without_a_core_each_are_refused(count):
 def test_each_rank_leaves_threads_to_its_training_thread():
     assert (Job(4, 32, True, 1, "", 0.0, 2).own_threads, Job(4, 32, True, 1, "", 0.0, 2).threads_alone) == (6, 30)
     assert (Job(4, 4, True, 1, "", 0.0, 2).own_threads, Job(2, 2, False, 1, "", 0.0).own_threads) == (1, 1)
+
+
+def test_ranks_leave_threads_to_training_beside_gpus_alone(tmp_path, monkeypatch):
+    jobs = []
+
+    def run(job):
+        jobs.append(job)
+        raise InterruptedError
+
+    monkeypatch.setattr(ranks, "check_ranks", lambda *_: None)
+    monkeypatch.setattr(ranks, "threads_of_updates", lambda cores: cores - 2)
+    monkeypatch.setattr(ranks, "_run", run)
+    for cuda in (True, False):
+        with pytest.raises(InterruptedError):
+            ranks.measure_ranks(4, 32, cuda, 1, tmp_path, 0.1)
+    assert [(job.own_threads, job.threads_alone) for job in jobs] == [(6, 30), (8, 32)]

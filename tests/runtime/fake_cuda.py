@@ -19,6 +19,7 @@ strict as CUDA allows:
 
 from __future__ import annotations
 
+import math
 import mmap
 import random
 import sys
@@ -385,12 +386,13 @@ class FakeRuntime:
 
     Attributes:
         refuses_after: Number of further page locks before locking fails. None means no limit.
+        limit_bytes: Bytes that can be page-locked at the same time.
         last_error: Error of the latest failed call, until a kernel launch raises it.
     """
 
     def __init__(self, violations):
         self.locked = {}
-        self.refuses_after = None
+        self.refuses_after, self.limit_bytes = None, math.inf
         self.last_error = 0
         self._violations = violations
         self._flying = Counter()  # (first byte, end) of what copies on streams read or write
@@ -401,7 +403,7 @@ class FakeRuntime:
         for start, length in self.locked.items():
             if address < start + length and start < address + size:
                 return self._fails(712)  # already registered
-        if self.refuses_after == 0:
+        if self.refuses_after == 0 or sum(self.locked.values()) + size > self.limit_bytes:
             return self._fails(2)  # out of memory
         if self.refuses_after is not None:
             self.refuses_after -= 1

@@ -15,7 +15,7 @@ from ebbtide.simulator import Plan
 from studies.bench.byte_gpt import ds_config
 
 RUNTIME = Path(ebbtide.runtime.__file__).parent
-READS = re.compile(r"environ(\.get\(|\[)\s*\"(RANK|WORLD_SIZE)\"")
+READS = re.compile(r"(environ(\.get\(|\[)|getenv\()\s*\"(RANK|WORLD_SIZE)\"")
 
 
 def by_group(patch, rank, ranks):

@@ -343,12 +343,14 @@ def test_a_watch_searches_only_after_a_rate_has_changed(stock, monkeypatch, fact
         searched.append(1)
         if fails:
             raise ValueError("planted")
+        session.plan = session.plan.model_copy()  # as after a switch that has gone back to the plan before
         return SimpleNamespace(iteration_s=1.0, current_s=1.0)
 
     monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", quick_plan)
     engine = new_engine()
     replanned(engine)
-    engine.optimizer._ebbtide.watch.period_steps = 2
+    session = engine.optimizer._ebbtide
+    session.watch.period_steps = 2
     train(engine, 2 * len(factors))
     assert next(seen, None) is None
     assert len(searched) == searches

@@ -74,10 +74,10 @@ class Engine:
 def test_the_time_to_start_the_updates_counts_beside_a_gpu_alone(monkeypatch, device, seconds):
     now = iter([0.0, 1.0, 10.0, 12.0, 20.0, 27.0])
     monkeypatch.setattr("ebbtide.runtime.execution.recorder.time", SimpleNamespace(perf_counter=lambda: next(now)))
-    recorder = Recorder(SimpleNamespace(name=device), origin_s=0.0)
+    recorder = Recorder(SimpleNamespace(name=device, watched=None, moment=lambda: None), origin_s=0.0)
     assert recorder.step_issue_s == 0.0
     for _ in range(3):
-        recorder.issue_begins()
+        recorder.step_begins()
         recorder.issue_ends()
     assert recorder.step_issue_s == seconds
 

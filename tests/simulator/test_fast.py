@@ -83,6 +83,12 @@ def enlarged(work, on, rng):
     return work.model_copy(update=issued), on
 
 
+def random_job(rng):
+    """Return a random workload, with any ZeRO stage, and a random machine with storage (see `enlarged`)."""
+    work, on = random_workload(rng, rng.choice([1, 2, 3, 3])), with_storage(random_machine(rng), rng)
+    return enlarged(work, on, rng)
+
+
 def random_plan(work, rng):
     known = list(RECIPES) if work.zero_stage == 3 else ["host", "device", "resident"]
     placements = rng.choices(known, k=len(work.subgroups))
@@ -166,7 +172,7 @@ def test_every_strategy(seed, name):
 @given(seed=st.integers(0, 10**9))
 def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
     rng = random.Random(seed)
-    work, on = enlarged(random_workload(rng, rng.choice([1, 2, 3, 3])), with_storage(random_machine(rng), rng), rng)
+    work, on = random_job(rng)
     sweep = PlanSweep(work, on)
     for _ in range(3):  # buffers are used again
         plan = random_plan(work, rng)
@@ -183,7 +189,7 @@ def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
 @given(seed=st.integers(0, 10**9))
 def test_a_longer_warm_up_gives_the_mean_of_the_later_iterations(seed):
     rng = random.Random(seed)
-    work, on = enlarged(random_workload(rng, rng.choice([1, 2, 3, 3])), with_storage(random_machine(rng), rng), rng)
+    work, on = random_job(rng)
     plan = random_plan(work, rng)
     few, many = (PlanSweep(work, on, n).evaluate_plan(plan)[0] * (n - 2) for n in (6, 12))
     assert PlanSweep(work, on).longer(12, 5).evaluate_plan(plan)[0] == pytest.approx((many - few) / 6, **EXACT)
@@ -210,7 +216,7 @@ def test_the_speeds_of_ops_that_run_together_again_are_not_computed_again(monkey
 
     This schedule has 2000 ops of four kinds on each of three lanes: at most 125 combinations.
     """
-    for name in ("run", "_events", "_set_speeds"):  # as Python, so that their calls can be counted
+    for name in ("run", "_events", "_speeds"):  # as Python, so that their calls can be counted
         monkeypatch.setattr(kernel, name, getattr(kernel, name).py_func)
     computed, find = [], kernel._find_speeds
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule, simulate_fast
 from ebbtide.simulator.estimates.presets import PRESET
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import NINETY_PERCENT, Quantity
@@ -77,7 +77,10 @@ def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[
 
 
 def workload_interval_s(
-    build: Callable[[Workload], Schedule], workload: Workload, machine: Machine
+    build: Callable[[Workload], Schedule],
+    workload: Workload,
+    machine: Machine,
+    compiled: CompiledSchedule | None = None,
 ) -> tuple[float, float]:
     """Return the interval (low, high), in seconds, that is expected to hold the iteration times of nine in ten runs of
     a workload.
@@ -90,9 +93,9 @@ def workload_interval_s(
         build: Function from a workload to a schedule. It is called with workloads that differ in layer times.
         workload: Training job of one rank.
         machine: Machine with the median and the quartiles of each bandwidth and compute speed.
+        compiled: The workload's compiled schedule. If None, it is built.
     """
-    schedule = build(workload)
-    compiled = compile_schedule(schedule)
+    compiled = compiled or compile_schedule(build(workload))
 
     def seconds(turned_machine: Machine) -> float:
         return simulate_fast(compiled, turned_machine).iteration_s
@@ -104,7 +107,7 @@ def workload_interval_s(
     if machine.device_flops_per_s is not None and workload.provenance.startswith("estimated"):
         width = ESTIMATE_PART * machine.device_flops_per_s.log_sigma
         sigma = math.hypot(sigma, _secant(lambda turn: passes(math.exp(turn)), width))
-    return _around(seconds(machine), model_spread(machine, schedule.strategy), sigma)
+    return _around(seconds(machine), model_spread(machine, compiled.schedule.strategy), sigma)
 
 
 def _with_passes(workload: Workload, times: float) -> Workload:

@@ -5,6 +5,7 @@ Only plans that fit into memory are considered. Goodput is the useful share of t
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import versions
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
@@ -164,17 +164,13 @@ def predict(workload: Workload, machine: Machine, made: Plan, limits: Limits, lo
         limits: Memory limits that the prediction records.
         lower_bound_s: Lower bound of the iteration time in seconds, or 0 if it is unknown.
     """
-    built = build_strategy("ebbtide", workload, plan=made)
-    schedule = compile_schedule(built)
+    build = partial(build_strategy, "ebbtide", plan=made)
+    schedule = compile_schedule(build(workload))
     result = simulate_fast(schedule, machine)
     times = step_times(workload, machine, made, PlanSweep(workload.cut_as(made), machine).result, result)
     rate = workload.expected_clip_rate
     mean_s = times.mean_s(rate) if times else result.iteration_s
-
-    def build(work: Workload) -> Schedule:
-        return built if work is workload else build_strategy("ebbtide", work, plan=made)
-
-    low, high = workload_interval_s(build, workload, machine)
+    low, high = workload_interval_s(build, workload, machine, schedule)
     early: dict[str, float] = {}
     if times:
         early = {

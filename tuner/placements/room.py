@@ -3,9 +3,6 @@
 If a plan does not fit into memory, its staging buffers and on-device gradient sums are reduced.
 """
 
-from bisect import bisect_right
-from itertools import accumulate
-
 import numpy as np
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
@@ -54,9 +51,7 @@ class Room:
             return crossing, slots
         held, sizes = self._sweep.held, self._sweep.sizes
         sent = sizes[CAN_SUM[crossing & ~EARLY]].sum()
-        left = self.limits.device_bytes - taken + held.sending_bytes(sent, 0)
-        summed = list(accumulate(sizes[stay].tolist()))
-        many = bisect_right(summed, left, key=lambda n: held.sending_bytes(sent, n))  # more sums never take less
+        many = held.most_sums(sizes[stay].tolist(), self.limits.device_bytes - taken, sent)
         crossing[stay[:many]] += SUMMED
         return crossing, slots
 

@@ -4,9 +4,9 @@ import logging
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from ebbtide.runtime.hardware.launcher import world_size
 from ebbtide.simulator.estimates.deepspeed_config import REDUCE_BUCKET_ELEMENTS
-from ebbtide.simulator.estimates.deepspeed_keys import ZERO
+from ebbtide.simulator.estimates.deepspeed_keys import ZERO, section
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.buckets import planned_bucket
 from ebbtide.simulator.workload import TrainedAs, WireDtype
@@ -50,10 +50,10 @@ def warn_of_late_gradients(plan: Plan, engine: Any) -> None:
     Gradients leave the GPU only when this bucket is full. `ebbtide.runtime.initialize` sets the size that plans are
     made for. An engine that the caller built has DeepSpeed's, unless the config names a size.
     """
-    planned = planned_bucket(dist.get_world_size())
+    planned = planned_bucket(world_size())
     if plan.prediction is None or planned is None or engine.zero_optimization_stage() < 2:
         return
-    named = isinstance(engine.config, dict) and "reduce_bucket_size" in (engine.config.get(ZERO) or {})
+    named = "reduce_bucket_size" in section(engine.config, ZERO)
     if not named and int(engine.optimizer.reduce_bucket_size) == REDUCE_BUCKET_ELEMENTS:
         logger.warning(
             "zero_optimization.reduce_bucket_size is %d, DeepSpeed's default, but the plan was made for %d. Gradients "

@@ -35,6 +35,11 @@ pytestmark = [
 AHEAD = {"speculate": 2, "speculate_visits": 2, "device_sums": 2}  # updates before the norm, sums that do not cross
 
 
+def a_minute_later(monkeypatch):
+    """Return a hook that makes a minute pass on the GPU."""
+    return lambda *_: monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", fake_cuda.DEFAULT.age_s + 60.0)
+
+
 def attached(engine, pattern, **fields):
     return ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=CudaDevice())
 
@@ -191,10 +196,7 @@ def test_forward_takes_as_long_as_on_the_device(fake, monkeypatch):
     ours = attached(engine_for("clipping"), MIX)
     train(ours, 1)
 
-    def takes_a_minute(*_):
-        monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", fake_cuda.DEFAULT.age_s + 60.0)
-
-    hook = ours.module.head.register_forward_hook(takes_a_minute)
+    hook = ours.module.head.register_forward_hook(a_minute_later(monkeypatch))
     recorder = ours.optimizer._ebbtide.recorder
     recorder.watch()
     train(ours, 3, first=1)
@@ -212,10 +214,7 @@ def test_a_plain_step_of_a_profile_is_timed_by_the_gpu(fake, monkeypatch):
     stock = engine_for("clipping")
     train(stock, 1)
 
-    def takes_a_minute(*_):
-        monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", fake_cuda.DEFAULT.age_s + 60.0)
-
-    hook = stock.module.head.register_forward_hook(takes_a_minute)
+    hook = stock.module.head.register_forward_hook(a_minute_later(monkeypatch))
     monkeypatch.setattr(fake.cuda, "is_available", lambda: True, raising=False)
     monkeypatch.setattr("ebbtide.profiler.watcher.torch", fake)
     timer = PlainTimer(stock)

@@ -13,14 +13,22 @@ from pathlib import Path
 import ebbtide.runtime
 import pytest
 import torch
-from ebbtide.runtime.devices import cuda
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.switching import LostPlanError, SwitchError
 
-from studies.bench.byte_gpt import SIZES, Batches
+from studies.bench.byte_gpt import SIZES, Batches, train_step
 from tests.runtime.contract.test_peaks import Apart
-from tests.runtime.contract.training import DEVICES, SUBGROUP, all_state, assert_same, device_of, plan_for, start
+from tests.runtime.contract.training import (
+    DEVICES,
+    SUBGROUP,
+    all_state,
+    assert_same,
+    device_of,
+    outcome,
+    plan_for,
+    start,
+)
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 RUNTIME = Path(ebbtide.runtime.__file__).parent
@@ -103,10 +111,7 @@ def begun(layout, device=None, back=False):
 
 
 def micro_batch(engine, number):
-    loss = engine(*Batches(2, SIZES["tiny"].sequence).at(number, engine.device))
-    engine.backward(loss)
-    engine.step()
-    return loss.detach().clone()
+    return train_step(engine, Batches(2, SIZES["tiny"].sequence).at(number, engine.device))
 
 
 def result_of(engine, losses):
@@ -116,8 +121,8 @@ def result_of(engine, losses):
 
 
 def stock_result(layout, count):
-    engine = start(clipping=0.5, accumulation=ACCUMULATION, **LAYOUTS[layout])
-    return result_of(engine, [micro_batch(engine, number) for number in range(count)])
+    state, losses, _ = outcome(start(clipping=0.5, accumulation=ACCUMULATION, **LAYOUTS[layout]), count)
+    return state, losses, None
 
 
 def calls_of(layout, back):
@@ -264,29 +269,23 @@ def test_a_switch_that_runs_out_of_device_memory_gives_back_what_it_took():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="uses a fake CUDA")
-def test_a_refused_page_lock_leaves_no_other_lock_behind(fake, monkeypatch):
+def test_a_refused_page_lock_leaves_no_other_lock_behind(fake):
     """Check that a switch that cannot page-lock host memory unlocks all that it has locked, wherever it fails, and that
     the same switch succeeds once CUDA grants the locks.
     """
     engine = start(clipping=0.5, accumulation=ACCUMULATION)
     first, other = plan_for(engine, ["resident", "device"]), plan_for(engine, ["host"], **EARLY)
     ebbtide.runtime.attach(engine, first, device=CudaDevice())
-    own, losses, failed, limit_bytes = engine.optimizer._ebbtide, [], 0, math.inf
-    lock = cuda.lock
-
-    def limited(address, size):
-        return 2 if sum(fake.runtime.locked.values()) + size > limit_bytes else lock(address, size)
-
-    monkeypatch.setattr(cuda, "lock", limited)
+    own, losses, failed = engine.optimizer._ebbtide, [], 0
     own.switch(other)
     needed_bytes = sum(fake.runtime.locked.values())
     for percent in range(0, 105, 5):
         own.switch(first)
         losses.append(micro_batch(engine, len(losses)))
         before = sorted(fake.runtime.locked.values())
-        limit_bytes = sum(before) + (needed_bytes - sum(before)) * percent / 100
+        fake.runtime.limit_bytes = sum(before) + (needed_bytes - sum(before)) * percent / 100
         error = switched(own, other)
-        limit_bytes = math.inf
+        fake.runtime.limit_bytes = math.inf
         if error is not None:
             failed += 1
             assert type(error) is SwitchError, error
