@@ -10,7 +10,6 @@ rank 0 writes the workload to the file, and the script is stopped.
 """
 
 import argparse
-import os
 import runpy
 import sys
 import traceback
@@ -19,6 +18,7 @@ from typing import Any
 
 from ebbtide.profiler.engine import PassiveProfile, steps_needed
 from ebbtide.profiler.progress import FAILED, ProgressFile
+from ebbtide.runtime.hardware.launcher import rank
 
 
 class ScriptError(RuntimeError):
@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--iterations must be >= 1, but got {args.iterations}")
     if not args.out.resolve().parent.is_dir():
         parser.error(f"--out must lie in a folder that exists, but got {args.out}")
-    rank = int(os.environ.get("RANK", "0"))
+    number = rank()
     # The deepspeed launcher says so to the program it starts, and the script may count on it.
     own = [f"--local_rank={args.local_rank}"] if args.local_rank is not None else []
     profiled = ProfiledScript(
-        args.out.resolve(), args.iterations, rank, ProgressFile(args.report, rank), go_on=args.go_on
+        args.out.resolve(), args.iterations, number, ProgressFile(args.report, number), go_on=args.go_on
     )
     try:
         profiled.run(Path(words[0]), [*own, *words[1:]])

@@ -65,7 +65,7 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest
-from ebbtide.runtime.hardware.launcher import LOCAL_SIZES, remove_left_buffers
+from ebbtide.runtime.hardware.launcher import VARIABLES, remove_left_buffers
 from filelock import FileLock
 from hypothesis import settings
 
@@ -179,7 +179,7 @@ def one_thread():
 
 
 # Variables that trainers set in this process, and that a child process would take for its own.
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *LOCAL_SIZES)
+RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", *VARIABLES)
 
 
 @pytest.fixture(autouse=True)

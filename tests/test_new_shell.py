@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from ebbtide.runtime.hardware.launcher import VARIABLES
 from ebbtide.tuner.commands.run import starts_alone
 
 
@@ -24,8 +25,7 @@ def run(words, folder, environment):
         (["python", "-m", "torch.distributed.run", "train.py"], None, False),
         (["torchrun", "train.py"], None, False),
         (["bash", "start.sh"], None, False),
-        (["python", "train.py"], "SLURM_PROCID", False),
-        (["python", "train.py"], "RANK", False),
+        *((["python", "train.py"], variable, False) for variable in sorted(VARIABLES)),
     ],
 )
 def test_only_a_bare_python_command_gets_a_rank(command, variable, alone):

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from ebbtide.runtime.hardware.launcher import local_ranks
+from ebbtide.runtime.hardware.launcher import local_rank, local_ranks
 from ebbtide.runtime.hardware.usable import cpu_quota
 
 SYSFS = Path("/sys")
@@ -35,7 +35,7 @@ def update_cores(
     if not hasattr(os, "sched_getaffinity"):
         return []
     allowed, near = os.sched_getaffinity(0), near_cores(pci_address, sysfs)
-    rank, same = _local_rank(), [r for r, mask in enumerate(masks) if set(mask) == allowed]
+    rank, same = local_rank(), [r for r, mask in enumerate(masks) if set(mask) == allowed]
     whole = _physical(near, sysfs)
     if len(same) == len(masks) if masks else len(allowed) == (os.cpu_count() or 1):
         whole = _share(whole, _neighbours(pci_address, sysfs, gpus, len(allowed) // len(near)))
@@ -73,10 +73,6 @@ def _siblings(core: int, sysfs: Path) -> tuple[int, ...]:
         return (core,)
 
 
-def _local_rank() -> int:
-    return int(os.environ.get("LOCAL_RANK") or 0)
-
-
 def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
     """Return the CPU cores of the GPU's NUMA node that this process may use.
 
@@ -87,7 +83,7 @@ def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
 
 
 def _neighbours(pci_address: str | None, sysfs: Path, gpus: Sequence[str | None], nodes: int) -> tuple[int, int]:
-    ranks, rank = local_ranks(), _local_rank()
+    ranks, rank = local_ranks(), local_rank()
     node = _node_of(pci_address, sysfs)
     if node is None or len(gpus) < ranks:
         on_node = -(-ranks // max(1, nodes))

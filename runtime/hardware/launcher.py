@@ -8,22 +8,30 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-# Each launcher's variable for the number of ranks on this host: DeepSpeed's, torchrun's, MPI's.
-LOCAL_SIZES = (
-    "LOCAL_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
+
+class Launcher(NamedTuple):
+    """The environment variables in which a launcher tells each rank its place. An empty name: there is none."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+
+
+LAUNCHERS = (
+    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),  # DeepSpeed, which asks MPI if these are missing
+    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, Accelerate
+    Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # Open MPI
+    Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    Launcher(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # MVAPICH
+    Launcher("PMIX_RANK", "", "", ""),
+    # Of srun's steps alone: in a batch script, Slurm's other variables describe tasks that nothing has started.
+    Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-# Each launcher's variables for the number of ranks of the whole job, and for the number of this rank. DeepSpeed asks
-# MPI if its own are missing.
-WORLD_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+VARIABLES = frozenset(name for launcher in LAUNCHERS for name in launcher if name)
 SHARED = Path("/dev/shm")  # noqa: S108 - DeepSpeed chose it
 _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 
@@ -35,8 +43,25 @@ def local_ranks() -> int:
     ``LOCAL_SIZE`` is read first, because Accelerate sets ``LOCAL_WORLD_SIZE`` even in processes that torchrun did not
     start.
     """
-    first = ("LOCAL_WORLD_SIZE",) if "TORCHELASTIC_RUN_ID" in os.environ else ()
-    return max(1, _said((*first, *LOCAL_SIZES), 1))
+    by_torchrun = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    said = by_torchrun or _said("local_size") or "1"
+    return max(1, int(said) if said.isdecimal() else _tasks_of_this_node(said))
+
+
+def _tasks_of_this_node(listed: str) -> int:
+    """Return the number of tasks on this node from Slurm's list of all nodes' numbers, such as ``2(x3),1``."""
+    counts = [
+        int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed) for _ in range(int(times or 1))
+    ]
+    node = int(os.environ.get("SLURM_NODEID") or 0)
+    return counts[node] if node < len(counts) else 1
+
+
+def local_rank() -> int:
+    """Return the number of this rank among the ranks on this host, from environment variables of the launcher. Return 0
+    without them.
+    """
+    return int(_said("local_rank") or 0)
 
 
 def world_size() -> int:
@@ -47,7 +72,7 @@ def world_size() -> int:
     without them.
     """
     distributed = _distributed()
-    return max(1, _said(WORLD_SIZES, 1)) if distributed is None else int(distributed.get_world_size())
+    return max(1, int(_said("world_size") or 1)) if distributed is None else int(distributed.get_world_size())
 
 
 def rank() -> int:
@@ -55,7 +80,7 @@ def rank() -> int:
     them.
     """
     distributed = _distributed()
-    return _said(RANKS, 0) if distributed is None else int(distributed.get_rank())
+    return int(_said("rank") or 0) if distributed is None else int(distributed.get_rank())
 
 
 def _distributed() -> Any:
@@ -64,8 +89,8 @@ def _distributed() -> Any:
     return distributed if known else None
 
 
-def _said(variables: Sequence[str], otherwise: int) -> int:
-    return int(next(filter(None, map(os.environ.get, variables)), otherwise))
+def _said(field: str) -> str | None:
+    return next(filter(None, (os.environ.get(getattr(launcher, field)) for launcher in LAUNCHERS)), None)
 
 
 def one_node() -> bool:

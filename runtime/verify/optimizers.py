@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.runtime.hardware.launcher import rank, world_size
 from ebbtide.runtime.verify.lines import Job, Lines, Piece, current_job, flip_one_bit, number
 
 _watching: "list[_Watch]" = []
@@ -74,10 +75,9 @@ class _Watch:
         if self._optimizer is not None:
             return
         self._optimizer = optimizer
-        rank, ranks = _place()
         about = {
             "side": self._job.side,
-            "ranks": ranks,
+            "ranks": world_size(),
             "key": False,
             "offload": _offloads(optimizer),
             "versions": {"torch": torch.__version__},
@@ -85,7 +85,7 @@ class _Watch:
             "dtype": "bf16",
             "port": None,
         }
-        self._lines = Lines(Path(self._job.folder), rank, about)
+        self._lines = Lines(Path(self._job.folder), rank(), about)
         self._lines.step(_pieces(optimizer), losses=[], norm=None, rates=_rates(optimizer))
         if self._job.perturb:
             flip_one_bit(next(reversed(list(_pieces(optimizer)))).values)
@@ -104,13 +104,6 @@ class _Watch:
             self._done()
 
 
-def _place() -> tuple[int, int]:
-    dist = torch.distributed
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
 def _rates(optimizer: Any) -> list[float | None]:
     return [number(group.get("lr")) for group in optimizer.param_groups]
 
@@ -127,7 +120,6 @@ def _local(parameter: Any) -> torch.Tensor:
 
 
 def _pieces(optimizer: Any) -> Iterator[Piece]:
-    rank, _ = _place()
     for group, fields in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(fields["params"]):
             values = _local(parameter)
@@ -136,5 +128,5 @@ def _pieces(optimizer: Any) -> Iterator[Piece]:
             shape = "x".join(map(str, parameter.shape))
             name = f"parameter {index} of group {group} ({shape})"
             if values.shape != parameter.shape:
-                name += f", rank {rank}"
+                name += f", rank {rank()}"
             yield Piece(name, values.view(-1), 0, values.numel())

@@ -1,8 +1,10 @@
 """Tests of `tune profile` with a training script that runs in this process, with a real engine."""
 
 import pytest
+import torch.distributed
 from ebbtide.profiler.progress import ProgressFile, first_error, read_progress
 from ebbtide.profiler.script import ProfiledScript, ScriptError, main
+from ebbtide.runtime.hardware.launcher import LAUNCHERS, VARIABLES
 from ebbtide.simulator import Workload
 
 ENGINE = """
@@ -127,6 +129,27 @@ def test_bad_arguments_end_with_exit_code_2(capsys, arguments, message):
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("variable", sorted({launcher.rank for launcher in LAUNCHERS}))
+def test_every_launcher_s_ranks_are_told_apart(monkeypatch, tmp_path, variable):
+    """Check that two ranks never both act as rank 0, which would write the same files."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setenv(variable, "3")
+    numbers = []
+
+    class Profiled(ProfiledScript):
+        def run(self, script, arguments):
+            numbers.append(self._rank)
+            self.tell()
+
+    monkeypatch.setattr("ebbtide.profiler.script.ProfiledScript", Profiled)
+    monkeypatch.setattr("ebbtide.profiler.script._leave_job", lambda: None)
+    main(["--out", str(tmp_path / "w.json"), "--report", str(tmp_path), "--", __file__])
+    assert numbers == [3]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-3.json"]
 
 
 def test_the_first_error_of_the_ranks_counts(tmp_path):

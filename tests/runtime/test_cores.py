@@ -10,7 +10,7 @@ import pytest
 from ebbtide.runtime.devices.lane import Completion, Lane
 from ebbtide.runtime.execution.allocated import threads_of
 from ebbtide.runtime.hardware import cores
-from ebbtide.runtime.hardware.launcher import LOCAL_SIZES, local_ranks
+from ebbtide.runtime.hardware.launcher import VARIABLES, local_ranks
 from ebbtide.simulator import Plan
 
 from tests.prepared import run
@@ -30,7 +30,7 @@ def node(tmp_path, monkeypatch):
         (folder / "cpulist").write_text(f"{listed}\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
-    for name in ("LOCAL_RANK", "TORCHELASTIC_RUN_ID", *LOCAL_SIZES):
+    for name in ("TORCHELASTIC_RUN_ID", *VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return tmp_path
 

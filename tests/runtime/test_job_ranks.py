@@ -1,5 +1,5 @@
 """Tests of how the runtime learns the number of ranks of a training job and the number of its own rank, whoever starts
-the job: torchrun, MPI, or a script that gives both numbers to ``torch.distributed.init_process_group``.
+the job: torchrun, MPI, Slurm, or a script that gives both numbers to ``torch.distributed.init_process_group``.
 """
 
 import re
@@ -14,8 +14,9 @@ from ebbtide.simulator import Plan
 
 from studies.bench.byte_gpt import ds_config
 
-RUNTIME = Path(ebbtide.runtime.__file__).parent
-READS = re.compile(r"(environ(\.get\(|\[)|getenv\()\s*\"(RANK|WORLD_SIZE)\"")
+TOP = Path(ebbtide.runtime.__file__).parents[1]
+NAMES = "|".join(sorted(launcher.VARIABLES))
+READS = re.compile(rf"(environ(\.get\(|\[)|getenv\()\s*\"({NAMES})\"")
 
 
 def by_group(patch, rank, ranks):
@@ -34,11 +35,16 @@ def by_mpi(patch, rank, ranks):
     patch.setenv("OMPI_COMM_WORLD_SIZE", str(ranks))
 
 
+def by_srun(patch, rank, ranks):
+    patch.setenv("SLURM_PROCID", str(rank))
+    patch.setenv("SLURM_STEP_NUM_TASKS", str(ranks))
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """Remove all traces of a job from this process. Return the patch, which tests use to add others."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    for name in (*launcher.RANKS, *launcher.WORLD_SIZES):
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_NODEID", *launcher.VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -47,7 +53,7 @@ def test_a_process_that_nobody_started_is_the_only_rank(alone):
     assert (launcher.rank(), launcher.world_size()) == (0, 1)
 
 
-@pytest.mark.parametrize("started", [by_group, by_torchrun, by_mpi])
+@pytest.mark.parametrize("started", [by_group, by_torchrun, by_mpi, by_srun])
 def test_every_way_to_start_ranks_gives_the_same_answers(alone, tmp_path, started):
     """Check the bucket size that ebbtide gives DeepSpeed, which could change the bits of sums over four ranks, and the
     rank that a store of optimizer state belongs to. Two ranks with one number would share their files.
@@ -80,9 +86,38 @@ def test_a_process_group_is_believed_before_the_environment(alone):
     assert (launcher.rank(), launcher.world_size()) == (1, 2)
 
 
-def test_no_other_module_reads_the_ranks_from_the_environment():
-    """Check that no module of the runtime reads the variables of torchrun itself. They are missing in jobs that other
-    launchers start.
+@pytest.mark.parametrize("started", launcher.LAUNCHERS, ids=lambda started: f"{started.rank} {started.local_size}")
+def test_each_launcher_tells_a_rank_its_place(alone, started):
+    """Check that a rank knows its place from the variables of any one launcher. Variables that the launcher does not
+    have leave a rank the only one.
     """
-    found = [str(path) for path in RUNTIME.rglob("*.py") if READS.search(path.read_text(encoding="utf-8"))]
-    assert found == []
+    places = dict(zip(started._fields, (5, 8, 1, 4), strict=True))
+    for field, name in started._asdict().items():
+        if name:
+            alone.setenv(name, str(places[field]))
+    missing = {field: value for field, value in zip(places, (0, 1, 0, 1), strict=True) if not getattr(started, field)}
+    seen = launcher.rank(), launcher.world_size(), launcher.local_rank(), launcher.local_ranks()
+    assert seen == tuple((places | missing).values())
+
+
+@pytest.mark.parametrize(("node", "tasks"), [(0, 2), (2, 2), (3, 1), (4, 5)])
+def test_slurm_tells_the_tasks_of_each_node(alone, node, tasks):
+    alone.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x3),1,5")
+    alone.setenv("SLURM_NODEID", str(node))
+    assert launcher.local_ranks() == tasks
+
+
+def test_a_batch_script_of_slurm_is_no_rank_of_the_tasks_it_may_start(alone):
+    """Check that the size of Slurm's allocation, which a batch script sees too, is not taken for ranks."""
+    for name, value in {"SLURM_NTASKS": "8", "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_PROCID": "0"}.items():
+        alone.setenv(name, value)
+    assert (launcher.rank(), launcher.world_size(), launcher.local_ranks()) == (0, 1, 1)
+
+
+def test_no_other_module_reads_the_ranks_from_the_environment():
+    """Check that only one module reads the variables in which launchers number the ranks. Another list of them would
+    lack some launchers.
+    """
+    files = [path for folder in ("runtime", "profiler", "tuner") for path in (TOP / folder).rglob("*.py")]
+    found = [path.name for path in files if READS.search(path.read_text(encoding="utf-8"))]
+    assert found == [Path(launcher.__file__).name]

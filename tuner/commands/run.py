@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -46,14 +45,14 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
     os.execv(program, list(command))  # noqa: S606 - no shell: the words go on as they are
 
 
-# Set by whatever starts ranks: torchrun, deepspeed and accelerate, MPI, Slurm.
-_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 _LAUNCHERS = ("torch.distributed", "deepspeed", "accelerate", "lightning", "horovod")
 
 
 def starts_alone(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Return True if a command is plain ``python script.py``, not started by a launcher that sets a rank."""
-    if not re.fullmatch(r"python[\d.]*", Path(command[0]).name) or any(name in environment for name in _RANKS):
+    from ebbtide.runtime.hardware.launcher import VARIABLES
+
+    if not re.fullmatch(r"python[\d.]*", Path(command[0]).name) or not VARIABLES.isdisjoint(environment):
         return False
     module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
     return not module.startswith(_LAUNCHERS)
@@ -66,12 +65,11 @@ def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
     Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing. The variable
     `ALONE` tells ebbtide's startup hook which variables to remove if the script starts ranks itself.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    from ebbtide.runtime.hardware.launcher import free_port
+
     own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     address = {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1")}
-    return own | address | {"MASTER_PORT": environment.get("MASTER_PORT", port), ALONE: ",".join(own)}
+    return own | address | {"MASTER_PORT": environment.get("MASTER_PORT", str(free_port())), ALONE: ",".join(own)}
 
 
 def _watch_for_engines() -> None:
