@@ -18,7 +18,6 @@ COMMANDS = {
     "serve": "ebbtide.tuner.commands.serve:serve",
     "checkpoint": "ebbtide.tuner.commands.checkpoint:checkpoint",
     "calibrate": "ebbtide.tuner.commands.calibrate:calibrate",
-    "profile-script": "ebbtide.tuner.commands.profile:profile_script",
 }
 
 

@@ -148,7 +148,7 @@ def test_phases_are_timed_in_steps_that_nothing_lengthens(engine, waiting_hooks)
 
 
 def test_a_script_must_take_the_steps_of_both_kinds(tmp_path, waiting_hooks, only_rank):
-    """Check that progress and errors of `tune profile-script` count the further steps that are timed without hooks."""
+    """Check that progress and errors of `tune profile --train-script` count further steps, timed without hooks."""
     (tmp_path / "train.py").write_text(
         "from tests.runtime.contract.training import start, train\nengine = start()\ntrain(engine, 8)\n"
     )

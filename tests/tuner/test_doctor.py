@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from click.testing import CliRunner
 from ebbtide.runtime.hardware.usable import Usable
@@ -95,18 +96,26 @@ def test_a_containers_limits_are_findings():
 @pytest.mark.parametrize(
     ("mount", "fsync_s", "state"),
     [
-        ("disk / ext4 rw,relatime", 1e-3, "ok"),
-        ("disk / ext4 rw,nobarrier", 1e-3, "bad"),
-        ("shm / tmpfs rw", 1e-3, "slow"),
-        ("disk / ext4 rw", 1e-7, "bad"),
+        ("/ ext4 rw,relatime", 1e-3, "ok"),
+        ("/ ext4 rw,nobarrier", 1e-3, "bad"),
+        ("/ tmpfs rw", 1e-3, "slow"),
+        ("/ ext4 rw", 1e-7, "bad"),
     ],
 )
 def test_whether_a_sync_is_honest(tmp_path, monkeypatch, mount, fsync_s, state):
-    (tmp_path / "mounts").write_text(f"{mount} 0 0\n")
+    mounts = [mount, "/another tmpfs rw"]
+    names = ("mountpoint", "fstype", "opts")
+    monkeypatch.setattr(
+        psutil,
+        "disk_partitions",
+        lambda **_: [SimpleNamespace(**dict(zip(names, row.split(), strict=True))) for row in mounts],
+    )
     monkeypatch.setattr(storage, "_fsync_s", lambda _: fsync_s)
-    assert storage.checkpoint_folder(str(tmp_path), tmp_path / "mounts")[-1].state == state
+    assert storage.checkpoint_folder(str(tmp_path))[-1].state == state
+    mounts += [f"{tmp_path} ramfs rw", f"{tmp_path} ext4 rw,barrier=0"]  # the last one hides the others
+    assert "barrier=0" in storage.checkpoint_folder(str(tmp_path))[-1].detail
     monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libeatmydata.so")
-    assert storage.checkpoint_folder(str(tmp_path), tmp_path / "mounts")[-1].state == "bad"
+    assert storage.checkpoint_folder(str(tmp_path))[-1].state == "bad"
 
 
 def test_folders_that_cannot_be_written(tmp_path, monkeypatch):

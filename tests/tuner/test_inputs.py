@@ -190,7 +190,6 @@ def test_nothing_is_left_of_what_a_full_disk_does_not_take(command, model, tmp_p
     [
         (["profile", "-o"], "ebbtide.profiler.measure_machine"),
         (["profile", "--train-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
-        (["profile-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
         (["verify", "--json"], "ebbtide.tuner.verify.sides.verify"),
     ],
 )

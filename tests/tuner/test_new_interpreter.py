@@ -19,7 +19,6 @@ HERE = {  # the command's arguments, and its exit code
     "search": ("--machine rtx4090 --model model.json --global-batch 4 --micro-batch 4 --free recompute --trials 1", 0),
     "calibrate": ("rtx4090 --model model.json --runs runs.csv -o machine.json", 0),
     "verify": ("-- python -c pass", 2),  # which trains nothing
-    "profile-script": ("train.py", 2),  # an empty file
     "checkpoint list": ("checkpoints", 0),
     "checkpoint verify": ("checkpoints", 0),
     "checkpoint prune": ("checkpoints --keep 1", 0),
@@ -47,7 +46,6 @@ def test_each_command_is_started_somewhere():
 def test_a_new_interpreter_runs_the_command(command, tmp_path, new_shell):
     (tmp_path / "model.json").write_text(json.dumps(GPT))
     (tmp_path / "runs.csv").write_text("forward_ms,backward_ms,step_ms,iteration_ms\n200,400,500,1100\n")
-    (tmp_path / "train.py").touch()
     Bench(tmp_path / "checkpoints").save(some_state(0), "step0", step=0)
     arguments, status = HERE[command]
     words = ["tune", *command.split(), *arguments.split()]

@@ -85,7 +85,6 @@ BASES = {
     "checkpoint prune": ("checkpoint", "prune", ".", "--keep", "1"),
     "checkpoint export": ("checkpoint", "export", ".", "--tag", "one", "--to", "out"),
     "calibrate": ("calibrate", "h200", "--runs", "runs.csv", "--model", "m.json", "-o", "c.json"),
-    "profile-script": ("profile-script", "train.py"),
 }
 MEMORY = {
     "gpu_memory": changes("--gpu-memory", "1300MiB"),
@@ -226,11 +225,6 @@ TABLE = {
         "ratio": changes("--ratio", "0.3", beside=("--strategy", "twin_flow")),
         "out": changes("-o", "other.json"),
         "as_json": changes("--json"),
-    },
-    "profile-script": {
-        "output": changes("-o", "other.json"),
-        "iterations": changes("--iterations", "9"),
-        "script": changes("--epochs", "1"),
     },
 }
 POSITIONAL = {("show", "plan_file"): 1, ("report", "plan_file"): 1, ("calibrate", "machine"): 1}

@@ -106,31 +106,3 @@ def _push(url: str, path: str, replace: bool) -> None:
     from ebbtide.tuner.service.client import Client
 
     Client(url).push_machine(Machine.load(path), replace)
-
-
-@click.command(
-    "profile-script",
-    hidden=True,  # of old; `tune profile --train-script --launcher none` does the same
-    context_settings={"ignore_unknown_options": True},
-)
-@click.option(
-    "-o",
-    "--output",
-    default="workload.json",
-    show_default=True,
-    help="File to write (default: machine.json, or workload.json with --train-script).",
-)
-@click.option(
-    "--iterations",
-    default=5,
-    show_default=True,
-    help="Number of optimizer steps to measure. On a GPU, twice as many are taken.",
-)
-@click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
-@guarded
-def profile_script(output: str, iterations: int, script: tuple[str, ...]) -> None:
-    """Run an unchanged training script until its first steps are profiled, and write its workload."""
-    from ebbtide.tuner.commands.profiling import script_profile
-
-    check_folder("--output", output)
-    script_profile(output, script[0], script[1:], launcher="none", iterations=iterations)

@@ -9,6 +9,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 TRIALS = 8
@@ -19,7 +20,7 @@ _VOLATILE = ("tmpfs", "ramfs")
 _UNSAFE = {"nobarrier", "barrier=0"}
 
 
-def checkpoint_folder(folder: str, mounts: Path = Path("/proc/self/mounts")) -> list[Finding]:
+def checkpoint_folder(folder: str) -> list[Finding]:
     """Write, synchronize, rename and remove a small file in the folder for training checkpoints, and report
     problems as findings of ``tune doctor``.
     """
@@ -31,7 +32,7 @@ def checkpoint_folder(folder: str, mounts: Path = Path("/proc/self/mounts")) -> 
         fsync_s = _fsync_s(where)
     except OSError as error:
         return [bad(name, f"{folder}: {error}", "choose another folder (--checkpoint-dir), or make this one writable")]
-    kind, options = _mount_of(where, mounts)
+    kind, options = _mount_of(where)
     detail = f"{folder} ({kind}): a sync takes {fsync_s * 1e3:.2f} ms"
     return [ok(name, f"{folder} can be written"), _honesty(detail, kind, options, fsync_s)]
 
@@ -81,15 +82,10 @@ def _fsync_s(folder: Path) -> float:
     return statistics.median(seconds)
 
 
-def _mount_of(folder: Path, mounts: Path) -> tuple[str, set[str]]:
-    best, kind, options = "", "unknown file system", set[str]()
-    try:
-        lines = mounts.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return kind, options
-    for line in lines:
-        _, point, fs, settings, *_ = line.split()
-        point = point.replace("\\040", " ")
-        if folder.resolve().is_relative_to(point) and len(point) >= len(best):
-            best, kind, options = point, fs, set(settings.split(","))
-    return kind, options
+def _mount_of(folder: Path) -> tuple[str, set[str]]:
+    around = [mount for mount in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(mount.mountpoint)]
+    if not around:
+        return "unknown file system", set()
+    # Of several at one place the last one, which hides the others.
+    nearest = max(reversed(around), key=lambda mount: len(mount.mountpoint))
+    return nearest.fstype, set(nearest.opts.split(","))
