@@ -16,7 +16,7 @@ from ebbtide.runtime.verify.lines import Lines, Piece
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.verify import sides as verification
 from ebbtide.tuner.verify.judge import Noise, judge
-from ebbtide.tuner.verify.launch import Launched, NotDeterministicError, Side, launch, operations_in
+from ebbtide.tuner.verify.launch import NotDeterministicError, Side, launch, operations_in
 from ebbtide.tuner.verify.run import read_run
 from ebbtide.tuner.verify.sides import compared, verify
 from ebbtide.tuner.verify.words import as_json, screen
@@ -316,7 +316,7 @@ def test_what_does_not_recur_is_blamed_on_the_run_that_had_it(tmp_path, odd, aga
             run = wrong
         seen.append(side)
         key = replace(run, about=run.about | {"key": side.name == "plan"})
-        return Launched(replace(key, name=side.title))
+        return replace(key, name=side.title)
 
     result = verify(against, start, lambda _: None)
     assert not result.right
@@ -330,7 +330,7 @@ def test_what_recurs_is_blamed_as_without_running_it_again(tmp_path, stock):
     wrong = Trained(tmp_path, "wrong", key=True).change(5, flip("embed")).run()
 
     def start(side):
-        return Launched(replace(wrong if side.name == "plan" else stock, name=side.title))
+        return replace(wrong if side.name == "plan" else stock, name=side.title)
 
     result = verify(("stock",), start, lambda _: None)
     assert (result.findings[0].verdict, result.findings[0].off) == ("defect", "plan")
@@ -411,7 +411,7 @@ def test_further_runs_are_made_only_where_bits_differ(tmp_path, stock):
         def started(side):
             seen.append(side)
             away = side.perturb or (not equal and side.name == "no-offload")
-            return Launched(replace(other if away else stock, name=side.title))
+            return replace(other if away else stock, name=side.title)
 
         return started
 
@@ -430,7 +430,7 @@ def test_a_script_that_does_not_agree_with_itself_is_said(tmp_path, stock):
     runs = iter([stock, *(Trained(tmp_path, f"r{n}", noise=1e-4 * n).run() for n in (1, 2, 3, 4))])
 
     def start(side):
-        return Launched(next(runs), ("scatter_add",) if side.deterministic else ())
+        return replace(next(runs), operations=("scatter_add",) if side.deterministic else ())
 
     result = verify(("no-offload",), start, lambda _: None)
     assert [f.verdict for f in result.findings] == ["nondeterministic"]
@@ -470,7 +470,7 @@ def test_where_a_script_does_not_train_like_itself_nothing_is_said(tmp_path, mon
         for step, change in at.items():
             run.change(step, partial(change, number))
         made.append(side)
-        return Launched(replace(run.run(), name=side.title))
+        return replace(run.run(), name=side.title)
 
     monkeypatch.setattr("ebbtide.tuner.verify.launch.launch", start)
     out = tmp_path / "out.json"
@@ -567,7 +567,7 @@ def test_on_a_gpu_all_sides_train_deterministically(tmp_path, monkeypatch, stock
 
     def start(command, side, steps, seed, *, deterministic):
         asked.append(deterministic)
-        return Launched(replace(stock, name=side.title))
+        return replace(stock, name=side.title)
 
     monkeypatch.setattr("ebbtide.tuner.verify.launch.has_gpu", lambda: gpu)
     monkeypatch.setattr("ebbtide.tuner.verify.launch.launch", start)
@@ -603,7 +603,7 @@ def test_an_operation_without_a_deterministic_kernel_is_refused_where_one_is_req
     def start(command, side, steps, seed, *, deterministic):
         if deterministic:
             raise NotDeterministicError(("put_",))
-        return Launched(replace(stock, name=side.title))
+        return replace(stock, name=side.title)
 
     monkeypatch.setattr("ebbtide.tuner.verify.launch.launch", start)
     result = CliRunner().invoke(main, ["verify", "--deterministic", "--", "true"])

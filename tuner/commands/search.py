@@ -1,7 +1,9 @@
 """The ``tune search`` command: the search for the training configuration that is fastest on a machine."""
 
+from __future__ import annotations
+
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
@@ -16,6 +18,13 @@ from ebbtide.tuner.inputs import (
     written,
 )
 from ebbtide.tuner.progress import told_after
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from ebbtide.simulator.machine import Machine
+    from ebbtide.tuner.configurations.evaluation import Question
+    from ebbtide.tuner.configurations.space import Space
 
 _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gpus"
 
@@ -78,50 +87,22 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @guarded
 def search(
     machine: str,
-    model: str,
-    ds_config: str | None,
-    sequence: int,
     free: str | None,
     global_batch: int | None,
     trials: int,
     output: str | None,
     as_json: bool,
-    gpu_memory: int | None,
-    host_memory: int | None,
-    memory_margin: float | None,
-    storage: tuple[tuple[str, int], ...],
-    **base: Any,
+    **asked: Any,
 ) -> None:
     """Search for the fastest training configuration. Configurations are simulated, so the search takes seconds."""
-    from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.answer.report import wide_console
     from ebbtide.tuner.configurations import report
     from ebbtide.tuner.configurations.deciding import explore
-    from ebbtide.tuner.configurations.evaluation import Question
-    from ebbtide.tuner.configurations.fixed import fixed_knobs
-    from ebbtide.tuner.configurations.space import Configuration, Space
     from ebbtide.tuner.emitted_config import write_config
 
     check_folder("--output", output)
-    on = read_machine(machine)
-    config = dict(loaded(ds_config))
-    question = Question(
-        model,
-        on,
-        config,
-        sequence,
-        gpu_memory,
-        host_memory,
-        memory_margin,
-        started=started_by(base),
-        storage=dict(storage),
-    )
-    fixed = fixed_knobs(base, config, global_batch)
-    usual = Configuration(
-        gpus=base["gpus"] or on.gpus_per_node,
-        offload="optimizer" if ds_config is None else "none",  # a config that says nothing of it
-    )
-    space = Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch)
+    question = _question(read_machine(machine), asked)
+    space = _space(question, asked, free, global_batch)
     with told_after(2.0) as tell:
         answer = explore(
             question,
@@ -139,3 +120,32 @@ def search(
         report.show(answer, wide_console())
     if not answer.fitting:
         raise BadInputError(answer.remarks()[0])
+
+
+def _question(machine: Machine, asked: Mapping[str, Any]) -> Question:
+    from ebbtide.simulator.estimates.deepspeed_keys import loaded
+    from ebbtide.tuner.configurations.evaluation import Question
+
+    return Question(
+        asked["model"],
+        machine,
+        dict(loaded(asked["ds_config"])),
+        asked["sequence"],
+        asked["gpu_memory"],
+        asked["host_memory"],
+        asked["memory_margin"],
+        started=started_by(asked),
+        storage=dict(asked["storage"]),
+    )
+
+
+def _space(question: Question, asked: Mapping[str, Any], free: str | None, global_batch: int | None) -> Space:
+    from ebbtide.tuner.configurations.fixed import fixed_knobs
+    from ebbtide.tuner.configurations.space import Configuration, Space
+
+    fixed = fixed_knobs(asked, question.ds_config, global_batch)
+    usual = Configuration(
+        gpus=asked["gpus"] or question.machine.gpus_per_node,
+        offload="optimizer" if asked["ds_config"] is None else "none",  # a config that says nothing of it
+    )
+    return Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch)

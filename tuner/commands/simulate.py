@@ -73,9 +73,7 @@ def simulate(
 
     Exit code 1 if training does not fit into memory. As in `tune plan`, some memory is left free.
     """
-    from ebbtide.simulator.engines.reference import simulate as run
     from ebbtide.simulator.limits import Limits
-    from ebbtide.simulator.schedules.strategies import build_strategy
 
     if plan_file is not None and strategy is not None:
         raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
@@ -85,34 +83,34 @@ def simulate(
     measured = read_machine(machine)
     trained = read_trained(measured, **source)
     tell_unread(trained)
-    work = trained.workload
-    if plan_file is not None:
-        check_offloading(trained)
-        plan = read_plan(plan_file)
-        if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
-            work = work.cut_by(plan)  # as training under the plan would be
-        name, options = "ebbtide", {"plan": plan}
-    else:
-        name, options = _stock(strategy, trained)
-
-    def build(of: Workload) -> Schedule:
-        return build_strategy(name, of, **options)
-
-    with told_after(2.0) as progress:
-        progress(0.0, "simulating one iteration")
-        timeline = run(build(work), measured)
-        progress(0.4, "what the rates' spread makes of it")
-        figures = _figures(work, measured, timeline, build, _step_times(work, measured, options))
+    work, name, options = _stock(strategy, trained) if plan_file is None else _planned(plan_file, trained)
+    timeline, figures = _simulated(work, measured, name, options)
     _draw(timeline, trace, plot)
     limits = Limits.of(work, measured)
     missing = limits.shortfall(timeline)
     if as_json:
         click.echo(json.dumps({**figures, "fits": not missing, "missing": missing}, indent=2))
     else:
-        for name, value in _told(figures, limits, missing):
-            click.echo(f"{name:12} {value}")
+        for key, value in _told(figures, limits, missing):
+            click.echo(f"{key:12} {value}")
     if missing:
         sys.exit(1)
+
+
+def _simulated(
+    work: Workload, machine: Machine, name: str, options: Mapping[str, Any]
+) -> tuple[Timeline, dict[str, Any]]:
+    from ebbtide.simulator.engines.reference import simulate as run
+    from ebbtide.simulator.schedules.strategies import build_strategy
+
+    def build(of: Workload) -> Schedule:
+        return build_strategy(name, of, **options)
+
+    with told_after(2.0) as progress:
+        progress(0.0, "simulating one iteration")
+        timeline = run(build(work), machine)
+        progress(0.4, "what the rates' spread makes of it")
+        return timeline, _figures(work, machine, timeline, build, _step_times(work, machine, options))
 
 
 def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[tuple[str, str]]:
@@ -185,11 +183,19 @@ def _picture(timeline: Timeline, kind: str) -> bytes:
     return drawn.getvalue()
 
 
-def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]:
-    moved = trained.offload
-    name, options = moved.strategy(trained.workload.zero_stage)
+def _planned(plan_file: str, trained: Trained) -> tuple[Workload, str, dict[str, Any]]:
+    check_offloading(trained)
+    plan, work = read_plan(plan_file), trained.workload
+    if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
+        work = work.cut_by(plan)  # as training under the plan would be
+    return work, "ebbtide", {"plan": plan}
+
+
+def _stock(strategy: str | None, trained: Trained) -> tuple[Workload, str, dict[str, Any]]:
+    moved, work = trained.offload, trained.workload
+    name, options = moved.strategy(work.zero_stage)
     if strategy in (None, name):
-        return name, options
+        return work, name, options
     if moved.beyond_state:
         raise BadInputError(
             f"--strategy must be {name} or left out, because only {name} can simulate {moved.beyond_state} in "
@@ -199,4 +205,4 @@ def _stock(strategy: str | None, trained: Trained) -> tuple[str, dict[str, Any]]
         given = "".join(f", {key} {value}" for key, value in options.items())
         click.echo(f"note: simulates {strategy}, although --ds-config asks for {name}{given}", err=True)
     assert strategy is not None
-    return strategy, {}
+    return work, strategy, {}

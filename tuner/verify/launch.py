@@ -69,17 +69,7 @@ class Side:
         return "as it is" if self == Side("plan") else f"as {self.title}"
 
 
-@dataclass(frozen=True)
-class Launched:
-    """A recorded training run, and the names of those operations that torch's warnings call
-    nondeterministic.
-    """
-
-    run: Run
-    operations: tuple[str, ...] = ()
-
-
-def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, deterministic: bool = False) -> Launched:
+def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, deterministic: bool = False) -> Run:
     """Run a training command for some steps in a separate process, and return the recorded training run.
 
     Args:
@@ -97,7 +87,6 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
         VerifyError: No rank took a step, or the command failed before its last step.
     """
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
-        folder = Path(scratch)
         job = {
             "folder": scratch,
             "side": side.name,
@@ -107,18 +96,8 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
             "deterministic": side.deterministic,
             "strict": deterministic and not side.deterministic,
         }
-        output = folder / "output.txt"
-        with output.open("w", encoding="utf-8") as to:
-            code = subprocess.run(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                stdout=to,
-                stderr=subprocess.STDOUT,
-                env=_environment(job),
-                check=False,
-            ).returncode
-        text = output.read_text(encoding="utf-8", errors="replace")
-        run = read_run(folder, side.title)
+        code, text = _ended(command, job, Path(scratch, "output.txt"))
+        run = read_run(Path(scratch), side.title)
     if run is not None:
         _clean_up(run)
     operations = operations_in(text)
@@ -128,8 +107,21 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
         raise VerifyError(_failure(side, code, text))
     if run.silent or (code and len(run.steps) - 1 < steps):
         raise VerifyError(_broken_off(side, code, run, steps, text))
-    run = replace(run, name=side.title, asked=steps)
-    return Launched(run, operations)
+    return replace(run, asked=steps, operations=operations)
+
+
+def _ended(command: Sequence[str], job: Mapping[str, object], output: Path) -> tuple[int, str]:
+    """Run a training command until it ends, with its output written to a file. Return its exit code and the output."""
+    with output.open("w", encoding="utf-8") as to:
+        code = subprocess.run(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=to,
+            stderr=subprocess.STDOUT,
+            env=_environment(job),
+            check=False,
+        ).returncode
+    return code, output.read_text(encoding="utf-8", errors="replace")
 
 
 def operations_in(text: str) -> tuple[str, ...]:

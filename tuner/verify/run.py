@@ -75,6 +75,7 @@ class Run:
         steps: Recorded states. Number 0 is the state before the first step.
         asked: Number of requested steps. 0 if unknown.
         silent: Number of ranks without any recorded step.
+        operations: Names of the operations that torch's warnings call nondeterministic.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Run:
     steps: tuple[Step, ...]
     asked: int = 0
     silent: int = 0
+    operations: tuple[str, ...] = ()
     _paths: dict[tuple[str, int], float] = field(default_factory=dict, compare=False, repr=False)
 
     def path(self, name: str, step: int) -> float:

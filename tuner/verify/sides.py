@@ -7,7 +7,7 @@ from itertools import pairwise
 from ebbtide.tuner.verify.chance import Chance, chance_of
 from ebbtide.tuner.verify.differences import Difference, common_steps, differences
 from ebbtide.tuner.verify.judge import Finding, Noise, judge
-from ebbtide.tuner.verify.launch import Launched, Side
+from ebbtide.tuner.verify.launch import Side
 from ebbtide.tuner.verify.run import Run
 
 PLAN, STOCK, NO_OFFLOAD = "plan", "stock", "no-offload"
@@ -42,7 +42,7 @@ class Verification:
         return None if "untold" in verdicts else True
 
 
-def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Callable[[str], None]) -> Verification:
+def verify(against: Sequence[str], start: Callable[[Side], Run], told: Callable[[str], None]) -> Verification:
     """Run a training command under its plan and in other ways, such as with DeepSpeed alone, and compare the results.
 
     Each run is compared with the next one, in the order: under the plan, with DeepSpeed alone, without offload. If the
@@ -55,7 +55,7 @@ def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Call
         told: Called with a description of each run before it starts.
     """
 
-    def made(side: Side) -> Launched:
+    def made(side: Side) -> Run:
         told(side.title if side != Side(PLAN) else "the command as it is")
         return start(side)
 
@@ -65,16 +65,16 @@ def verify(against: Sequence[str], start: Callable[[Side], Launched], told: Call
     repeated = _repeated(runs, made)
     reference = runs[-1]
     side = reference.name if reference.name != AGAIN else runs[0].name
-    again = repeated.get(side) or (made(Side(side)).run if reference.name != AGAIN else runs[0])
+    again = repeated.get(side) or (made(Side(side)) if reference.name != AGAIN else runs[0])
     chance = None if _once(runs, repeated) else chance_of(again, reference)
-    flipped = made(Side(side, perturb=True)).run
+    flipped = made(Side(side, perturb=True))
     operations = made(Side(side, deterministic=True)).operations if chance else ()
     noise = Noise(reference, (again, flipped))
     found = compared(runs, noise, repeated, chance=chance)
     return Verification(runs, found, operations, chance)
 
 
-def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str, Run]:
+def _repeated(runs: Sequence[Run], made: Callable[[Side], Run]) -> dict[str, Run]:
     """Repeat the training runs under the plan and with DeepSpeed alone if their recorded losses or tensors
     differ in any bit.
 
@@ -83,7 +83,7 @@ def _repeated(runs: Sequence[Run], made: Callable[[Side], Launched]) -> dict[str
     """
     if [run.name for run in runs[:2]] != [PLAN, STOCK] or _same(runs[0], runs[1]):
         return {}
-    return {run.name: replace(made(Side(run.name)).run, name=run.name) for run in runs[:2]}
+    return {run.name: replace(made(Side(run.name)), name=run.name) for run in runs[:2]}
 
 
 def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
@@ -148,15 +148,15 @@ def _apart(run: Run, other: Run, at: Difference) -> float:
     return next((d.distance if d.is_tensor else d.relative for d in found), 0.0)
 
 
-def _sides(against: Sequence[str], made: Callable[[Side], Launched]) -> tuple[Run, ...]:
-    first = made(Side(PLAN)).run
+def _sides(against: Sequence[str], made: Callable[[Side], Run]) -> tuple[Run, ...]:
+    first = made(Side(PLAN))
     runs = [first if first.about.get("key") else replace(first, name=STOCK)]
     if first.about.get("key") and STOCK in against:
-        runs.append(made(Side(STOCK)).run)
+        runs.append(made(Side(STOCK)))
     if NO_OFFLOAD in against and first.about.get("offload"):
-        runs.append(made(Side(NO_OFFLOAD)).run)
+        runs.append(made(Side(NO_OFFLOAD)))
     if len(runs) == 1:  # nothing to compare with but itself
-        runs.append(replace(made(Side(PLAN)).run, name=AGAIN))
+        runs.append(replace(made(Side(PLAN)), name=AGAIN))
     return tuple(runs)
 
 
