@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ebbtide.simulator.analysis.expected import early_updates_worth, expected
@@ -12,6 +12,7 @@ from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, comp
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.schedules.settings import settings
 from ebbtide.simulator.schedules.strategies import build_strategy, shared_plan
 from ebbtide.simulator.update.footprint import footprint, slots_within, tallies
@@ -32,13 +33,13 @@ class Simulated:
 
     Attributes:
         setting: Options that were passed to `build_strategy`.
-        compiled: Schedule of ops that was simulated.
+        memory_of: Function that returns `memory`.
         lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
     """
 
     strategy: str
     setting: Mapping[str, Any]
-    compiled: CompiledSchedule = field(repr=False, compare=False)
+    memory_of: Callable[[], ByKind] = field(repr=False, compare=False)
     result: SimResult
     lacks: str
 
@@ -53,7 +54,7 @@ class Simulated:
         Returns:
             By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to bytes.
         """
-        return peaks_by_kind(self.compiled, self.result)
+        return self.memory_of()
 
     def told(self, between: str = " ") -> str:
         """Return the setting of a simulated offloading strategy as text for people, such as ``ratio 0.3``."""
@@ -107,14 +108,17 @@ class _Strategy:
         return lacking > 0, lacking or one.result.iteration_s
 
     def _run(self, setting: Mapping[str, Any], options: Mapping[str, Any]) -> Simulated:
+        if self.name == "ebbtide" and [*options] == ["plan"]:
+            return replace(under_plan(options["plan"], self.sweep, self.limits), setting=setting)
         schedule = self.compile_(self.name, self.workload, options)
         result = simulate_fast(schedule, self.machine)
-        if isinstance(plan := options.get("plan"), Plan):
-            work = self.workload.cut_as(plan)
-            sweep = PlanSweep(work, self.machine)
-            result = expected(work, self.machine, plan, lambda p: result if p is plan else sweep.result(p))
-        lacks = self.limits.shortfall(result)
-        return Simulated(self.name, setting, schedule, result, lacks)
+        held = schedule.schedule.held
+        memory_of = partial(peaks_by_kind, held, schedule.ops, result)
+        return Simulated(self.name, setting, memory_of, result, self.limits.shortfall(result))
+
+    @cached_property
+    def sweep(self) -> PlanSweep:
+        return PlanSweep(self.workload, self.machine)
 
     def _spreads(self, setting: Mapping[str, Any]) -> bool:
         return self.name == "ebbtide" and set(setting) == {"resident_share", "device_share"}
@@ -156,6 +160,22 @@ class _Strategy:
                 continue
             made = _fitted(plan.model_copy(update={"ways": tuple(ways)}), work, self.limits)
             yield self._run(setting, {"plan": made})
+
+
+def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> Simulated:
+    """Simulate training under a plan, and check whether the training fits into memory.
+
+    Args:
+        sweep: Predictor for the job. It is replaced by another one if the plan has other subgroups.
+
+    Raises:
+        PlanError: The plan does not fit the job.
+    """
+    work, machine = sweep.workload.cut_as(plan), sweep.machine
+    check_plan(plan, work)
+    sweep = sweep if work is sweep.workload else PlanSweep(work, machine)
+    result = expected(work, machine, plan, sweep.result)
+    return Simulated("ebbtide", {"plan": plan}, partial(sweep.memory, plan), result, limits.shortfall(result))
 
 
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:

@@ -8,8 +8,10 @@ schedule is built and simulated as arrays.
 import copy
 import threading
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.compiled import SimResult, capacity_vector, machine_vector, result
 from ebbtide.simulator.engines.kernel import Floats, Ints
@@ -18,8 +20,8 @@ from ebbtide.simulator.engines.schedule_arrays import build
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedules.tape import record
-from ebbtide.simulator.update.footprint import fetched_elements, moved_out
-from ebbtide.simulator.update.holding import Amounts, Holding
+from ebbtide.simulator.update.footprint import fetched_elements, footprint_by_kind, moved_out
+from ebbtide.simulator.update.holding import Amounts, ByKind, Holding
 from ebbtide.simulator.update.order import arrival_order
 from ebbtide.simulator.update.recipes import early_limits
 from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
@@ -69,23 +71,21 @@ class PlanSweep:
     Each thread needs its own predictor.
     """
 
-    def __init__(self, workload: Workload, machine: Machine, iterations: int = 3) -> None:
+    def __init__(self, workload: Workload, machine: Machine, iterations: int = 3, *, fused: bool = True) -> None:
         """Prepare to predict many plans for one workload on one machine, by computing once what all plans share.
 
         Args:
             iterations: Number of iterations that are simulated for each plan.
+            fused: False to simulate DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
 
         Raises:
             ValueError: The machine lacks a rate that the workload needs.
         """
-        self.workload, self.machine, self.iterations = workload, machine, iterations
+        self.workload, self.iterations = workload, iterations
         self.warm_up = kernel.WARM_UP
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
-        self.capacity = capacity_vector(machine, workload.ranks_per_node)
-        self.machine_facts = machine_vector(machine)
-        self.recipes = RecipeArrays.of(workload)
-        self.rates = self._rates()
-        self._by_threads: dict[int, Floats] = {}
+        self.recipes = RecipeArrays.of(workload, fused=fused)
+        self._run_on(machine)
         self.ways = len(plain_ways())
         self.held = Holding.of_workload(workload)
         remember = lru_cache(MOST_AMOUNTS)
@@ -95,7 +95,15 @@ class PlanSweep:
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
+        self._pace = 1.0
         self._count_ops()
+
+    def _run_on(self, machine: Machine) -> None:
+        self.machine = machine
+        self.capacity = capacity_vector(machine, self.workload.ranks_per_node)
+        self.machine_facts = machine_vector(machine)
+        self.rates = self._rates()
+        self._by_threads: dict[int, Floats] = {}
 
     def longer(self, iterations: int, warm_up: int) -> "PlanSweep":
         """Return a predictor for the same workload and machine that simulates another number of iterations.
@@ -108,6 +116,25 @@ class PlanSweep:
         other = copy.copy(self)
         other.iterations, other.warm_up = iterations, warm_up
         other._count_ops()
+        return other
+
+    def on(self, machine: Machine) -> "PlanSweep":
+        """Return a predictor for the same workload on a machine with other values of the same rates.
+
+        The new predictor uses the iterations that this one has recorded.
+        """
+        other = copy.copy(self)
+        other._run_on(machine)
+        return other
+
+    def paced(self, times: float) -> "PlanSweep":
+        """Return a predictor for the same workload and machine, but with ``times`` the seconds of each layer's forward
+        and backward.
+
+        The new predictor uses the iterations that this one has recorded.
+        """
+        other = copy.copy(self)
+        other._pace = self._pace * times
         return other
 
     def _rates(self) -> Floats:
@@ -149,6 +176,24 @@ class PlanSweep:
             PlanError: The number of placements is not the number of subgroups, or a prefetch is requested without
                 staging buffers.
         """
+        return self._simulated(placement, staging_slots, prefetch, threads, overlap_forward, issue, host_slots)[0]
+
+    def _simulated(
+        self,
+        placement: NDArray[np.int8],
+        staging_slots: int,
+        prefetch: int,
+        threads: int,
+        overlap_forward: bool,
+        issue: Ints | None,
+        host_slots: int,
+    ) -> tuple[Floats, "_Scratch", int]:
+        """Simulate a plan (`evaluate` explains the arguments).
+
+        Returns:
+            The result as an array, the arrays of the simulated schedule, and its number of ops. The next simulation
+            overwrites the arrays of the schedule.
+        """
         self._check(placement, staging_slots, prefetch, host_slots)
         if overlap_forward and self.workload.zero_stage < 3:
             raise PlanError(
@@ -182,7 +227,7 @@ class PlanSweep:
         row[kernel.DEVICE_PEAK] += base + held["device"]
         row[kernel.HOST_PEAK] += held["host"]
         row[kernel.STORED] = held["storage"]
-        return row
+        return row, scratch, count
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
         """Count a plan's subgroups, and their elements, for each combination of placement and parameter location.
@@ -219,20 +264,20 @@ class PlanSweep:
 
     def evaluate_plan(self, plan: Plan) -> Floats:
         """Return the predicted times and memory peaks of a plan, as an array in the order of the constant `COLUMNS`."""
-        return self.evaluate(
-            np.array([way.code for way in plan.ways], np.int8),
-            plan.staging_slots,
-            plan.prefetch,
-            plan.threads,
-            plan.overlap_forward,
-            np.array(plan.issue_order, dtype=np.int64),
-            plan.host_slots,
-        )
+        return self.evaluate(*_arguments(plan))
 
     def result(self, plan: Plan) -> SimResult:
         """Return the predicted times and memory peaks of a plan as an object, without the times of single ops."""
         none = np.zeros(0)
         return result(self.evaluate_plan(plan), none, none)
+
+    def memory(self, plan: Plan) -> ByKind:
+        """Return what training under a plan holds in each memory when the bytes in use there are at their peak, by kind
+        of contents.
+        """
+        row, scratch, count = self._simulated(*_arguments(plan))
+        times = result(row, scratch.start_s[:count], scratch.end_s[:count])
+        return peaks_by_kind(footprint_by_kind(self.workload, plan), scratch.ops[:count], times)
 
     def _program(self, placement: NDArray[np.int8], overlaps: bool) -> tuple[Program, int]:
         away = placement >= PARAMETERS_ON_HOST
@@ -248,7 +293,8 @@ class PlanSweep:
             for rate in np.unique(program.rows[:, kernel.RATE]).astype(int):
                 self.machine.rate(RATES[rate])  # tells which one is missing
             self._programs[key] = program, gone_bytes
-        return self._programs[key]
+        program, gone_bytes = self._programs[key]
+        return (program if self._pace == 1.0 else program.paced(self._pace)), gone_bytes
 
     def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int, host_slots: int) -> None:
         if placement.shape != self.sizes.shape:
@@ -296,3 +342,16 @@ class PlanSweep:
         kernel.summarise(ops, start_s, end_s, self.iterations, row, self.warm_up)
         row[kernel.DEVICE_PEAK], row[kernel.HOST_PEAK] = peaks
         return row
+
+
+def _arguments(plan: Plan) -> tuple[Any, ...]:
+    """Return the arguments of `PlanSweep.evaluate` for a plan."""
+    return (
+        np.array([way.code for way in plan.ways], np.int8),
+        plan.staging_slots,
+        plan.prefetch,
+        plan.threads,
+        plan.overlap_forward,
+        np.array(plan.issue_order, dtype=np.int64),
+        plan.host_slots,
+    )

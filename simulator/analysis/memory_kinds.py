@@ -4,33 +4,36 @@ from collections.abc import Callable
 
 import numpy as np
 from ebbtide.simulator.engines import kernel
-from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult
+from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.engines.kernel import Floats
-from ebbtide.simulator.schedule import KINDS, Kind, OpKind, freed_of, taken_for
+from ebbtide.simulator.schedule import KINDS, Held, Kind, OpKind, freed_of, taken_for
 from ebbtide.simulator.update.holding import ByKind
 from ebbtide.simulator.update.tiers import TIERS
 
 
-def peaks_by_kind(schedule: CompiledSchedule, simulated: SimResult) -> ByKind:
+def peaks_by_kind(held: Held, ops: Floats, simulated: SimResult) -> ByKind:
     """Return what a simulated schedule holds in each memory when the bytes in use there are at their peak.
+
+    Args:
+        held: Bytes that the schedule holds throughout an iteration, by memory and kind (`Schedule.held`).
+        ops: Array with one row for each op of the schedule, as in `CompiledSchedule`.
+        simulated: Result of the simulation, with the start and end of each op.
 
     Returns:
         By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to bytes.
         Kinds without bytes are left out.
     """
-    held = schedule.schedule.held
     peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}
     columns = {"device": (kernel.DEVICE_ALLOC, kernel.DEVICE_FREE), "host": (kernel.HOST_ALLOC, kernel.HOST_FREE)}
     for memory in TIERS:
         if memory in columns:
-            taken = _at_peak(schedule, simulated, *columns[memory])
+            taken = _at_peak(ops, simulated, *columns[memory])
             for kind, size in zip(KINDS, taken, strict=True):
                 peaks[memory][kind] += size
     return {m: {kind: n for kind, n in kinds.items() if n} for m, kinds in peaks.items()}
 
 
-def _at_peak(schedule: CompiledSchedule, simulated: SimResult, alloc: int, free: int) -> list[int]:
-    ops = schedule.ops
+def _at_peak(ops: Floats, simulated: SimResult, alloc: int, free: int) -> list[int]:
     starts, ends = (np.flatnonzero(ops[:, column]) for column in (alloc, free))
     lasts = simulated.end_s[ends] > simulated.start_s[ends]
     order = np.lexsort(

@@ -16,9 +16,9 @@ from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.jit import compiled
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.quantity import THREADED, RateName
-from ebbtide.simulator.schedule import Op
+from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.planned_loop import Part
-from ebbtide.simulator.schedules.tape import Place
+from ebbtide.simulator.schedules.tape import Place, What
 from ebbtide.simulator.update.steps import Bytes, Slot, Step
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED, ways
 from ebbtide.simulator.workload import Workload
@@ -27,6 +27,7 @@ SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = get_args(RateName)
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
+_PASSES = [kernel.KINDS.index(kind) for kind in (OpKind.FORWARD, OpKind.BACKWARD)]
 _NO_PART = Part(-1, -1, 0, last=False)
 
 # Columns of a step's row behind those of an op, of a placement's row, and of a place of the tape.
@@ -65,12 +66,18 @@ class RecipeArrays:
     by_threads: dict[int, Floats] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, workload: Workload) -> Self:
+    def of(cls, workload: Workload, *, fused: bool = True) -> Self:
+        """Return the ops of every way of updating a subgroup of a workload, as arrays.
+
+        Args:
+            fused: False for DeepSpeed's separate CPU passes instead of ebbtide's fused kernel (`Way.unfused`).
+        """
         amounts, once = Bytes.of(workload), workload.adds_on_device
         steps: list[Step] = []
         table = np.zeros((2 * PARAMETERS_ON_HOST, 5), np.int64)
         for way in ways():
-            recipe = way._replace(sum_on_device=once or way.sum_on_device).recipe
+            way_taken = way._replace(sum_on_device=once or way.sum_on_device)
+            recipe = way_taken.recipe if fused else way_taken.unfused
             first, middle = len(steps), len(steps) + len(recipe.steps)
             gradient_last = middle + len(recipe.gradient_steps)
             table[way.code] = first, first + recipe.before_norm, middle, middle, gradient_last
@@ -148,6 +155,12 @@ class Program(NamedTuple):
         refs = [ref for place in tape for ref in place.refs]
         parts = 1 + max((place.part.number for place in tape if place.part), default=-1)
         return cls(places, np.array(refs, dtype=np.int64), rows, parts)
+
+    def paced(self, times: float) -> Self:
+        """Return a copy of the recording with the time of each forward and backward multiplied by ``times``."""
+        rows = self.rows.copy()
+        rows[np.isin(rows[:, kernel.KIND], _PASSES) & (self.places[:-1, X_WHAT] == What.OP), kernel.WORK] *= times
+        return self._replace(rows=rows)
 
 
 @compiled

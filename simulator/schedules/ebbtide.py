@@ -34,6 +34,29 @@ def build_schedule(workload: Workload, plan: Plan, iterations: int = 3, *, fused
     return loop.schedule(iterations)
 
 
+def check_plan(plan: Plan, workload: Workload) -> None:
+    """Check that a workload can be trained under a plan.
+
+    Raises:
+        PlanError: The plan has another number of subgroups than the workload, or an option that the workload's ZeRO
+            stage does not have.
+    """
+    if plan.subgroup_count != len(workload.subgroups):
+        raise PlanError(
+            f"plan.ways must set the placement of all {len(workload.subgroups)} subgroups of the workload, but "
+            f"sets the placement of {plan.subgroup_count} subgroups. Plan again with `tune plan` for this model "
+            "and sub_group_size",
+            key="plan.ways",
+        )
+    if plan.overlap_forward and workload.zero_stage < 3:
+        raise PlanError(
+            f"plan.overlap_forward must be false under ZeRO-{workload.zero_stage}, whose steps "
+            "wait for their updates, but got true: plan again with `tune plan`",
+            key="plan.overlap_forward",
+        )
+    check_locations(plan, workload.zero_stage)
+
+
 def check_locations(plan: Plan, zero_stage: int) -> None:
     """Check that a plan's early updates, parameter locations and optimizer state on drives are possible at a ZeRO
     stage.
@@ -71,20 +94,7 @@ class EbbtideLoop(PlannedLoop):
     """The simulated training loop of ebbtide under a plan. A subgroup's placement decides how it is updated."""
 
     def __init__(self, workload: Workload, plan: Plan, *, fused: bool = True) -> None:
-        if plan.subgroup_count != len(workload.subgroups):
-            raise PlanError(
-                f"plan.ways must set the placement of all {len(workload.subgroups)} subgroups of the workload, but "
-                f"sets the placement of {plan.subgroup_count} subgroups. Plan again with `tune plan` for this model "
-                "and sub_group_size",
-                key="plan.ways",
-            )
-        if plan.overlap_forward and workload.zero_stage < 3:
-            raise PlanError(
-                f"plan.overlap_forward must be false under ZeRO-{workload.zero_stage}, whose steps "
-                "wait for their updates, but got true: plan again with `tune plan`",
-                key="plan.overlap_forward",
-            )
-        check_locations(plan, workload.zero_stage)
+        check_plan(plan, workload)
         super().__init__(workload, plan.parameter_locations, overlaps=plan.overlap_forward)
         self.plan = plan
         once = workload.adds_on_device

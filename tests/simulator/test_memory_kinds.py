@@ -24,7 +24,7 @@ OPTIONS = {
 
 def by_kind(schedule, on):
     compiled = compile_schedule(schedule)
-    return peaks_by_kind(compiled, simulate_fast(compiled, on))
+    return peaks_by_kind(schedule.held, compiled.ops, simulate_fast(compiled, on))
 
 
 def sums(peaks):
@@ -96,7 +96,7 @@ def test_what_is_known_of_the_base_is_told_and_follows_a_template():
     for base in (100, 95, 70):  # the second one is built to compare, the third one only retimed
         changed = work.model_copy(update={"device_base_bytes": base})
         made = templates.compiled("zero3_offload", changed, {})
-        peaks = peaks_by_kind(made, simulate_fast(made, machine()))
+        peaks = peaks_by_kind(made.schedule.held, made.ops, simulate_fast(made, machine()))
         known = {"parameters": 60, "gradients": 10, "activations": 14 + min(20, base - 70)}
         buckets = {"buckets": base - 90} if base > 90 else {}
         assert peaks["device"] == {**known, **buckets}

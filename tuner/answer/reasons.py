@@ -3,12 +3,11 @@ technique of the plan saves.
 """
 
 import math
-from collections.abc import Mapping
 
 from ebbtide.simulator.analysis.bound import Bound
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.engines.compiled import SimResult, simulate_fast
+from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedules.strategies import build_strategy
@@ -16,21 +15,29 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.rows import stock_beside
 from ebbtide.tuner.quantities import told_least, told_seconds
 
+SHOWN_GAP = 5e-4  # what is written with one digit behind the point
 
-def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound, stock: Workload) -> list[str]:
+
+def reasons(sweep: PlanSweep, plan: Plan, floor: Bound, stock: Workload) -> list[str]:
     """Return sentences, with figures, on why a training plan is fast: what limits the iteration time, and how many
     seconds each technique of the plan saves.
 
     Args:
-        workload: Training job of one rank, with its optimizer state cut into the plan's subgroups.
+        sweep: Predictor for the training job of one rank, with its optimizer state cut into the plan's subgroups.
         floor: Lower bound of the iteration time.
         stock: Training job of one rank, with the subgroups that DeepSpeed makes without a plan.
     """
     assert plan.prediction is not None
-    chosen_s = plan.prediction.iteration_s
+    chosen_s, machine = plan.prediction.iteration_s, sweep.machine
+    unfused = PlanSweep(sweep.workload, machine, fused=False)
+    without = {
+        "the fused host kernel": (unfused, plan),
+        "overlapping the update with forward": (sweep, plan.model_copy(update={"overlap_forward": False})),
+        "prefetching in backward": (sweep, plan.model_copy(update={"prefetch": 0})),
+    }
     lines = [_limited_by(floor, chosen_s)]
-    for name, options in _ABLATIONS:
-        without_s = _mean_s(workload, machine, plan, options)
+    for name, (some, less) in without.items():
+        without_s = expected(sweep.workload, machine, less, some.result).iteration_s
         saved_s = without_s - chosen_s
         if saved_s > 1e-3 * chosen_s:
             lines.append(f"{name} saves {told_seconds(saved_s)} ({saved_s / without_s:.0%})")
@@ -38,25 +45,6 @@ def reasons(workload: Workload, machine: Machine, plan: Plan, floor: Bound, stoc
     if machine.unified_memory:
         lines.append("GPU and host share one memory, so moving state saves nothing")
     return lines
-
-
-def _mean_s(workload: Workload, machine: Machine, plan: Plan, options: Mapping[str, object]) -> float:
-    if "fused" in options:
-
-        def run(some: Plan) -> SimResult:
-            return simulate_fast(build_strategy("ebbtide", workload, plan=some, **options), machine)
-
-        return expected(workload, machine, plan, run).iteration_s
-    sweep = PlanSweep(workload.cut_as(plan), machine)
-    return expected(workload, machine, plan.model_copy(update=dict(options)), sweep.result).iteration_s
-
-
-SHOWN_GAP = 5e-4  # what is written with one digit behind the point
-_ABLATIONS: tuple[tuple[str, dict[str, object]], ...] = (
-    ("the fused host kernel", {"fused": False}),
-    ("overlapping the update with forward", {"overlap_forward": False}),
-    ("prefetching in backward", {"prefetch": 0}),
-)
 
 
 def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list[str]:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated
+from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated, under_plan
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -114,6 +115,7 @@ def compare(
     *,
     others: bool = True,
     compile_: Compile = compiled,
+    sweep: PlanSweep | None = None,
 ) -> list[Row]:
     """Simulate a training plan and other ways to train, and return a row of the comparison table for each.
 
@@ -128,11 +130,11 @@ def compare(
         others: True to include the systems in `PEERS` and variants of the plan. Each variant does without one
             technique.
         compile_: Function that prepares a schedule for simulation.
+        sweep: Predictor for the training job with the plan's subgroups. If None, a new one is made.
     """
-    planned = workload if plan is None else workload.cut_as(plan)
 
     def run(name: str, **setting: Any) -> Simulated:
-        return simulated(name, planned if "plan" in setting else workload, machine, limits, setting, compile_)
+        return simulated(name, workload, machine, limits, setting, compile_)
 
     def row(role: Role, one: Simulated) -> Row:
         return Row(role, *_labelled(one, workload), limits)
@@ -142,14 +144,16 @@ def compare(
     if not machine.unified_memory:
         rows.append(row("no offload", run("no_offload")))
     if plan is not None:
-        rows.insert(0, Row("plan", "ebbtide", run("ebbtide", plan=plan), limits))
+        sweep = sweep or PlanSweep(workload.cut_as(plan), machine)
+        rows.insert(0, Row("plan", "ebbtide", under_plan(plan, sweep, limits), limits))
     if others:
         known = (name for name in PEERS if workload.zero_stage in stages(name))
         best = (best_setting(name, workload, machine, limits, compile_=compile_) for name in known)
         rows.extend(row("peer", one) for one in best)
-    if others and plan is not None:
-        variants = _variants(workload, plan)
-        rows.extend(Row("variant", label, run("ebbtide", plan=less), limits) for label, less in variants)
+    if others and plan is not None and sweep is not None:
+        rows += [
+            Row("variant", label, under_plan(less, sweep, limits), limits) for label, less in _variants(workload, plan)
+        ]
     return rows
 
 

@@ -20,9 +20,11 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule, simulate_fast
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
 from ebbtide.simulator.estimates.presets import PRESET
 from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.quantity import NINETY_PERCENT, Quantity
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import STOCK_OFFLOADS
@@ -77,10 +79,7 @@ def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[
 
 
 def workload_interval_s(
-    build: Callable[[Workload], Schedule],
-    workload: Workload,
-    machine: Machine,
-    compiled: CompiledSchedule | None = None,
+    build: Callable[[Workload], Schedule], workload: Workload, machine: Machine
 ) -> tuple[float, float]:
     """Return the interval (low, high), in seconds, that is expected to hold the iteration times of nine in ten runs of
     a workload.
@@ -93,9 +92,8 @@ def workload_interval_s(
         build: Function from a workload to a schedule. It is called with workloads that differ in layer times.
         workload: Training job of one rank.
         machine: Machine with the median and the quartiles of each bandwidth and compute speed.
-        compiled: The workload's compiled schedule. If None, it is built.
     """
-    compiled = compiled or compile_schedule(build(workload))
+    compiled = compile_schedule(build(workload))
 
     def seconds(turned_machine: Machine) -> float:
         return simulate_fast(compiled, turned_machine).iteration_s
@@ -103,11 +101,47 @@ def workload_interval_s(
     def passes(times: float) -> float:
         return simulate_fast(build(_with_passes(workload, times)), machine).iteration_s
 
+    return _estimated(seconds, passes, workload, machine, compiled.schedule.strategy)
+
+
+def plan_interval_s(sweep: PlanSweep, plan: Plan) -> tuple[float, float]:
+    """Return the interval (low, high), in seconds, that is expected to hold the iteration times of nine in ten runs
+    under a plan.
+
+    The interval is that of `workload_interval_s`, for steps that clip no gradients.
+
+    Args:
+        sweep: Predictor for the workload and the machine.
+    """
+
+    def seconds(turned_machine: Machine) -> float:
+        return sweep.on(turned_machine).result(plan).iteration_s
+
+    def passes(times: float) -> float:
+        return sweep.paced(times).result(plan).iteration_s
+
+    return _estimated(seconds, passes, sweep.workload, sweep.machine, "ebbtide")
+
+
+def _estimated(
+    seconds: Callable[[Machine], float],
+    passes: Callable[[float], float],
+    workload: Workload,
+    machine: Machine,
+    strategy: str,
+) -> tuple[float, float]:
+    """Return the interval around the predicted seconds of an iteration.
+
+    Args:
+        seconds: Function that predicts the seconds for a given machine.
+        passes: Function that predicts the seconds if each layer's forward and backward takes a given multiple of its
+            time.
+    """
     sigma = rates_sigma(seconds, machine)
     if machine.device_flops_per_s is not None and workload.provenance.startswith("estimated"):
         width = ESTIMATE_PART * machine.device_flops_per_s.log_sigma
         sigma = math.hypot(sigma, _secant(lambda turn: passes(math.exp(turn)), width))
-    return _around(seconds(machine), model_spread(machine, compiled.schedule.strategy), sigma)
+    return _around(seconds(machine), model_spread(machine, strategy), sigma)
 
 
 def _with_passes(workload: Workload, times: float) -> Workload:

@@ -5,25 +5,22 @@ Only plans that fit into memory are considered. Goodput is the useful share of t
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 from ebbtide.simulator.analysis.expected import step_times
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
-from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import versions
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.reasons import reasons
 from ebbtide.tuner.answer.rows import alternatives, compare
-from ebbtide.tuner.calibrate.interval import workload_interval_s
+from ebbtide.tuner.calibrate.interval import plan_interval_s
 from ebbtide.tuner.calibrate.spread import sampled_machines
 from ebbtide.tuner.candidates.candidate import Candidate, seconds_of, turned
 from ebbtide.tuner.candidates.moves import STORED
@@ -123,8 +120,7 @@ def plan(
 def _robust_choice(search: Search) -> Candidate:
     fitting = [c for c, score in search.scores.items() if math.isfinite(score.iteration_s)]
     finalists = sorted(fitting, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
-    machines = sampled_machines(search.machine, search.seed)
-    sweeps = [PlanSweep(search.workload, machine) for machine in machines]
+    sweeps = [search.sweep.on(machine) for machine in sampled_machines(search.machine, search.seed)]
 
     def ninth_decile(c: Candidate) -> float:
         seconds = [seconds_of(sweep, c) for sweep in sweeps]
@@ -141,7 +137,9 @@ def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
         versions=versions("ebbtide", "torch", "deepspeed"),
         about=about(search.workload, search.machine),
     )
-    prediction = predict(search.workload, search.machine, made, search.limits, search.bound.iteration_s)
+    prediction = predict(
+        search.workload, search.machine, made, search.limits, search.bound.iteration_s, sweep=search.sweep
+    )
     return made.model_copy(update={"prediction": prediction})
 
 
@@ -153,7 +151,15 @@ def about(workload: Workload, machine: Machine) -> str:
     return f"{workload.name} on {machine.device_name or machine.name}, {known}"
 
 
-def predict(workload: Workload, machine: Machine, made: Plan, limits: Limits, lower_bound_s: float = 0.0) -> Prediction:
+def predict(
+    workload: Workload,
+    machine: Machine,
+    made: Plan,
+    limits: Limits,
+    lower_bound_s: float = 0.0,
+    *,
+    sweep: PlanSweep | None = None,
+) -> Prediction:
     """Return the simulated iteration under a plan as a prediction, with an interval that follows from the
     spread of the machine's rates.
 
@@ -163,14 +169,18 @@ def predict(workload: Workload, machine: Machine, made: Plan, limits: Limits, lo
         made: Plan to predict.
         limits: Memory limits that the prediction records.
         lower_bound_s: Lower bound of the iteration time in seconds, or 0 if it is unknown.
+        sweep: Predictor for the job with the plan's subgroups. If None, a new one is made.
+
+    Raises:
+        PlanError: The workload has another number of subgroups than the plan.
     """
-    build = partial(build_strategy, "ebbtide", plan=made)
-    schedule = compile_schedule(build(workload))
-    result = simulate_fast(schedule, machine)
-    times = step_times(workload, machine, made, PlanSweep(workload.cut_as(made), machine).result, result)
+    sweep = sweep or PlanSweep(workload.cut_as(made), machine)
+    check_plan(made, sweep.workload)
+    result = sweep.result(made)
+    times = step_times(sweep.workload, machine, made, sweep.result, result)
     rate = workload.expected_clip_rate
     mean_s = times.mean_s(rate) if times else result.iteration_s
-    low, high = workload_interval_s(build, workload, machine, schedule)
+    low, high = plan_interval_s(sweep, made)
     early: dict[str, float] = {}
     if times:
         early = {
@@ -188,7 +198,7 @@ def predict(workload: Workload, machine: Machine, made: Plan, limits: Limits, lo
         device_peak_bytes=result.device_peak_bytes,
         host_peak_bytes=result.host_peak_bytes,
         storage_bytes=result.storage_bytes,
-        memory=peaks_by_kind(schedule, result),
+        memory=sweep.memory(made),
         limits=limits.by_memory,
         lower_bound_s=min(lower_bound_s, mean_s),
     )
@@ -208,8 +218,8 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
 
 def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Workload | None = None) -> Plan:
     stock = stock or search.workload
-    rows = compare(stock, search.machine, search.limits, made)
-    why = reasons(search.workload, search.machine, made, search.bound, stock)
+    rows = compare(stock, search.machine, search.limits, made, sweep=search.sweep)
+    why = reasons(search.sweep, made, search.bound, stock)
     why += [*brought(search, made), *search.limits.explained[:2], *more]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})
 

@@ -112,9 +112,9 @@ class Search:
             self.fixed["overlap_forward"] = False
         self.scores: dict[Candidate, Score] = {}
         self._ordered: dict[Candidate, Candidate] = {}
-        self._sweep = PlanSweep(workload, machine)
-        self.room = Room(workload, machine, limits, self._sweep, sums=self.sums)
-        self._longer = self._sweep.longer(LONG, WARM_UP)
+        self.sweep = PlanSweep(workload, machine)
+        self.room = Room(workload, machine, limits, self.sweep, sums=self.sums)
+        self._longer = self.sweep.longer(LONG, WARM_UP)
         self._orders = UpdateOrders(workload, machine)
         self._rows: dict[tuple[Any, ...], Row] = {}  # of the plans that were simulated last
         self._bounds: Bounds = {} if bounds is None else bounds
@@ -138,14 +138,14 @@ class Search:
         """Return the largest number of simulated operations that one iteration can have under any plan of
         this search.
         """
-        return self._sweep.most_ops
+        return self.sweep.most_ops
 
     @property
     def sums(self) -> bool:
         """Return True if the plans of this search may sum the gradients of several micro-batches on the
         GPU.
         """
-        return self._sweep.held.sums and not self.machine.unified_memory
+        return self.sweep.held.sums and not self.machine.unified_memory
 
     @property
     def can_move_parameters(self) -> bool:
@@ -235,7 +235,7 @@ class Search:
         """Return the predicted seconds per iteration of a plan, even if the plan does not fit into memory."""
         c = self._completed(candidate)
         c = c if self.sums else c.with_codes(c.codes & ~SUMMED)
-        return self._settled_s(c, self._mean_s(c.codes, evaluated(self._sweep, c), options_of(c)))
+        return self._settled_s(c, self._mean_s(c.codes, evaluated(self.sweep, c), options_of(c)))
 
     def _mean_s(self, codes: Codes, row: Row, options: tuple[Any, ...], most_s: float = math.inf) -> float:
         """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip
@@ -257,7 +257,7 @@ class Search:
             return right_s
         _, prefetch, threads, *_ = options
         waits = self._row(codes & ~EARLY, options)
-        sizes = self._sweep.sizes
+        sizes = self.sweep.sizes
         of_placement = {p: sizes[early & (codes % SUMMED == PLACEMENT_CODES[p])].tolist() for p in EARLY_PLACEMENTS}
         late = late_s(self.workload, self.machine, of_placement, threads, prefetch)
         times = times_of(
@@ -276,7 +276,7 @@ class Search:
         if key not in self._rows:
             if len(self._rows) == MOST_REMEMBERED:
                 self._rows.pop(next(iter(self._rows)))
-            self._rows[key] = self._sweep.evaluate(codes, *options)
+            self._rows[key] = self.sweep.evaluate(codes, *options)
         return self._rows[key]
 
     def peaks(self, candidate: Candidate) -> Score:
@@ -348,9 +348,9 @@ class Search:
         c = waiting(self.ordered(c))
         for placement in placements:
             able = able_early(c, placement)
-            sizes = self._sweep.sizes[able[::-1]].astype(int).tolist()
+            sizes = self.sweep.sizes[able[::-1]].astype(int).tolist()
             left = self.limits.host_bytes - self.room.taken(c.codes, c.staging_slots, c.host_slots)[1]
-            many = early_updates_worth(self.workload, self.machine, self._sweep.held, sizes, left, placement)
+            many = early_updates_worth(self.workload, self.machine, self.sweep.held, sizes, left, placement)
             made = self.ordered(turned(c, able[len(able) - many :].tolist(), EARLY))
             if many and self.holds(made):  # slots with room for new parameters fit too
                 c = made

@@ -1,0 +1,68 @@
+"""Tests that a plan sweep has the results of a plan's own schedule, on other machines, for other layer times, with
+separate CPU passes, and for the memory by kind.
+"""
+
+import random
+
+import pytest
+from ebbtide.simulator import build_schedule
+from ebbtide.simulator.analysis.best_setting import under_plan
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
+from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
+
+from tests.machines import machine, random_machine, random_workload, workload
+from tests.simulator.test_tiers import random_plan
+
+EXACT = {"rel": 1e-9, "abs": 1e-9}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_sweep_has_the_results_of_the_schedule_of_a_plan(seed):
+    rng = random.Random(seed)
+    work, on = random_workload(rng, rng.choice([3, 3, 2, 1])), random_machine(rng)
+    plan, sweep = random_plan(work, rng), PlanSweep(work, random_machine(rng))
+    sweep.result(plan)  # on the first machine
+    slower = work.model_copy(
+        update={
+            "layers": tuple(
+                layer.model_copy(update={"forward_s": 1.7 * layer.forward_s, "backward_s": 1.7 * layer.backward_s})
+                for layer in work.layers
+            )
+        }
+    )
+    for some, of in (
+        (build_schedule(work, plan), sweep.on(on)),
+        (build_schedule(slower, plan), sweep.on(on).paced(1.7)),
+        (build_schedule(work, plan, fused=False), PlanSweep(work, on, fused=False)),
+    ):
+        compiled = compile_schedule(some)
+        expected, got = simulate_fast(compiled, on), of.result(plan)
+        assert got.iteration_s == pytest.approx(expected.iteration_s, **EXACT)
+        assert got.phases == pytest.approx(expected.phases, **EXACT)
+        assert of.memory(plan) == peaks_by_kind(some.held, compiled.ops, expected)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_interval_of_a_plan_is_that_of_its_schedule(seed):
+    rng = random.Random(seed)
+    work, on = random_workload(rng).model_copy(update={"provenance": "estimated"}), random_machine(rng)
+    on = on.with_rates(device_flops_per_s=1e14)
+    plan = random_plan(work, rng)
+    of_schedule = workload_interval_s(lambda one: build_schedule(one, plan), work, on)
+    assert plan_interval_s(PlanSweep(work, on), plan) == pytest.approx(of_schedule, **EXACT)
+
+
+def test_a_plan_that_does_not_fit_the_job_is_refused_as_by_its_schedule():
+    work = workload((10, 20, 30))
+    for count in (2, 3):
+        plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * count))
+        other = work.model_copy(update={"zero_stage": 2})
+        with pytest.raises(PlanError) as told:
+            build_schedule(other, plan)
+        with pytest.raises(PlanError) as also:
+            under_plan(plan, PlanSweep(other, machine()), Limits.of(other, machine()))
+        assert str(told.value) == str(also.value)
