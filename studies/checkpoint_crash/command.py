@@ -28,7 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
+from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
 from ebbtide.runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
@@ -233,8 +233,8 @@ def _check_disk(trial: Trial, folder: Path) -> None:
     unsealed = {p.name for p in folder.glob("*") if p.is_dir() and not p.name.startswith(".")}
     unsealed -= {entry.tag for entry in list_checkpoints(folder)}
     trial.torn.extend(f"{tag}: visible without a manifest" for tag in sorted(unsealed))
-    choice = newest_valid(folder)
-    newest = -1 if choice.step is None else choice.step
+    whole = newest_whole([folder])
+    newest = -1 if whole is None else whole.manifest.step
     if newest < trial.committed_step:
         trial.lost.append(f"step {trial.committed_step} was committed, but {newest} is the newest")
     latest = folder / "latest"

@@ -92,13 +92,12 @@ def campaign(
 
 def _committed(folder: Path) -> int:
     """Return the step of the newest valid checkpoint in a folder. Training would resume from this step."""
-    from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
-    from ebbtide.runtime.checkpoint.protocol.inspect import verify
+    from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
 
     if not folder.is_dir():
         return 0
-    tag = newest_valid(folder, lambda name: verify(folder, name)).tag
-    return int(tag.removeprefix("global_step")) if tag else 0
+    newest = newest_whole([folder])
+    return 0 if newest is None else newest.manifest.step
 
 
 def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:

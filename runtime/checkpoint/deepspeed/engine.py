@@ -21,7 +21,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from ebbtide.runtime.checkpoint.deepspeed.loading import Loading
-from ebbtide.runtime.checkpoint.deepspeed.restore import Choice, Resumption
+from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
 from ebbtide.runtime.checkpoint.deepspeed.saving import Means, Save, checked_name
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
@@ -392,11 +392,6 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._before_save()
         deleted_first.remember(Path(load_dir))
         return self._loading.load(original, load_dir, tag, options)
-
-    @property
-    def chosen(self) -> Choice | None:
-        """Return the checkpoint that the engine's last ``load_checkpoint`` selected."""
-        return self._loading.chosen
 
 
 def _over(job: Job) -> None:

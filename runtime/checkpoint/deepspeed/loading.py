@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.checkpoint.deepspeed.random_state import restore_random_states
-from ebbtide.runtime.checkpoint.deepspeed.restore import Choice, Resumption
+from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
 from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, stored_name
 from ebbtide.runtime.checkpoint.format.safe_load import load_file, only_weights
 from ebbtide.runtime.checkpoint.format.tree import tensors_of
@@ -27,7 +27,6 @@ class Loading:
             optimizer state in host memory, are read from the files into the tensors of the running training. Optimizer
             state that the checkpoint left on a drive is not read: its tensors are memory-mapped from the drive. The key
             of a tensor is its path in the nested dicts of the checkpoint's file. Empty except during a load.
-        chosen: The checkpoint that the last load selected.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Loading:
         self._resumption = resumption
         self._restores_random = restore_random
         self.into: dict[tuple[Any, ...], torch.Tensor] = {}
-        self.chosen: Choice | None = None
         resumption.stored_problem = self.stored_problem
 
     def load(self, original: Callable[..., Any], load_dir: str, tag: str | None, options: Mapping[str, Any]) -> Any:
@@ -53,24 +51,22 @@ class Loading:
             CheckpointError: The checkpoint is incomplete, damaged, or was never committed. The message names the
                 newest checkpoint that can be loaded.
         """
-        self.chosen = None
         if self._engine.load_universal_checkpoint():
             with only_weights():
                 return original(load_dir, tag=tag, **options)
-        self.chosen = choice = self._resumption.choose(
-            Path(load_dir), tag, lambda path: not self._passes_over(path, options)
-        )
-        folder = choice.folder
+        directory = Path(load_dir)
+        tag = self._resumption.choose(directory, tag, lambda path: not self._passes_over(path, options))
         with only_weights():
-            if folder is None or not (folder / GLOBAL_NAME).exists():
-                return original(str(choice.directory), tag=choice.tag, **options)
+            if tag is None or not (directory / tag / GLOBAL_NAME).exists():
+                return original(str(directory), tag=tag, **options)
+            folder = directory / tag
             with being_read(folder), self._stored(folder, options) as stored, self._masters_for_weights(options):
                 self.into = self._targets()
                 if options.get("custom_load_fn") is None:
                     self.into |= weights_in_place(self._engine)
                 self.into |= stored
                 try:
-                    result = original(str(choice.directory), tag=choice.tag, **options)
+                    result = original(str(directory), tag=tag, **options)
                 finally:
                     self.into = {}
                 if self._restores_random:

@@ -5,65 +5,16 @@ checkpoint.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
+from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER, GlobalManifest, parse, stored_name
+from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER, stored_name
 from ebbtide.runtime.checkpoint.protocol.inspect import Problem, verify
 from ebbtide.runtime.checkpoint.protocol.peers import Peers
 from ebbtide.runtime.checkpoint.protocol.publishing import recover_replaced
-from ebbtide.runtime.checkpoint.protocol.retention import Committed, committed, damaged, named_latest, siblings
+from ebbtide.runtime.checkpoint.protocol.retention import Committed, committed, named_latest, siblings
 from ebbtide.runtime.checkpoint.protocol.rotation import restore_deleted, settle
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The checkpoint that was chosen for loading.
-
-    Attributes:
-        tag: Name of the checkpoint's folder. None if there is no checkpoint to load.
-        step: Number of optimizer steps done.
-        passed_over: Rejected checkpoints, each with the reason. A checkpoint is rejected if it is newer than the chosen
-            one and fails verification, or if its manifest is unreadable.
-        directory: Parent of the checkpoint's folder.
-    """
-
-    tag: str | None
-    step: int | None = None
-    passed_over: dict[str, str] = field(default_factory=dict)
-    directory: Path | None = None
-
-    @property
-    def folder(self) -> Path | None:
-        if self.tag is None or self.directory is None:
-            return None
-        return self.directory / self.tag
-
-    @property
-    def summary(self) -> str:
-        """Return one line for the log with the chosen checkpoint and the rejected ones."""
-        chosen = "no checkpoint is intact" if self.tag is None else f"resuming from {self.tag!r}"
-        over = "; ".join(f"skipped {tag!r}: {why}" for tag, why in self.passed_over.items())
-        return f"{chosen}{'; ' + over if over else ''}"
-
-
-def newest_valid(directory: str | Path, check: Callable[[str], list[Problem]] | None = None) -> Choice:
-    """Return the newest committed checkpoint of a folder whose files agree with the checkpoint's manifest
-    in every byte.
-
-    Args:
-        check: Function that verifies the checkpoint with a given tag. The default function reads all its
-            files. With several ranks, pass a function that reads only this rank's share of the files.
-    """
-    directory = Path(directory)
-    check_one = check or (lambda tag: verify(directory, tag))
-    return newest_of([directory], lambda _, tag: check_one(tag))
-
-
-def counted(candidate: Committed) -> float:
-    return candidate.manifest.sequence
 
 
 def committed_at(candidate: Committed) -> float:
@@ -75,11 +26,11 @@ def committed_at(candidate: Committed) -> float:
     return candidate.manifest.committed_unix_s
 
 
-def newest_of(
+def newest_whole(
     directories: Sequence[Path],
     check: Callable[[Path, str], list[Problem]] = verify,
-    when: Callable[[Committed], float] = counted,
-) -> Choice:
+    when: Callable[[Committed], float] = lambda candidate: candidate.manifest.sequence,
+) -> Committed | None:
     """Return the newest checkpoint that passes verification, among the checkpoints of several folders.
 
     Args:
@@ -87,25 +38,11 @@ def newest_of(
         when: Function that returns the number or time by which checkpoints are ordered. The default is the
             checkpoint's number in its folder.
     """
-    passed_over: dict[str, str] = {}
-    candidates = []
     for directory in directories:
         recover_replaced(directory, Files())
-        for tag, reason in damaged(directory).items():
-            passed_over[_named(directory / tag, directories)] = reason
-        candidates += committed(directory)
-    for candidate in sorted(candidates, key=when, reverse=True):
-        folder = candidate.folder
-        problems = check(folder.parent, folder.name)
-        if not problems:
-            return Choice(folder.name, candidate.manifest.step, passed_over, folder.parent)
-        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-        passed_over[_named(folder, directories)] = f"{problems[0]}{more}"
-    return Choice(None, None, passed_over)
-
-
-def _named(folder: Path, directories: Sequence[Path]) -> str:
-    return folder.name if len(directories) == 1 else str(folder)
+    candidates = [found for directory in directories for found in committed(directory)]
+    newest_first = sorted(candidates, key=when, reverse=True)
+    return next((c for c in newest_first if not check(c.folder.parent, c.folder.name)), None)
 
 
 class Resumption:
@@ -122,8 +59,8 @@ class Resumption:
         # Of a checkpoint's folder: what this rank misses of the state that lies on storage.
         self.stored_problem: Callable[[Path], str] = lambda _: ""
 
-    def choose(self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True) -> Choice:
-        """Return the checkpoint to load. Its ``tag`` is None if the folder has no checkpoint, as in DeepSpeed.
+    def choose(self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True) -> str | None:
+        """Return the tag of the checkpoint to load. It is None if the folder has no checkpoint, as in DeepSpeed.
 
         Args:
             needed: Function that returns whether a file, given by its path in the checkpoint, will be read.
@@ -143,14 +80,13 @@ class Resumption:
             tag = named_latest(load_dir)
             if not tag:
                 self._refuse_empty(load_dir)
-                return Choice(None, None, {}, load_dir)
-        target = Candidate.of(load_dir, tag)
-        problem = self._problem(target)
+                return None
+        problem = self._problem(load_dir, tag)
         if problem:
             raise CheckpointError(
-                f"the checkpoint to load, {target.folder}, must be whole, but {problem}. {self._advice(load_dir)}"
+                f"the checkpoint to load, {load_dir / tag}, must be whole, but {problem}. {self._advice(load_dir)}"
             )
-        return Choice(tag, target.step, {}, load_dir)
+        return tag
 
     def _refuse_empty(self, load_dir: Path) -> None:
         if named_latest(load_dir) is not None:
@@ -159,14 +95,15 @@ class Resumption:
                 f"empty. {self._advice(load_dir)}"
             )
 
-    def _problem(self, copy: "Candidate") -> str:
-        if copy.ours:
-            problems = self._problems(copy.directory, copy.tag)
+    def _problem(self, load_dir: Path, tag: str) -> str:
+        folder = load_dir / tag
+        if (folder / GLOBAL_NAME).is_file():
+            problems = self._problems(load_dir, tag)
             more = f" and {len(problems) - 1} more problems" if len(problems) > 1 else ""
             return f"{problems[0]}{more}" if problems else ""
-        if not copy.folder.is_dir():
+        if not folder.is_dir():
             return "there is no such folder"
-        if (copy.folder / RANKS_FOLDER).exists():
+        if (folder / RANKS_FOLDER).exists():
             return f"it has no file {GLOBAL_NAME}: it was never committed, or was damaged later"
         return ""  # DeepSpeed's own: nothing tells whether it is whole
 
@@ -179,49 +116,12 @@ class Resumption:
         return self._peers.concat(problems)
 
     def _advice(self, load_dir: Path) -> str:
-        good = newest_of([load_dir], self._problems)
-        if good.folder is None:
-            good = newest_of(siblings(load_dir), self._problems, when=committed_at)
-        if good.folder is None:
+        good = newest_whole([load_dir], self._problems)
+        if good is None:
+            good = newest_whole(siblings(load_dir), self._problems, when=committed_at)
+        if good is None:
             return "There is no other whole checkpoint here"
         return (
-            f"The newest whole checkpoint: {good.folder} of step {good.step} "
-            f"(load_dir={str(good.directory)!r}, tag={good.tag!r})"
+            f"The newest whole checkpoint: {good.folder} of step {good.manifest.step} "
+            f"(load_dir={str(good.folder.parent)!r}, tag={good.folder.name!r})"
         )
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A folder that may hold a checkpoint, with values from the checkpoint's manifest.
-
-    Attributes:
-        directory: Parent of the folder. It has one folder per checkpoint.
-        tag: Name of the folder.
-        nonce: Identifier of the attempt to save that wrote the checkpoint. Empty if the folder has no readable
-            manifest.
-        step: Number of optimizer steps done. None if the folder has no readable manifest.
-        sequence: Number of the checkpoint among those in ``directory``. The newest checkpoint has the highest number.
-    """
-
-    directory: Path
-    tag: str
-    nonce: str = ""
-    step: int | None = None
-    sequence: int = 0
-
-    @classmethod
-    def of(cls, directory: Path, tag: str) -> "Candidate":
-        try:
-            data = (directory / tag / GLOBAL_NAME).read_bytes()
-            page = parse(data, GlobalManifest, GLOBAL_NAME)
-        except (OSError, ManifestError):
-            return cls(directory, tag)
-        return cls(directory, tag, page.nonce, page.step, page.sequence)
-
-    @property
-    def folder(self) -> Path:
-        return self.directory / self.tag
-
-    @property
-    def ours(self) -> bool:
-        return (self.folder / GLOBAL_NAME).is_file()

@@ -160,14 +160,15 @@ def test_what_a_load_finds(root):
     load, too, must restore the checkpoint.
     """
     from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
+    from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
     from ebbtide.runtime.checkpoint.protocol.peers import Peers
 
     saved(root / "checkpoint_0", 10)
     status = killed(lambda: delete_then_save(root, "checkpoint_0", "voted", die))
     assert status == -signal.SIGKILL
     with ours():
-        chosen = Resumption(Peers(10.0)).choose(root / "checkpoint_0", None)
-    assert (chosen.tag, chosen.step) == ("state", 10)
+        assert Resumption(Peers(10.0)).choose(root / "checkpoint_0", None) == "state"
+    assert [entry.step for entry in list_checkpoints(root / "checkpoint_0")] == [10]
 
 
 def test_whoever_lists_while_the_commit_takes_the_notes_away(root, monkeypatch):

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
+from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
 from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
 from ebbtide.runtime.checkpoint.format.manifest import (
     GLOBAL_NAME,
@@ -135,13 +135,12 @@ def test_flips_and_truncations_of_every_file(bench):
                     verify(bench.folder, "bad")
             else:
                 assert verify(bench.folder, "bad"), (path, len(damage or b""))
-            choice = newest_valid(bench.folder)
-            assert choice.tag == "good"
+            assert newest_whole([bench.folder]).folder.name == "good"
             tried += 1
         path.write_bytes(data)
     assert tried > 50
     assert verify(bench.folder, "bad") == []
-    assert newest_valid(bench.folder).tag == "bad"
+    assert newest_whole([bench.folder]).folder.name == "bad"
 
 
 def test_list_shows_damaged_ones(bench):

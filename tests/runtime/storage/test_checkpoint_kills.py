@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from ebbtide.runtime.checkpoint.deepspeed.restore import newest_valid
+from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
 from ebbtide.runtime.checkpoint.files import POINTS as CHECKPOINT_POINTS
 from ebbtide.runtime.checkpoint.files import STORED_POINTS, Files
 from ebbtide.runtime.checkpoint.format.manifest import stored_name
@@ -67,16 +67,17 @@ def resumed(place, store, steps):
     """Restore the newest valid checkpoint into the store of optimizer state, check the state, and return the
     checkpoint's step. 0 means that there is no checkpoint.
     """
-    choice = newest_valid(place / "ck")
-    if choice.step is None:
+    newest = newest_whole([place / "ck"])
+    if newest is None:
         return 0
-    page = (choice.folder / stored_name(0)).read_bytes()
+    step = newest.manifest.step
+    page = (newest.folder / stored_name(0)).read_bytes()
     assert steps.problem(page) == ""
     assert steps.adopt(page) == frozenset(ELEMENTS)
-    assert torch.load(choice.folder / "rank0_memory.pt")["step"] == choice.step
+    assert torch.load(newest.folder / "rank0_memory.pt")["step"] == step
     for subgroup in ELEMENTS:
-        assert equal(read(store, subgroup), state(subgroup, choice.step))
-    return choice.step
+        assert equal(read(store, subgroup), state(subgroup, step))
+    return step
 
 
 def run(place, files, keep, note=lambda *_: None):
