@@ -154,18 +154,11 @@ class LiveState:
         self._persist: Persist | None = None
         self.stored: StoredState | None = None
 
-    def register(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Register the tensors of a subgroup's state, which are the flat fp32 master and moments.
+    def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Register the tensors of subgroups' state, which are the flat fp32 masters and moments.
 
         A checkpoint can then write them directly from their memory, and an update waits before it overwrites them. They
-        replace the tensors that were registered for the subgroup before.
-        """
-        self.register_all({subgroup: tensors})
-
-    def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Add the optimizer-state tensors of many subgroups to this registry.
-
-        This is faster than one call of `register` per subgroup, since the tensors' addresses are sorted only once.
+        replace the tensors that were registered for the same subgroups before.
 
         Args:
             tensors: The tensors of each subgroup, in the order of the subgroups' next updates. The method `turns`
@@ -219,11 +212,6 @@ class LiveState:
         """Return the subgroups whose optimizer state is registered, in the order of their next updates."""
         with self._lock:
             return list(self._tensors)
-
-    @property
-    def subgroups(self) -> list[int]:
-        with self._lock:
-            return sorted(self._tensors)
 
     def attach(self, persist: Persist | None) -> None:
         """Set the checkpoint in progress that updates must wait for. None if no checkpoint reads optimizer state."""

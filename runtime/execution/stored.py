@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.trainers.limits import TrainersLimit, trainers_limit
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
@@ -145,7 +144,4 @@ def host_slots(count: int, stored: Mapping[int, int], tensors: int) -> list[Stag
     if not stored:
         return []
     each = slot_elements(max(stored.values()))
-    return [
-        StagingSlot(tuple(page_aligned(each, torch.float32) for _ in range(tensors)))
-        for _ in range(min(count, len(stored)))
-    ]
+    return [StagingSlot(tuple(page_aligned(each) for _ in range(tensors))) for _ in range(min(count, len(stored)))]

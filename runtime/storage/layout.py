@@ -103,15 +103,3 @@ class Layout:
                 drive = max(d for d, cut in enumerate(cuts[:-1]) if cut <= at + begin)
                 yield Block(tensor, begin, end - begin, drive, at + begin - cuts[drive])
             at += padded(size_bytes)
-
-
-def needed_bytes(sizes: Mapping[int, Sequence[int]], weights: Sequence[float], keep: int = 1) -> tuple[int, ...]:
-    """Return the number of bytes that one rank's optimizer state takes on each drive, as one number per drive.
-
-    Args:
-        sizes: Bytes of each tensor, by subgroup.
-        weights: Bandwidths of the drives, in any unit. State is divided among the drives in this proportion.
-        keep: Number of committed versions of the state that the drives keep. One more version needs space while it is
-            written.
-    """
-    return Layout(sizes, weights, ALIGNMENT, keep + 1).file_bytes

@@ -145,7 +145,7 @@ class StepReader:
         The tensor is memory-mapped, and valid until this `StepReader` is closed. Do not write to the tensor.
         """
         if subgroup not in self._views:
-            view = self._views[subgroup] = View(self._layout, subgroup, torch.float32)
+            view = self._views[subgroup] = View(self._layout, subgroup)
             view.show(self._extents[subgroup].extent, self._opened)
         return self._views[subgroup].tensors[index]
 

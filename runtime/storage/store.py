@@ -157,7 +157,7 @@ class ExtentStore:
         next `write`. To keep the changes, pass the tensors to that call.
         """
         if subgroup not in self._views:
-            self._views[subgroup] = View(self._blocks.layout, subgroup, torch.float32)
+            self._views[subgroup] = View(self._blocks.layout, subgroup)
             self._show(subgroup)
         return self._views[subgroup].tensors
 

@@ -25,20 +25,20 @@ _MAP_PRIVATE, _MAP_FIXED = 0x02, 0x10
 
 
 class View:
-    """Tensors that show a subgroup's latest state on a drive, mapped into memory.
+    """Tensors (fp32) that show a subgroup's latest state on a drive, mapped into memory.
 
     The mapping is private: changes to the tensors go to no file until they are passed to `ExtentStore.write`,
     so that no committed state changes.
     """
 
-    def __init__(self, layout: Layout, subgroup: int, dtype: torch.dtype) -> None:
+    def __init__(self, layout: Layout, subgroup: int) -> None:
         self._layout, self._subgroup = layout, subgroup
         sizes = layout.sizes[subgroup]
         self._memory = mmap.mmap(-1, max(1, sum(map(padded, sizes))))
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         tensors, at = [], 0
         for size_bytes in sizes:
-            tensors.append(_tensor(self._memory, at, size_bytes, dtype))
+            tensors.append(_tensor(self._memory, at, size_bytes))
             at += padded(size_bytes)
         self.tensors = tuple(tensors)
         self._explained = False
@@ -58,17 +58,17 @@ class View:
                 _map(self._address + cuts[drive], size_bytes, files[drive].descriptor, start)
 
 
-def page_aligned(elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Allocate a page-aligned host tensor, which direct I/O can use without a copy."""
-    size_bytes = elements * dtype.itemsize
-    return _tensor(mmap.mmap(-1, max(1, padded(size_bytes))), 0, size_bytes, dtype)
+def page_aligned(elements: int) -> torch.Tensor:
+    """Allocate a page-aligned fp32 tensor in host memory, which direct I/O can use without a copy."""
+    size_bytes = elements * torch.float32.itemsize
+    return _tensor(mmap.mmap(-1, max(1, padded(size_bytes))), 0, size_bytes)
 
 
-def _tensor(memory: mmap.mmap, at: int, size_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+def _tensor(memory: mmap.mmap, at: int, size_bytes: int) -> torch.Tensor:
     if not size_bytes:
-        return torch.empty(0, dtype=dtype)
-    count = size_bytes // dtype.itemsize
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at)
+        return torch.empty(0)
+    count = size_bytes // torch.float32.itemsize
+    return torch.frombuffer(memory, dtype=torch.float32, count=count, offset=at)
 
 
 def _explain(memory: mmap.mmap, address: int, paths: Sequence[str]) -> None:

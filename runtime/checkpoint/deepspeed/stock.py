@@ -30,10 +30,12 @@ class StockState:
         """
         masters = self._masters()
         inner = getattr(self._optimizer, "optimizer", self._optimizer)
+        tensors = {}
         for number, master in enumerate(masters):
             state = inner.state.get(master, {})
             held = [master.detach(), *(v for v in state.values() if torch.is_tensor(v))]
-            self._live.register(number, [t for t in held if t.numel() > 1 and t.is_contiguous()])
+            tensors[number] = [t for t in held if t.numel() > 1 and t.is_contiguous()]
+        self._live.register_all(tensors)
         self._count = len(masters)
 
     def _masters(self) -> list[torch.Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, Source
 from ebbtide.runtime.checkpoint.format.skeleton import Layout
-from ebbtide.simulator.plan import BLOCK_BYTES
 
 
 class State(Enum):
@@ -41,7 +40,6 @@ class Block:
     """
 
     file: int
-    number: int
     offset: int
     size_bytes: int
     pieces: tuple[Piece, ...]
@@ -94,7 +92,7 @@ class PlannedFile:
     layout: Layout
 
 
-def cut(files: Sequence[PlannedFile], block_bytes: int = BLOCK_BYTES) -> list[Block]:
+def cut(files: Sequence[PlannedFile], block_bytes: int) -> list[Block]:
     """Divide the files of a checkpoint into blocks. Return all blocks in a list, file by file, by position
     in the file.
     """
@@ -106,7 +104,7 @@ def cut(files: Sequence[PlannedFile], block_bytes: int = BLOCK_BYTES) -> list[Bl
 
 def _cut_file(file: int, layout: Layout, block_bytes: int) -> Iterable[Block]:
     extents, first = layout.extents, 0
-    for number, start in enumerate(range(0, layout.size_bytes, block_bytes)):
+    for start in range(0, layout.size_bytes, block_bytes):
         end = min(start + block_bytes, layout.size_bytes)
         while first < len(extents) and extents[first].end <= start:
             first += 1
@@ -116,5 +114,5 @@ def _cut_file(file: int, layout: Layout, block_bytes: int) -> Iterable[Block]:
             begin, stop = max(start, extent.offset), min(end, extent.end)
             pieces.append(Piece(begin - start, extent.source, begin - extent.offset, stop - begin))
             at += 1
-        subgroups = {p.source.subgroup for p in pieces} - {None}
-        yield Block(file, number, start, end - start, tuple(pieces), frozenset(s for s in subgroups if s is not None))
+        subgroups = frozenset(p.source.subgroup for p in pieces if p.source.subgroup is not None)
+        yield Block(file, start, end - start, tuple(pieces), subgroups)

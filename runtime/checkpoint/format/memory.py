@@ -144,7 +144,6 @@ class Slots:
         start = ctypes.addressof(self._view)
         self._free = [start + i * slot_bytes for i in range(count)]
         self.count = count
-        self.peak = 0
         self._pinned = False
         self._start = start
         if pinned and count and torch.cuda.is_available():
@@ -169,11 +168,7 @@ class Slots:
     def take(self) -> int | None:
         """Return the address of a free host buffer of the set, or None if all buffers are in use."""
         with self._lock:
-            if not self._free:
-                return None
-            slot = self._free.pop()
-            self.peak = max(self.peak, self.count - len(self._free))
-            return slot
+            return self._free.pop() if self._free else None
 
     def give(self, slot: int) -> None:
         with self._lock:

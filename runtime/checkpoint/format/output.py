@@ -28,7 +28,6 @@ class OutputFile:
         self._direct: int | None = None
         self._buffered: int | None = None
         self._try_direct = direct and hasattr(os, "O_DIRECT")
-        self.error: str = ""
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write a block to a checkpoint's file. ``data`` and ``offset`` must be aligned for direct I/O.

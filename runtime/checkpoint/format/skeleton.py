@@ -49,15 +49,11 @@ class Layout:
     Sources do not overlap. Bytes of the file without a source are zero.
 
     Attributes:
-        live_bytes: Number of bytes that are written directly from the tensors that training uses.
-        copied_bytes: Number of bytes that were copied when the layout was made, since they may change later.
         unreadable: Objects in the file that cannot be loaded again, and why. Empty if none.
     """
 
     size_bytes: int
     extents: tuple[Extent, ...]
-    live_bytes: int
-    copied_bytes: int
     unreadable: str = ""
 
 
@@ -86,15 +82,13 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
         frame = _frame(descriptor, holes, size)
     finally:
         os.close(descriptor)
-    live_bytes = sum(e.source.size_bytes for e in holes if e.source.subgroup is not None)
-    copied = sum(e.source.size_bytes for e in holes if e.source.subgroup is None)
     extents = tuple(sorted([*holes, *frame], key=lambda e: e.offset))
-    return Layout(size, extents, live_bytes, copied, refused)
+    return Layout(size, extents, refused)
 
 
-def plain(data: bytes) -> Layout:
-    """Return the `Layout` of a small file of a checkpoint. The file consists of the given bytes."""
-    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data))
+def plain(data: bytes, unreadable: str = "") -> Layout:
+    """Return the `Layout` of a file of a checkpoint that consists of the given bytes."""
+    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), unreadable)
 
 
 def _in_a_row(offset: int, sources: Iterable[Source]) -> Iterator[Extent]:
@@ -235,5 +229,4 @@ def _whole(state: Any, refused: str) -> Layout:
     buffer = io.BytesIO()
     with _torch_save:
         torch.save(state, buffer, pickle_module=_storage_recorder())
-    data = buffer.getvalue()
-    return Layout(len(data), (Extent(0, HostBytes.of_bytes(data)),), 0, len(data), refused)
+    return plain(buffer.getvalue(), refused)

@@ -75,13 +75,10 @@ class Attempt:
 class Commit:
     """The commit protocol of one attempt to save a checkpoint, on one rank."""
 
-    def __init__(
-        self, attempt: Attempt, files: Files, deadline_s: float, check: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, attempt: Attempt, files: Files, deadline_s: float) -> None:
         self._attempt = attempt
         self._files = files
         self._deadline_s = deadline_s
-        self._check = check  # raises when the attempt was cancelled
         self._publishing = False
         self.note = Note(attempt.save_dir, attempt.tag, attempt.nonce, files, save_latest=attempt.save_latest)
         self._grown: list[Path] = []  # folders that got a new folder
@@ -329,7 +326,6 @@ class Commit:
         begin = time.monotonic()
         while time.monotonic() < grace.limit_s(begin, begin + deadline_s, extra_s):
             yield
-            self._check()
             time.sleep(pause_s)
             pause_s = min(0.1, pause_s * 1.3)
         raise CheckpointError(

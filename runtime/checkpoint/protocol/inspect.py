@@ -22,6 +22,8 @@ from ebbtide.runtime.checkpoint.protocol.retention import Committed, committed, 
 
 __all__ = ["Entry", "Problem", "list_checkpoints", "prune", "verify"]
 
+READERS = 4  # threads that read the files of one checkpoint
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -70,12 +72,7 @@ def _entry(found: Committed, latest: str | None, status: str = "committed") -> E
 
 
 def verify(
-    directory: str | Path,
-    tag: str,
-    *,
-    share: tuple[int, int] = (0, 1),
-    readers: int = 4,
-    needed: Callable[[str], bool] = lambda _: True,
+    directory: str | Path, tag: str, *, share: tuple[int, int] = (0, 1), needed: Callable[[str], bool] = lambda _: True
 ) -> list[Problem]:
     """Read a checkpoint and compare every byte with its manifest. Return the problems, or an empty list.
 
@@ -84,7 +81,6 @@ def verify(
     Args:
         share: Pair (k, n): only every n-th file from the k-th on is checked, so that n ranks share the work.
             The manifests are always checked.
-        readers: Number of reading threads.
         needed: Function that returns whether a file, given by its path in the checkpoint, is checked. Files
             that are not checked may be altered or missing.
 
@@ -103,7 +99,7 @@ def verify(
         return [Problem(GLOBAL_NAME, str(error))]
     problems, records = _check_ranks(folder, page)
     mine = [record for record in records if needed(record.path)][share[0] :: share[1]]
-    with ThreadPoolExecutor(max(1, readers)) as pool:
+    with ThreadPoolExecutor(READERS) as pool:
         for result in pool.map(lambda record: _check_file(folder, record), mine):
             problems.extend(result)
     return problems

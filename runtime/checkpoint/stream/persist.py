@@ -351,9 +351,3 @@ class BlockWriter:
             block_bytes=self._block_bytes,
             hashes=[b.hash for b in self._blocks if b.file == number],
         )
-
-    @property
-    def idle(self) -> bool:
-        """Return whether the checkpoint no longer needs any optimizer state, because all of it is written or copied."""
-        with self._condition:
-            return all(self._free_of(b) for b in self._blocks if b.subgroups)

@@ -68,6 +68,17 @@ class Gate(Files):
             self.then()
 
 
+def bytes_of_tensors(layout):
+    """Return how many bytes of a checkpoint file are written directly from the tensors that training uses, and how many
+    bytes of tensors were copied for it.
+    """
+    sizes = [0, 0]
+    for source in (extent.source for extent in layout.extents):
+        if source.subgroup is not None or isinstance(source.owner, torch.Tensor):
+            sizes[source.subgroup is None] += source.size_bytes
+    return tuple(sizes)
+
+
 class Bench:
     """A helper that saves checkpoints of state dicts without a training engine, with ebbtide's real block
     writer, commit and retention.

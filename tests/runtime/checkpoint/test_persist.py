@@ -13,7 +13,7 @@ from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.checkpoint.protocol.inspect import verify
 from ebbtide.simulator.plan import READY_BLOCKS
 
-from tests.runtime.checkpoint.conftest import BLOCK, Bench, some_state
+from tests.runtime.checkpoint.conftest import BLOCK, Bench, bytes_of_tensors, some_state
 
 
 class GatedFiles(Files):
@@ -43,8 +43,7 @@ def without_name(tree):
 
 
 def registered(bench, state):
-    for number, tensor in enumerate(state["optim_states"]["fp32"]):
-        bench.live.register(number, [tensor])
+    bench.live.register_all({number: [t] for number, t in enumerate(state["optim_states"]["fp32"])})
     return state
 
 
@@ -62,11 +61,10 @@ def test_subgroups_are_written_in_the_order_in_which_their_updates_come_due(benc
 def test_a_tensor_over_several_subgroups_is_streamed_from_where_it_is(bench):
     flat = torch.randn(20_000)
     cuts = [0, 1_000, 9_000, 20_000]
-    for number, (begin, end) in enumerate(pairwise(cuts)):
-        bench.live.register(number, [flat[begin:end]])
+    bench.live.register_all({number: [flat[begin:end]] for number, (begin, end) in enumerate(pairwise(cuts))})
     state = {"model_states": {}, "optim_states": {"whole": flat, "lean": flat[:15_000]}}
     layout = lay_out(state["optim_states"], bench.live, stream_device=True)
-    assert layout.live_bytes == 35_000 * 4
+    assert bytes_of_tensors(layout) == (35_000 * 4, 0)
     assert {e.source.subgroup for e in layout.extents} == {0, 1, 2, None}
     bench.save(state, "a")
     found = load(bench.folder / "a", "optim_states")
@@ -102,8 +100,7 @@ def test_mmap_reads_the_file(bench):
 def test_live_tensors_are_not_copied_up_front(bench):
     job = bench.begin(registered(bench, some_state()), "a")
     layouts = [p.layout for p in job._writer._planned]
-    assert layouts[0].live_bytes == 3 * 20_000 * 4
-    assert layouts[0].copied_bytes == 0
+    assert bytes_of_tensors(layouts[0]) == (3 * 20_000 * 4, 0)
     job.start()
     job.wait()
 
@@ -139,7 +136,6 @@ def test_an_update_during_persist_does_not_reach_the_file(tmp_path, budget_block
     read = load(bench.folder / "a", "optim_states")["fp32"]
     assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
     assert verify(bench.folder, "a") == []
-    assert bench.budget.peak <= budget_blocks
     assert (files.copied > 0) == (budget_blocks > 0)
     assert len(bench.budget._free) == budget_blocks  # every slot came back
 
