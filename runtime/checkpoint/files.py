@@ -148,13 +148,17 @@ class Files:
             done += count
         return done
 
-    def fsync_folder(self, path: Path) -> None:
-        """Flush a folder to disk, so that the names of its files are durable."""
-        descriptor = self.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    def fsync_file(self, path: Path, flags: int = 0) -> None:
+        """Flush a file to disk that this process has not opened."""
+        descriptor = self.open(path, os.O_RDONLY | flags)
         try:
             self.fsync(descriptor)
         finally:
             self.close(descriptor)
+
+    def fsync_folder(self, path: Path) -> None:
+        """Flush a folder to disk, so that the names of its files are durable."""
+        self.fsync_file(path, os.O_DIRECTORY)
 
     def write_durably(self, path: Path, data: bytes, point: str = "") -> None:
         """Replace the content of a small file completely or not at all. Return when the new content is on disk.
@@ -165,12 +169,7 @@ class Files:
                 tests cannot interrupt it.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        descriptor = self.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            self.write_all(descriptor, memoryview(data), 0)
-            self.fsync(descriptor)
-        finally:
-            self.close(descriptor)
+        self._write(temporary, data, durably=True)
         if point:
             self.point(f"{point}_written")
         self.rename(temporary, path)
@@ -180,9 +179,14 @@ class Files:
 
     def write_briefly(self, path: Path, data: bytes) -> None:
         """Write a small file without flushing it to disk, so that a crash may lose it."""
+        self._write(path, data, durably=False)
+
+    def _write(self, path: Path, data: bytes, *, durably: bool) -> None:
         descriptor = self.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self.write_all(descriptor, memoryview(data), 0)
+            if durably:
+                self.fsync(descriptor)
         finally:
             self.close(descriptor)
 

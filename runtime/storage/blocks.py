@@ -11,10 +11,10 @@ from functools import partial
 
 import torch
 from ebbtide.runtime.checkpoint.format.manifest import block_hash
-from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, memory_at
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, memory_at, padded
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
-from ebbtide.runtime.storage.layout import Block, Layout, padded
+from ebbtide.runtime.storage.layout import Block, Layout
 from ebbtide.runtime.storage.workers import Bounce, Transfer, Workers, told_late
 
 # Moves one block between memory at an address and the start in its file, and returns its hash.

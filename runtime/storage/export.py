@@ -15,7 +15,8 @@ from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, RANKS_FOLDER
 from ebbtide.runtime.checkpoint.format.safe_load import load_file
 from ebbtide.runtime.checkpoint.protocol.inspect import verify
 from ebbtide.runtime.checkpoint.protocol.retention import being_read
-from ebbtide.runtime.storage.reader import StepReader, read_checkpoint_page, stored_pages
+from ebbtide.runtime.storage.pages import read_checkpoint_page, stored_pages
+from ebbtide.runtime.storage.reader import StepReader
 
 Tensors = dict[tuple[Any, ...], torch.Tensor]
 
@@ -83,9 +84,4 @@ def _write(path: Path, to: Path, tensors: Tensors) -> None:
         torch.save(load_file(path, tensors), to)
     else:
         shutil.copyfile(path, to)
-    files = Files()
-    descriptor = files.open(to, 0)
-    try:
-        files.fsync(descriptor)
-    finally:
-        files.close(descriptor)
+    Files().fsync_file(to)

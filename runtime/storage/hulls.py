@@ -10,12 +10,11 @@ from pathlib import Path
 
 from ebbtide.runtime.checkpoint.errors import ManifestError
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.manifest import parse, stored_name
 from ebbtide.runtime.checkpoint.protocol import inspect
 from ebbtide.runtime.checkpoint.protocol.inspect import Entry
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.folder import STEPS, file_of, read_page
-from ebbtide.runtime.storage.pages import CheckpointPage, StepsPage
+from ebbtide.runtime.storage.pages import StepsPage, read_checkpoint_page, stored_pages
 
 
 def list_checkpoints(directory: str | Path) -> list[Entry]:
@@ -32,10 +31,9 @@ def missing_state(checkpoint: Path) -> str:
 
     The string is empty if no state is missing, or if the checkpoint's own files hold all state.
     """
-    rank = 0
-    while (path := checkpoint / stored_name(rank)).exists():
+    for path in stored_pages(checkpoint):
         try:
-            page = parse(path.read_bytes(), CheckpointPage, path.name)
+            page = read_checkpoint_page(path)
             steps = read_page(file_of(Path(page.directories[0]), page.rank, STEPS), StepsPage, Files())
         except (OSError, ManifestError, StorageError) as error:
             return f"its stored state cannot be found: {error}"
@@ -43,5 +41,4 @@ def missing_state(checkpoint: Path) -> str:
             return f"its stored state is not in {page.directories[0]}"
         if all(step.name != page.name for step in steps.steps):
             return "cannot be loaded: later steps overwrote its stored state"
-        rank += 1
     return ""

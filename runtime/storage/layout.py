@@ -6,12 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT
-
-
-def padded(size_bytes: int) -> int:
-    """Return a number of bytes rounded up to whole sectors, as direct I/O requires."""
-    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, padded
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from ebbtide.runtime.checkpoint.format.manifest import Hash, Page
+from collections.abc import Iterator
+from itertools import count, takewhile
+from pathlib import Path
+
+from ebbtide.runtime.checkpoint.format.manifest import Hash, Page, parse, stored_name
 from pydantic import Field
 
 
@@ -92,3 +96,13 @@ class CheckpointPage(Page):
     rank: int = Field(ge=0)
     directories: list[str]
     tensors: list[TensorRecord]
+
+
+def stored_pages(checkpoint: Path) -> Iterator[Path]:
+    """Yield the paths of a checkpoint's JSON documents that locate the ranks' optimizer state on drives."""
+    paths = (checkpoint / stored_name(rank) for rank in count())
+    return takewhile(Path.exists, paths)
+
+
+def read_checkpoint_page(path: Path) -> CheckpointPage:
+    return parse(path.read_bytes(), CheckpointPage, path.name)

@@ -4,22 +4,29 @@ write newer state to these drives.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from contextlib import closing
-from itertools import count, takewhile
 from pathlib import Path
 
 import torch
 from ebbtide.runtime.checkpoint.errors import ManifestError
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.manifest import block_hash, parse, stored_name
-from ebbtide.runtime.checkpoint.format.memory import memory_at
+from ebbtide.runtime.checkpoint.format.manifest import block_hash
+from ebbtide.runtime.checkpoint.format.memory import memory_at, padded
 from ebbtide.runtime.storage.blocks import hashes_of_tensors
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.folder import EXTENTS, STEPS, STORE, file_of, read_page
-from ebbtide.runtime.storage.layout import Layout, padded
-from ebbtide.runtime.storage.pages import CheckpointPage, ExtentRecord, StepRecord, StepsPage, StorePage
+from ebbtide.runtime.storage.layout import Layout
+from ebbtide.runtime.storage.pages import (
+    CheckpointPage,
+    ExtentRecord,
+    StepRecord,
+    StepsPage,
+    StorePage,
+    read_checkpoint_page,
+    stored_pages,
+)
 from ebbtide.runtime.storage.view import View, page_aligned
 
 
@@ -37,16 +44,6 @@ def stored_problems(checkpoint: Path) -> list[str]:
         except (StorageError, ManifestError) as error:
             problems.append(f"{path.name}: {error}")
     return problems
-
-
-def stored_pages(checkpoint: Path) -> Iterator[Path]:
-    """Yield the paths of a checkpoint's JSON documents that locate the ranks' optimizer state on drives."""
-    paths = (checkpoint / stored_name(rank) for rank in count())
-    return takewhile(Path.exists, paths)
-
-
-def read_checkpoint_page(path: Path) -> CheckpointPage:
-    return parse(path.read_bytes(), CheckpointPage, path.name)
 
 
 class StepReader:

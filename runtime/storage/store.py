@@ -13,11 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.memory import padded
 from ebbtide.runtime.storage.blocks import BlockMover
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.folder import Drive, Folders
-from ebbtide.runtime.storage.layout import Layout, padded
+from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord, StorePage
 from ebbtide.runtime.storage.versions import Retention, Versions
 from ebbtide.runtime.storage.view import View, page_aligned

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,19 +69,16 @@ class StoredSteps:
     def problem(self, page: bytes) -> str:
         try:
             asked = self._parse(page)
-            reader = StepReader(asked)
-            try:
+            with closing(StepReader(asked)) as reader:
                 # Moments that are adopted: before they are used, in the next step.
                 reader.verify(masters_of=self._adoptable(asked))
-            finally:
-                reader.close()
         except (StorageError, ManifestError, OSError) as error:
             return str(error)
         return ""
 
     def _parse(self, page: bytes) -> CheckpointPage:
         asked = parse(page, CheckpointPage, "the checkpoint's page of what is stored")
-        if self.store is None or asked.store != self.store.nonce:
+        if self.store is None or not self._ours(asked):
             return asked
         here = [str(directory) for directory in self.store.directories]  # it may have been moved
         return asked.model_copy(update={"directories": here})
@@ -111,12 +108,9 @@ class StoredSteps:
             if not wanted:
                 yield {}
                 return
-            reader = StepReader(asked)
-            try:
+            with closing(StepReader(asked)) as reader:
                 yield {tuple(t.path): reader.tensor(t.subgroup, t.index) for t in wanted}
                 reader.check_there()
-            finally:
-                reader.close()
         finally:
             self.loading = False
             if self.store is not None:  # of a load that failed

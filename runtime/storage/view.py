@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.runtime.checkpoint.format.memory import padded
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.storage.extent_file import ExtentFile
-from ebbtide.runtime.storage.layout import Layout, padded
+from ebbtide.runtime.storage.layout import Layout
 
 _MAP_PRIVATE, _MAP_FIXED = 0x02, 0x10
 

@@ -21,7 +21,6 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from ebbtide.runtime.checkpoint.deepspeed.loading import Loading
-from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption
 from ebbtide.runtime.checkpoint.deepspeed.saving import Means, Save, checked_name
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
@@ -79,9 +78,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._files = files or Files()
         self._peers = Peers(plan.deadline_s)
         self._means = Means.reserve(plan, live, self._files, block_bytes)
-        self._loading = Loading(
-            self._engine, live, self._peers.rank, Resumption(self._peers), restore_random=plan.restore_random
-        )
+        self._loading = Loading(self._engine, live, self._peers, restore_random=plan.restore_random)
         self._job: Job | None = None
         self._save: Save | None = None  # between begin and end of save_checkpoint
         self._note: Note | None = None  # of the last save, while its trainer completes the folder

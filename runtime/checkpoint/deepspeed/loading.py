@@ -14,6 +14,7 @@ from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, stored_name
 from ebbtide.runtime.checkpoint.format.safe_load import load_file, only_weights
 from ebbtide.runtime.checkpoint.format.tree import tensors_of
 from ebbtide.runtime.checkpoint.live_state import LiveState
+from ebbtide.runtime.checkpoint.protocol.peers import Peers
 from ebbtide.runtime.checkpoint.protocol.retention import being_read
 
 _RANK_OF_FILE = re.compile(r"zero_pp_rank_(\d+)_.*optim_states\.pt$")
@@ -29,16 +30,13 @@ class Loading:
             of a tensor is its path in the nested dicts of the checkpoint's file. Empty except during a load.
     """
 
-    def __init__(
-        self, engine: Any, live: LiveState, rank: int, resumption: Resumption, *, restore_random: bool
-    ) -> None:
+    def __init__(self, engine: Any, live: LiveState, peers: Peers, *, restore_random: bool) -> None:
         self._engine = engine
         self._live = live
-        self._rank = rank
-        self._resumption = resumption
+        self._rank = peers.rank
+        self._resumption = Resumption(peers, self._stored_problem)
         self._restores_random = restore_random
         self.into: dict[tuple[Any, ...], torch.Tensor] = {}
-        resumption.stored_problem = self.stored_problem
 
     def load(self, original: Callable[..., Any], load_dir: str, tag: str | None, options: Mapping[str, Any]) -> Any:
         """Verify and load a checkpoint without executing any code from its files.
@@ -75,7 +73,7 @@ class Loading:
 
     @contextmanager
     def _stored(self, folder: Path, options: Mapping[str, Any]) -> Iterator[Mapping[tuple[Any, ...], torch.Tensor]]:
-        page, stored = self.stored_page(folder), self._live.stored
+        page, stored = self._stored_page(folder), self._live.stored
         if page is None or stored is None:
             yield {}
             return
@@ -107,18 +105,12 @@ class Loading:
             finally:
                 zero_to_fp32.torch = torch
 
-    def stored_page(self, folder: Path) -> bytes | None:
-        """Return the bytes of a checkpoint's JSON file that says where this rank's optimizer state is on drives. Return
-        None if the checkpoint has no such file.
-        """
+    def _stored_page(self, folder: Path) -> bytes | None:
         path = folder / stored_name(self._rank)
         return path.read_bytes() if path.exists() else None
 
-    def stored_problem(self, folder: Path) -> str:
-        """Return the reason why this rank cannot load a checkpoint's optimizer state from a drive, or an empty
-        string.
-        """
-        page = self.stored_page(folder)
+    def _stored_problem(self, folder: Path) -> str:
+        page = self._stored_page(folder)
         if page is None:
             return ""
         if self._live.stored is None:

@@ -53,11 +53,15 @@ class Resumption:
     loaded silently in its place.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, peers: Peers, stored_problem: Callable[[Path], str] = lambda _: "") -> None:
+        """Prepare the choice.
+
+        Args:
+            stored_problem: Function that returns what this rank misses of the optimizer state that a checkpoint, given
+                by its folder, has left on drives. Empty if nothing.
+        """
+        self._peers, self._stored_problem = peers, stored_problem
         self._needed: Callable[[str], bool] = lambda _: True
-        # Of a checkpoint's folder: what this rank misses of the state that lies on storage.
-        self.stored_problem: Callable[[Path], str] = lambda _: ""
 
     def choose(self, load_dir: Path, tag: str | None, needed: Callable[[str], bool] = lambda _: True) -> str | None:
         """Return the tag of the checkpoint to load. It is None if the folder has no checkpoint, as in DeepSpeed.
@@ -110,7 +114,7 @@ class Resumption:
     def _problems(self, directory: Path, tag: str) -> list[Problem]:
         share = (self._peers.rank, self._peers.world_size)
         problems = verify(directory, tag, share=share, needed=self._needed)
-        missing = self.stored_problem(directory / tag)
+        missing = self._stored_problem(directory / tag)
         if missing:
             problems.append(Problem(stored_name(self._peers.rank), missing))
         return self._peers.concat(problems)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, Source
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, Source, padded
 from ebbtide.runtime.checkpoint.format.skeleton import Layout
 
 
@@ -81,7 +81,7 @@ class Block:
 
     @property
     def padded_bytes(self) -> int:
-        return -(-self.size_bytes // ALIGNMENT) * ALIGNMENT
+        return padded(self.size_bytes)
 
 
 @dataclass(frozen=True)

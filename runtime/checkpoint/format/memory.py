@@ -17,6 +17,11 @@ from ebbtide.runtime.hardware.pages import lock, unlock
 ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
 
 
+def padded(size_bytes: int) -> int:
+    """Return a number of bytes rounded up to whole sectors, as direct I/O requires."""
+    return -(-size_bytes // ALIGNMENT) * ALIGNMENT
+
+
 class Source(Protocol):
     """A source of bytes that a checkpoint writes, such as a tensor.
 

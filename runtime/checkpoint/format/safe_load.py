@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.memory import memory_at
 from ebbtide.runtime.checkpoint.format.plain_data import ON_STORAGE, plain_classes
 from ebbtide.runtime.checkpoint.format.tree import of_the_kind, replace_tensors, tensors_of
@@ -205,11 +206,9 @@ def _read_chunk(descriptor: int, to: torch.Tensor, offset: int) -> None:
         to.copy_(passing)
         return
     view = memoryview(memory_at(to.data_ptr(), to.numel())).cast("B")
-    while len(view):
-        count = os.preadv(descriptor, [view], offset)
-        if count == 0:
-            raise ValueError(f"the checkpoint file was truncated: it ends at byte {offset}, in the middle of a tensor")
-        view, offset = view[count:], offset + count
+    end = offset + Files().read_into(descriptor, view, offset)
+    if end < offset + len(view):
+        raise ValueError(f"the checkpoint file was truncated: it ends at byte {end}, in the middle of a tensor")
 
 
 def on_host(tensor: torch.Tensor) -> bool:

@@ -169,7 +169,7 @@ class Commit:
         """
         a = self._attempt
         for record in files:
-            _fsync(a.target / record.path, real)
+            real.fsync_file(a.target / record.path)
         for folder in sorted({(a.target / f.path).parent for f in files} | {a.target}):
             real.fsync_folder(folder)
         if a.rank != 0:
@@ -180,10 +180,10 @@ class Commit:
                 if (a.target / synced_name(rank)).exists():
                     break
         for name in (*(rank_manifest_name(r) for r in range(a.world_size)), GLOBAL_NAME):
-            _fsync(a.target / name, real)
+            real.fsync_file(a.target / name)
         real.fsync_folder(a.target / RANKS_FOLDER)
         if a.save_latest:
-            _fsync(a.save_dir / "latest", real)
+            real.fsync_file(a.save_dir / "latest")
         real.fsync_folder(a.save_dir)
 
     def close(self, *, committed: bool) -> None:
@@ -362,14 +362,6 @@ class Deferred(Files):
 
 def synced_name(rank: int) -> str:
     return f"{RANKS_FOLDER}/synced_{rank:05d}"
-
-
-def _fsync(path: Path, files: Files) -> None:
-    descriptor = files.open(path, os.O_RDONLY)
-    try:
-        files.fsync(descriptor)
-    finally:
-        files.close(descriptor)
 
 
 def remove_leftovers(save_dir: Path, files: Files, keep: Path | None = None) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ebbtide.runtime.checkpoint.errors import CheckpointError, ManifestError
+from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import (
     GLOBAL_NAME,
     FileRecord,
@@ -141,17 +141,7 @@ def _differing(folder: Path, record: FileRecord) -> Iterator[Problem]:
     with (folder / record.path).open("rb", buffering=0) as file:
         buffer = memoryview(bytearray(record.block_bytes))
         for number, expected in enumerate(record.hashes):
-            count = _fill(file, buffer)
+            start = number * record.block_bytes
+            count = Files().read_into(file.fileno(), buffer, start)
             if block_hash(buffer[:count]) != expected:
-                start = number * record.block_bytes
                 yield Problem(record.path, f"bytes {start} to {start + count} of the file were altered")
-
-
-def _fill(file: Any, buffer: memoryview) -> int:
-    count = 0
-    while count < len(buffer):
-        got = file.readinto(buffer[count:])
-        if not got:
-            break
-        count += got
-    return count

@@ -9,8 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format.memory import padded
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
-from ebbtide.runtime.storage.layout import Layout, padded
+from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import StepRecord
 from ebbtide.runtime.storage.versions import Retention
 
