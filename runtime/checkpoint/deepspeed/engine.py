@@ -213,18 +213,9 @@ class LazyCheckpointEngine(CheckpointEngine):
         state = (str(folder), name, *steps, exclude_frozen_parameters, save_latest)
         if state == self._saved and not client_state and foreign_trainer() is not None:
             return True  # Trainer saves each of its checkpoints twice: nothing has changed since
-        verdict = self._agree_to_begin(str(folder / name))
-        if verdict.running:
-            logger.info(
-                "checkpoint %s was skipped, because an earlier one is still being written (checkpoint.busy is 'skip')",
-                name,
-            )
+        verdict = self._begin(folder, name)
+        if verdict is None:
             return False
-        # Of another engine of this process, too: one attempt at a time in a folder, since what is
-        # left over there is removed first.
-        wait_for_jobs(folder)
-        self._files.point("save_begun")
-        self._before_save()
         write = partial(
             original,
             save_dir,
@@ -233,7 +224,6 @@ class LazyCheckpointEngine(CheckpointEngine):
             save_latest=save_latest,
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
-        deleted_first.remember(folder)
         if not verdict.together:
             self._saved = ()
             self._save_apart(write, folder / "latest" if save_latest else None, name)
@@ -242,6 +232,22 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._note = self._save_in_background(attempt, write, begin)
         self._saved = state
         return True
+
+    def _begin(self, folder: Path, name: str) -> Verdict | None:
+        verdict = self._agree_to_begin(str(folder / name))
+        if verdict.running:
+            logger.info(
+                "checkpoint %s was skipped, because an earlier one is still being written (checkpoint.busy is 'skip')",
+                name,
+            )
+            return None
+        # Of another engine of this process, too: one attempt at a time in a folder, since what is
+        # left over there is removed first.
+        wait_for_jobs(folder)
+        self._files.point("save_begun")
+        self._before_save()
+        deleted_first.remember(folder)
+        return verdict
 
     def _attempt(self, folder: Path, name: str, nonce: str, save_latest: bool) -> Attempt:
         step, peers = self._engine.global_steps, self._peers

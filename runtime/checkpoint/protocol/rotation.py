@@ -133,17 +133,18 @@ class Note:
                     "while a save runs, to restore the checkpoint if the save fails"
                 )
             number = sum(1 for _ in self._path.parent.glob(f"{KEPT}{self._nonce}_*"))
-            place = self._path.parent / f"{KEPT}{self._nonce}_{number}"
-            temporary = place.with_name(f".{place.name}")
-            tree = temporary / "tree"
+            temporary = self._path.parent / f".{KEPT}{self._nonce}_{number}"
             try:
-                _link_tree(folder, tree)
+                _link_tree(folder, temporary / "tree")
             except OSError:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
-            path = os.path.relpath(folder, self._save_dir)
-            (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}), encoding="utf-8")
-            temporary.rename(place)  # whole or not there
+            self._name_kept(temporary, folder)
+
+    def _name_kept(self, temporary: Path, origin: Path) -> None:
+        path = os.path.relpath(origin, self._save_dir)
+        (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}), encoding="utf-8")
+        temporary.rename(temporary.with_name(temporary.name.removeprefix(".")))  # whole or not there
 
     def adopt(self, folder: Path, origin: Path) -> None:
         """Move an older checkpoint to ``.ebbtide``, after a newer one has taken its path.
@@ -154,13 +155,10 @@ class Note:
             folder: Folder that has the older checkpoint now.
             origin: Path that the older checkpoint had, and the newer one has now.
         """
-        place = self._path.parent / f"{KEPT}{self._nonce}_replaced"
-        temporary = place.with_name(f".{place.name}")
+        temporary = self._path.parent / f".{KEPT}{self._nonce}_replaced"
         temporary.mkdir(parents=True)
         folder.rename(temporary / "tree")
-        path = os.path.relpath(origin, self._save_dir)
-        (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}), encoding="utf-8")
-        temporary.rename(place)
+        self._name_kept(temporary, origin)
 
     def close(self, *, committed: bool) -> None:
         """End the attempt to save a checkpoint.
@@ -219,7 +217,7 @@ def kept(save_dir: Path, nonce: str = "") -> list[Path]:
     return sorted(place for place in places if (place / "where.json").exists())
 
 
-def put_back(save_dir: Path, place: Path) -> Path | None:
+def put_back(save_dir: Path, place: Path) -> Path:
     """Restore a deleted checkpoint to its original path, and return the path.
 
     Remains of an interrupted deletion at this path are removed.
@@ -294,11 +292,13 @@ def _alone(notes: Path) -> Iterator[Path | None]:
         yield None
         return
     _settling.busy = True
-    try:
-        with _locked(notes):
-            yield notes if notes.is_dir() else None  # another rank was faster
-    finally:
-        _settling.busy = False
+    with contextlib.ExitStack() as held:
+        held.callback(setattr, _settling, "busy", False)
+        with contextlib.suppress(FileNotFoundError):
+            descriptor = os.open(notes, os.O_RDONLY)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield notes if notes.is_dir() else None  # None: another rank was faster
 
 
 def _anybody(notes: Path) -> bool:
@@ -333,7 +333,7 @@ def _settle(save_dir: Path, notes: Path) -> None:
     for page, whole in zip(pages, done, strict=True):
         (_name_latest if whole else _forget)(save_dir, page)
     if not good and (not complete or not committed(save_dir)):
-        _hide(save_dir, next((h for h in origins if h is not None), None))
+        _hide(save_dir, origins[0] if origins else None)
     shutil.rmtree(notes, ignore_errors=True)
 
 
@@ -419,20 +419,6 @@ def _same_files(one: Path, other: Path) -> bool:
             if not twin.exists() or not path.samefile(twin):
                 return False
     return True
-
-
-@contextlib.contextmanager
-def _locked(notes: Path) -> Iterator[None]:
-    try:
-        descriptor = os.open(notes, os.O_RDONLY)
-    except FileNotFoundError:
-        yield
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _read(path: Path) -> dict[str, Any]:
