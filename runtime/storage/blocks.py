@@ -15,7 +15,8 @@ from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, memory_at, padde
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.layout import Block, Layout
-from ebbtide.runtime.storage.workers import Bounce, Transfer, Workers, told_late
+from ebbtide.runtime.storage.waiting import told_late
+from ebbtide.runtime.storage.workers import Bounce, Transfer, Workers
 
 # Moves one block between memory at an address and the start in its file, and returns its hash.
 Move = Callable[[Block, int, int, Bounce], str]

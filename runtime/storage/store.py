@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from ebbtide.runtime.checkpoint.files import Files
@@ -22,7 +21,7 @@ from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord, StorePage
 from ebbtide.runtime.storage.versions import Retention, Versions
 from ebbtide.runtime.storage.view import View, page_aligned
-from ebbtide.runtime.storage.workers import Telling
+from ebbtide.runtime.storage.waiting import Progress, Telling
 from ebbtide.simulator.plan import BLOCK_BYTES
 
 DEPTH = 4
@@ -77,11 +76,10 @@ class ExtentStore:
         self.rank, self.directories = rank, [drive.directory for drive in drives]
         self._verify_reads, self._deadline_s = verify_reads, deadline_s
         self._retention = Retention(keep, stands, protects)
-        self._condition = threading.Condition()
+        self._progress = Progress(deadline_s)
+        self._condition = self._progress.condition
         self._committing = threading.Lock()  # one at a time: a manifest names all kept steps
         self._views: dict[int, View] = {}
-        self._failure: BaseException | None = None
-        self._progress_s = 0.0  # when something was written or committed last
         self.read_bytes = self.written_bytes = 0
         wanted = StorePage(
             nonce="",
@@ -185,12 +183,12 @@ class ExtentStore:
                 raise StorageError(f"subgroup {subgroup} must have been written before it is read, but was not")
             held.reads += 1
         try:
-            self._raise_failure()
+            self._progress.raise_failure()
             hashes = self._blocks.read(subgroup, extent, into, check=check)
         finally:
             with self._condition:
                 held.reads -= 1
-                self._notify()
+                self._progress.made()
         if check and hashes != held.hashes[extent]:
             raise DamagedError(
                 f"the state of subgroup {subgroup} in {self._blocks} is damaged: its hash is not the "
@@ -241,36 +239,25 @@ class ExtentStore:
             extent = self._free_extent(subgroup)
         view = self._views.get(subgroup)
         own = view is not None and source[0].data_ptr() == view.tensors[0].data_ptr()
-        with self._failing():
-            self._raise_failure()
+        with self._progress.failing():
+            self._progress.raise_failure()
             hashes = self._blocks.write(subgroup, extent, source, own=own)
             if view is not None:
                 view.show(extent, self._blocks.files)
         with self._condition:
             self._versions.end_write(subgroup, extent, version, hashes, unchecked=self._verify_reads)
             self.written_bytes += sum(map(padded, self._blocks.layout.sizes[subgroup]))
-            self._notify()
+            self._progress.made()
 
     def _free_extent(self, subgroup: int) -> int:
         waiting = self._telling(f"a commit that frees space for subgroup {subgroup}")
         while (extent := self._versions.take_extent(subgroup)) is None:
             fact = f"versions {sorted(self._versions.announced)} are still being committed"
-            self._wait(waiting, f"a write of subgroup {subgroup} must find free space", fact)
+            self._progress.wait(waiting, f"a write of subgroup {subgroup} must find free space", fact)
         return extent
 
     def _telling(self, what: str) -> Telling:
         return Telling(f"{what} in {self._blocks}", self._deadline_s)
-
-    def _wait(self, waiting: Telling, rule: str, fact: str) -> None:
-        self._raise_failure()
-        stuck_s = time.monotonic() - max(waiting.begin_s, self._progress_s)
-        waiting.stuck(stuck_s)
-        if stuck_s > self._deadline_s:
-            raise StorageError(
-                f"{rule} within {self._deadline_s:g} s, but {fact}: the drive hangs or is too slow. "
-                "Check the drive, then resume"
-            )
-        self._condition.wait(min(1.0, self._deadline_s / 4))
 
     # -- committing
 
@@ -312,7 +299,7 @@ class ExtentStore:
         """
         with self._condition:
             self._versions.announced.pop(version, None)
-            self._notify()
+            self._progress.made()
 
     def prepare(self, version: int, step: int, name: str, data: str) -> StepRecord:
         """Commit a version of the optimizer state on the drives. Keep all versions that were committed earlier.
@@ -330,7 +317,7 @@ class ExtentStore:
             StorageError: A write or a sync failed. Versions that were committed earlier are intact.
         """
         with self._committing:
-            with self._failing():
+            with self._progress.failing():
                 extents = self._written(version)
                 self._blocks.sync()
             record = StepRecord(step=step, name=name, extents=extents, data=data)
@@ -361,17 +348,17 @@ class ExtentStore:
                 self._name([s for s in self._versions.steps if s.name != name])
 
     def _name(self, steps: list[StepRecord]) -> None:
-        with self._failing():
+        with self._progress.failing():
             self._folders.commit(self.nonce, steps)
         with self._condition:
             self._versions.steps = steps
-            self._notify()
+            self._progress.made()
 
     def _written(self, version: int) -> list[ExtentRecord]:
         with self._condition:
             waiting = self._telling(f"the writing of version {version}")
             while late := self._versions.missing(version):
-                self._wait(waiting, f"version {version} must be written", f"subgroups {late[:5]} are not")
+                self._progress.wait(waiting, f"version {version} must be written", f"subgroups {late[:5]} are not")
             return self._versions.extents_of(version)
 
     @property
@@ -407,7 +394,7 @@ class ExtentStore:
             waiting = self._telling("the reads in progress")
             subgroups = self._versions.subgroups.values()
             while any(held.reads for held in subgroups):  # the next step's
-                self._wait(waiting, "the reads in progress must end", "they did not")
+                self._progress.wait(waiting, "the reads in progress must end", "they did not")
             steps = self._versions.steps
             found = [s for s in steps if (s.name == name if name else step in (None, s.step))]
             if not found:
@@ -430,27 +417,6 @@ class ExtentStore:
             return taken
 
     # -- all
-
-    def _notify(self) -> None:
-        self._progress_s = time.monotonic()
-        self._condition.notify_all()
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            with self._condition:
-                self._failure = self._failure or error
-                self._condition.notify_all()
-            raise
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise StorageError(
-                f"the optimizer state on drives cannot be used after an error while state was written "
-                f"({self._failure}). Fix the cause, and resume training from a checkpoint"
-            ) from self._failure
 
     def close(self) -> None:
         """Stop the store's threads and release its directories for other runs.

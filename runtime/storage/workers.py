@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import mmap
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from ebbtide.runtime.checkpoint.format.memory import memory_at
 from ebbtide.runtime.hardware.background import free, native_work
 from ebbtide.runtime.storage.errors import StorageError
-
-logger = logging.getLogger("ebbtide")
+from ebbtide.runtime.storage.waiting import Telling
 
 Job = Callable[["Bounce"], None]
-_STUCK = "ebbtide: waiting for storage: %s made no progress for %.1f s"
-TOLD_AFTER_S = 10.0  # without a block that arrives; then again after twice as long
 
 
 class Bounce:
@@ -36,45 +31,6 @@ class Bounce:
 
     def view(self, size_bytes: int) -> memoryview:
         return memoryview(memory_at(self.address(), size_bytes)).cast("B")
-
-
-class Telling:
-    """A warning that is repeated in the log while some code waits for a drive.
-
-    Attributes:
-        begin_s: Time, in seconds of the monotonic clock, at which the wait began.
-    """
-
-    def __init__(self, what: str, deadline_s: float) -> None:
-        self.begin_s = time.monotonic()
-        self._what, self._deadline_s = what, deadline_s
-        self._next_s = TOLD_AFTER_S
-
-    def stuck(self, stuck_s: float) -> None:
-        if stuck_s >= self._next_s:
-            logger.warning(
-                _STUCK + " (training ends with an error after %.0f s without progress)",
-                self._what,
-                stuck_s,
-                self._deadline_s,
-            )
-            self._next_s = 2 * stuck_s
-
-
-@contextmanager
-def told_late(what: str) -> Iterator[None]:
-    """Log a warning if the code in the ``with`` block, which waits for a drive, takes long.
-
-    Args:
-        what: The operation that the warning names.
-    """
-    timer = threading.Timer(TOLD_AFTER_S, logger.warning, (_STUCK, what, TOLD_AFTER_S))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class Transfer:
