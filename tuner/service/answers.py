@@ -40,28 +40,18 @@ from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import wear, with_storage
-from ebbtide.tuner.service.requests import (
-    MACHINE_FACTS,
-    Answer,
-    Goodput,
-    PlanJob,
-    Scenario,
-    SearchJob,
-    Simulate,
-    WhatIf,
-    WhatIfJob,
-)
+from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, SearchJob, Simulate, WhatIf, WhatIfJob
+from ebbtide.tuner.service.responses import MachineFacts
 from ebbtide.tuner.service.scenario import (
     USUAL_SUBGROUP,
     check_plannable,
     job_of,
     machine_of,
     model_of,
-    offloads_parameters,
+    offload_of,
     resolve,
     started_by,
     storage_of,
-    strategy_of,
 )
 
 Progress = Callable[[float, str], None]
@@ -81,7 +71,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
         name, options["plan"] = "ebbtide", request.plan
         workload = workload.cut_as(request.plan)
     elif name is None:
-        name, moved = strategy_of(request, workload)
+        name, moved = offload_of(request).strategy(workload.zero_stage)
         options = {**moved, **options}
     result = simulated(name, workload, machine, Limits.of(workload, machine), options, TEMPLATES.compiled).result
     limits, _, _ = with_storage(workload, machine, storage_of(request))
@@ -177,17 +167,8 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
     if request.plan is not None:
         return request.plan
     if request.effort == "full":
-        from ebbtide.tuner.placements.planning import plan as search
-
         progress(0.2, "searching the best plan")
-        return search(
-            workload,
-            machine,
-            mtbf_s=request.mtbf_s,
-            **_freedom(request),
-            storage=storage_of(request),
-            endurance_bytes=request.endurance_bytes,
-        )
+        return _searched(request, machine, workload)
     quick = even_plan(workload, machine, limits, **_freedom(request))
     if not quick.stores or quick.prediction is None:
         return quick
@@ -195,9 +176,23 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
     return quick.model_copy(update={"reasons": (*quick.reasons, told)})
 
 
+def _searched(request: Scenario, machine: Machine, workload: Workload, **more: Any) -> Plan:
+    from ebbtide.tuner.placements.planning import plan
+
+    return plan(
+        workload,
+        machine,
+        mtbf_s=request.mtbf_s,
+        **_freedom(request),
+        storage=storage_of(request),
+        endurance_bytes=request.endurance_bytes,
+        **more,
+    )
+
+
 def _freedom(request: Scenario) -> dict[str, Any]:
     sizes: dict[str, Any] = {} if request.subgroup_size is None else {"subgroup_sizes": ()}
-    return {"offload_parameters": offloads_parameters(request), **sizes}
+    return {"offload_parameters": not offload_of(request).keeps_parameters, **sizes}
 
 
 def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
@@ -226,7 +221,7 @@ def _timelines(machine: Machine, workload: Workload, plan: Plan | None, choice: 
 
 
 def _about_machine(machine: Machine) -> dict[str, Any]:
-    link, shown = machine.h2d_bytes_per_s, (*MACHINE_FACTS, "measured_with")
+    link, shown = machine.h2d_bytes_per_s, (*MachineFacts.model_fields, "measured_with")
     return {
         **{name: getattr(machine, name) for name in shown},
         "link_bytes_per_s": link.median,
@@ -287,28 +282,22 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     """Search for the best plan of a request's training job. Return, as JSON data, the plan and, for
     comparison, the iteration time under the plan of a quick search.
     """
-    from ebbtide.tuner.placements.planning import plan as search
-
     check_plannable(request)
     machine, workload = resolve(request)
-    storage = storage_of(request)
-    limits, drives, _ = with_storage(workload, machine, storage, margin=request.memory_margin)
+    limits, drives, _ = with_storage(workload, machine, storage_of(request), margin=request.memory_margin)
     progress(0.05, "a quick plan first")
     quick = even_plan(workload, drives, limits, **_freedom(request))
     assert quick.prediction is not None
     quick_s = quick.prediction.iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")
-    result = search(
-        workload,
+    result = _searched(
+        request,
         machine,
+        workload,
         seed=request.seed,
         robust=request.robust,
-        mtbf_s=request.mtbf_s,
         restart_s=request.restart_s,
         memory_margin=request.memory_margin,
-        **_freedom(request),
-        storage=storage,
-        endurance_bytes=request.endurance_bytes,
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),
     )
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}

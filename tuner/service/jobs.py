@@ -53,11 +53,14 @@ class Feed:
             self._events.append((self._number, kind, data))
             self._changed.notify_all()
 
-    async def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-        """Yield each new event about the planning service's background jobs as a pair of kind and data.
-        Yield None if there is no event for a while, so that the connection is kept alive.
+    def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
+        """Return an iterator over the events about the planning service's background jobs from now on, as
+        pairs of kind and data. It yields None if there is no event for a while, so that the connection is kept
+        alive.
         """
-        last = self._number
+        return self._since(self._number)
+
+    async def _since(self, last: int) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
         while not self._closed:
             fresh = [event for event in self._events if event[0] > last]
             for number, kind, data in fresh:

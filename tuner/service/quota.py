@@ -114,6 +114,9 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
     Raises:
         RuleError: The step has too many micro-batches. The message says how many are allowed.
     """
+    batch = asked.global_batch if isinstance(asked, SearchJob) and "accumulation" in asked.free else None
+    if batch is not None:  # the search may accumulate all of it
+        asked = asked.model_copy(update={"accumulation": batch})
     fixed, each, micro = _ops(asked)
     if fixed + each * micro <= quota.searched_ops or not _searches(asked):
         return
@@ -123,6 +126,12 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
             f"subgroup_size must be larger: a simulation of this model has at least {fixed + each} operations, and a "
             f"search on this server may use at most {quota.searched_ops} per simulation",
             "subgroup_size",
+        )
+    if batch is not None:
+        raise RuleError(
+            f"global_batch must be at most {most} for this model on this server if the search varies accumulation, "
+            f"but got {batch}. Lower global_batch, or leave accumulation out of free",
+            key="global_batch",
         )
     raise RuleError(
         f"accumulation must be at most {most} for this model on this server, but got {micro}. "
@@ -152,24 +161,3 @@ def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
                 key="accumulation",
             )
     return total <= quota.light_ops
-
-
-def check_search(request: SearchJob, quota: Quota) -> None:
-    """Refuse a request for a configuration search if one simulation would have more operations than the
-    planning service allows.
-
-    Raises:
-        ValueError: The accumulation or the global batch is too large.
-    """
-    micro_batches = request.accumulation or 1
-    if "accumulation" in request.free and request.global_batch is not None:
-        micro_batches = request.global_batch
-    asked = {"accumulation": micro_batches, "ds_config": None}
-    ops = estimated_ops(request.model_copy(update=asked))
-    if ops > quota.searched_ops:
-        raise RuleError(
-            f"a step must have at most {micro_batches * quota.searched_ops // ops} micro-batches in a search on this "
-            f"server, but can have {micro_batches} in this request. Lower accumulation, or if the search varies "
-            "accumulation, lower global_batch",
-            key="global_batch",
-        )

@@ -58,8 +58,8 @@ def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:
-        timelines += predicted(call.plan, call.scenario)
         machine, workload = resolve(call.scenario)
+        timelines += _predicted(call.plan, machine, workload)
         told = about(workload, machine)
     return report_html(call.plan, timelines, told)
 
@@ -68,13 +68,12 @@ def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
     """Return, as a trace for ui.perfetto.dev, the simulated timelines of a training job with DeepSpeed
     alone and under a plan.
     """
-    stock, planned = predicted(call.plan, call.scenario)
+    stock, planned = _predicted(call.plan, *resolve(call.scenario))
     return stock.perfetto(planned)
 
 
-def predicted(plan: Plan, scenario: Scenario) -> list[Timeline]:
+def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timeline]:
     """Return two simulated timelines of a training job: with DeepSpeed alone, and under a plan."""
-    machine, workload = resolve(scenario)
     stock = build_strategy(stock_offload(workload.zero_stage), workload)
     return [simulate(stock, machine), _under(plan, workload, machine)]
 

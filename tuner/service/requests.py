@@ -5,14 +5,10 @@ Unknown fields and paths of files are refused.
 
 import math
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator.estimates.compute import FlashVersion, Kernels
 from ebbtide.simulator.estimates.launchers import Launcher
-from ebbtide.simulator.estimates.models.architecture import KEYS, is_deepspeed, language_model, quantized
-from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key
-from ebbtide.simulator.estimates.models.modules import DESCRIBE
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, shortened
@@ -58,16 +54,6 @@ DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(min_length=1, max_length
 Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
 KNOBS: tuple[Knob, ...] = get_args(Knob)
 MOST_ITERATIONS = 12
-# What of a machine is told as it is.
-MACHINE_FACTS = (
-    "name",
-    "device_name",
-    "device_kind",
-    "gpus_per_node",
-    "device_memory_bytes",
-    "host_memory_bytes",
-    "unified_memory",
-)
 MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
 
 
@@ -408,52 +394,3 @@ class Report(Request):
     plan: PostedPlan
     scenario: Scenario | None = None
     run: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")] | None = None
-
-
-def check_model(config: dict[str, Any]) -> None:
-    """Refuse the config of a model that the planning service cannot process.
-
-    The service does not build models with the transformers library, since any client may send a config.
-
-    Raises:
-        ValueError: The model has too many layers or experts, or its family is unknown.
-    """
-    if is_deepspeed(config):
-        raise RuleError(
-            "model must be the config of a model, but is a DeepSpeed config: send a DeepSpeed config as ds_config",
-            key="model",
-        )
-    if refusal := quantized(config):
-        raise RuleError(refusal, key="model.quantization_config")
-    text = language_model(config)
-    if "model_type" in text:
-        _check_family(text, {} if text is config else config["text_config"])
-    layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))
-    matrices = layers * (10 + 3 * experts)
-    if layers > MOST_LAYERS or matrices > MOST_BLOCKS:
-        raise RuleError(
-            f"the model must have at most {MOST_LAYERS} layers and {MOST_BLOCKS} weight matrices on this server, but "
-            f"has {layers} layers and about {matrices} matrices",
-            key="model",
-        )
-
-
-def _check_family(text: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-    """Refuse the config of a language model that does not have the usual layers of a known family.
-
-    Args:
-        nested: The part of the sent config under ``text_config``. Empty if it has no such part.
-    """
-    family, instead = str(text["model_type"]), f"Run `tune plan --model config.json` instead, or {DESCRIBE}"
-    if family not in FAMILIES:
-        key, rule = "model_type", f"on this server, model_type must be one of {', '.join(FAMILIES)}"
-    elif changed := changed_key(text):
-        key, rule = changed[0], f"on this server, {changed[0]} must be {changed[1]!r} for model_type {family!r}"
-    else:
-        return
-    where = "model.text_config" if key in nested else "model"
-    raise RuleError(f"{rule}, but got {shortened(text[key])}. {instead}", key=f"{where}.{key}")
-
-
-def _largest(config: Mapping[str, Any], *names: str) -> int:
-    return max([n for name in names if isinstance(n := config.get(name), int)], default=0)

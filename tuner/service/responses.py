@@ -140,10 +140,8 @@ class UseTold(Answered):
     trainer: str
 
 
-class MachineTold(Answered):
-    """The machine that a request to the planning service named: kind of GPU, memory sizes, and bandwidth of
-    the link.
-    """
+class MachineFacts(Answered):
+    """The facts about a machine that responses of the planning service have as they are in its machine.json."""
 
     name: str
     device_name: str
@@ -152,6 +150,13 @@ class MachineTold(Answered):
     device_memory_bytes: int
     host_memory_bytes: int
     unified_memory: bool
+
+
+class MachineTold(MachineFacts):
+    """The machine that a request to the planning service named: kind of GPU, memory sizes, and bandwidth of
+    the link.
+    """
+
     measured_with: str
     link_bytes_per_s: float
     link_source: str
@@ -285,16 +290,9 @@ class SearchResult(Answered):
     outcomes: list[Configured]
 
 
-class Pickable(Answered):
+class Pickable(MachineFacts):
     """The facts about a machine that the selection list on the planning service's web page shows."""
 
-    name: str
-    device_name: str
-    device_kind: str
-    gpus_per_node: int
-    device_memory_bytes: int
-    host_memory_bytes: int
-    unified_memory: bool
     preset: bool
     multi_node: bool
     estimates: bool

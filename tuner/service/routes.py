@@ -15,7 +15,7 @@ from ebbtide.simulator.schedules.strategies import STRATEGIES
 from ebbtide.tuner.service import requests as ask
 from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result
-from ebbtide.tuner.service.quota import Quota, check_ops, check_search, check_search_ops, estimated_ops
+from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
 from ebbtide.tuner.service.report import read_run, summary_of
 from ebbtide.tuner.service.resources import Names, Service
 from ebbtide.tuner.service.scenario import MODELS
@@ -133,7 +133,7 @@ def _machines(router: APIRouter, service: Service, names: Names) -> None:
 
 def _facts_of(name: str, machine: Machine) -> dict[str, Any]:
     return {
-        **{fact: getattr(machine, fact) for fact in ask.MACHINE_FACTS},
+        **{fact: getattr(machine, fact) for fact in told.MachineFacts.model_fields},
         "name": name,
         "preset": name in preset_names(),
         "multi_node": machine.network_bytes_per_s is not None,
@@ -148,21 +148,10 @@ def _models(router: APIRouter, service: Service) -> None:
         """List the models that the planning server knows by name, and the measured workload that the server
         was started with.
         """
-        workload = service.examples.get("workload")
-        measured = (
-            []
-            if workload is None
-            else [
-                {
-                    "name": workload.name,
-                    "params": workload.params,
-                    "machine": service.shown_machine,
-                    "label": service.examples.get("label", ""),
-                }
-            ]
-        )
-        known = {"models": list(MODELS), "workloads": measured, "strategies": list(STRATEGIES)}
-        return told.Models.model_validate(known)
+        workload, label = service.examples.get("workload"), service.examples.get("label", "")
+        shown = {} if workload is None else {"name": workload.name, "params": workload.params, "label": label}
+        profiled = [told.Profiled(machine=service.shown_machine, **shown)] if shown else []
+        return told.Models(models=list(MODELS), workloads=profiled, strategies=list(STRATEGIES))
 
 
 def _answers(router: APIRouter, service: Service, names: Names) -> None:
@@ -239,7 +228,6 @@ def _jobs(router: APIRouter, service: Service, names: Names) -> None:
     @router.post("/jobs/search", status_code=201)
     async def search(posted: ask.SearchJob) -> told.JobState:
         """Start a background job that searches for the fastest training configuration of a model."""
-        check_search(posted, service.quota)
         return await _submit(service, names, posted, "search")
 
 
@@ -303,8 +291,9 @@ def _events(router: APIRouter, service: Service) -> None:
 
 
 async def _submit(service: Service, names: Names, posted: ask.Scenario, kind: str) -> told.JobState:
-    check_search_ops(names.fill(posted), service.quota)
-    body = _checked(names, posted, service.quota)
+    filled = names.fill(posted)
+    check_search_ops(filled, service.quota)
+    body = _checked(filled, service.quota)
     return told.JobState(**await service.jobs.submit(kind, body, getattr(posted, "name", None) or _title(posted)))
 
 
@@ -351,46 +340,32 @@ def _event(kind: str, data: dict[str, Any]) -> bytes:
 async def _all_events(service: Service) -> AsyncIterator[bytes]:
     service.feed.streams += 1
     try:
+        events = service.feed.listen()  # before the client is told that nothing is missed from here on
         yield b": open\n\n"
-        async for event in service.feed.listen():
+        async for event in events:
             yield b": still here\n\n" if event is None else _event(*event)
     finally:
         service.feed.streams -= 1
 
 
-_OVER: tuple[str, dict[str, Any]] = ("over", {})  # the feed is closed
-
-
-async def _next(events: AsyncIterator[tuple[str, dict[str, Any]] | None]) -> tuple[str, dict[str, Any]] | None:
-    try:
-        return await anext(events)
-    except StopAsyncIteration:  # a task cannot raise it
-        return _OVER
-
-
 async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
     service.feed.streams += 1
     try:
-        listening = service.feed.listen()
-        change = asyncio.ensure_future(_next(listening))  # listens before the state is read
-        await asyncio.sleep(0)
+        events = service.feed.listen()  # before the state is read: no change between them is missed
         state = service.jobs.state(job)
         while state is not None:
             yield _event("job", state)
             if state["state"] not in ("queued", "running"):
                 return
-            event = await change
-            if event is _OVER:
-                return
-            change = asyncio.ensure_future(_next(listening))
-            if event is None:
-                yield b": still here\n\n"
-            elif event[1].get("id") == job:
-                state = event[1]
-                if state["state"] not in ("queued", "running"):
-                    state = service.store.job(job)
+            state = None
+            async for event in events:
+                if event is None:
+                    yield b": still here\n\n"
+                elif event[0] == "job" and event[1]["id"] == job:
+                    ended = event[1]["state"] not in ("queued", "running")
+                    state = service.store.job(job) if ended else event[1]
+                    break
     finally:
-        change.cancel()
         service.feed.streams -= 1
 
 
@@ -428,7 +403,7 @@ def _runs(router: APIRouter, service: Service, names: Names) -> None:
         """Return simulated timelines for ui.perfetto.dev: of DeepSpeed alone, and under a plan."""
         body = {
             "plan": posted.plan.model_dump(mode="json"),
-            "scenario": _checked(names, posted.scenario, service.quota),
+            "scenario": _checked(names.fill(posted.scenario), service.quota),
         }
         return _response(await service.pool.heavy.call("trace", body))
 
@@ -438,13 +413,12 @@ def _runs(router: APIRouter, service: Service, names: Names) -> None:
         run = None if posted.run is None else _known(service.store.run(posted.run), "run")
         body = {"plan": posted.plan.model_dump(mode="json"), "run": run}
         if posted.scenario is not None:
-            body["scenario"] = _checked(names, posted.scenario, service.quota)
+            body["scenario"] = _checked(names.fill(posted.scenario), service.quota)
         result = await service.pool.heavy.call("report", body)
         disposition = {"content-disposition": 'attachment; filename="report.html"'}
         return Response(result.body, media_type="text/html; charset=utf-8", headers=disposition)
 
 
-def _checked(names: Names, scenario: ask.Scenario, quota: Quota) -> dict[str, Any]:
-    filled = names.fill(scenario)
+def _checked(filled: ask.Scenario, quota: Quota) -> dict[str, Any]:
     check_ops(estimated_ops(filled), 1, quota)
     return filled.model_dump(mode="json", exclude_defaults=True)

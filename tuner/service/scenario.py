@@ -10,19 +10,22 @@ from typing import Any
 from ebbtide.simulator.estimates.deepspeed_config import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
-from ebbtide.simulator.estimates.models.architecture import KEYS, is_model, language_model
+from ebbtide.simulator.estimates.models.architecture import KEYS, is_deepspeed, is_model, language_model, quantized
+from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS
+from ebbtide.simulator.estimates.models.modules import DESCRIBE
+from ebbtide.simulator.estimates.offloading import Offloading, offloading
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError, broken, spelled
-from ebbtide.simulator.schedules.strategies import stock_offload
+from ebbtide.simulator.rules import RuleError, broken, shortened, spelled
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.service.requests import MOST_SUBGROUPS, Scenario, SearchJob, check_model
+from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
 from pydantic import ValidationError
 
 ITERATIONS = 3  # that a prediction simulates
 USUAL_SUBGROUP = 10**9
+_COMPUTED = {"recompute_share", "kernels", "flash_version", "fused_loss", "flash_attention"}  # `Job` fields on layers
 
 
 def machine_of(scenario: Scenario) -> Machine:
@@ -131,9 +134,58 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
     return model
 
 
-def offloads_parameters(scenario: Scenario) -> bool:
-    """Return True unless the DeepSpeed config in a request says that 16-bit parameters stay in GPU memory."""
-    return scenario.ds_config is None or not job_of(scenario).offload.keeps_parameters
+def check_model(config: dict[str, Any]) -> None:
+    """Refuse the config of a model that the planning service cannot process.
+
+    The service does not build models with the transformers library, since any client may send a config.
+
+    Raises:
+        ValueError: The model has too many layers or experts, or its family is unknown.
+    """
+    if is_deepspeed(config):
+        raise RuleError(
+            "model must be the config of a model, but is a DeepSpeed config: send a DeepSpeed config as ds_config",
+            key="model",
+        )
+    if refusal := quantized(config):
+        raise RuleError(refusal, key="model.quantization_config")
+    text = language_model(config)
+    if "model_type" in text:
+        _check_family(text, {} if text is config else config["text_config"])
+    layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))
+    matrices = layers * (10 + 3 * experts)
+    if layers > MOST_LAYERS or matrices > MOST_BLOCKS:
+        raise RuleError(
+            f"the model must have at most {MOST_LAYERS} layers and {MOST_BLOCKS} weight matrices on this server, but "
+            f"has {layers} layers and about {matrices} matrices",
+            key="model",
+        )
+
+
+def _check_family(text: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
+    """Refuse the config of a language model that does not have the usual layers of a known family.
+
+    Args:
+        nested: The part of the sent config under ``text_config``. Empty if it has no such part.
+    """
+    family, instead = str(text["model_type"]), f"Run `tune plan --model config.json` instead, or {DESCRIBE}"
+    if family not in FAMILIES:
+        key, rule = "model_type", f"on this server, model_type must be one of {', '.join(FAMILIES)}"
+    elif changed := changed_key(text):
+        key, rule = changed[0], f"on this server, {changed[0]} must be {changed[1]!r} for model_type {family!r}"
+    else:
+        return
+    where = "model.text_config" if key in nested else "model"
+    raise RuleError(f"{rule}, but got {shortened(text[key])}. {instead}", key=f"{where}.{key}")
+
+
+def _largest(config: Mapping[str, Any], *names: str) -> int:
+    return max([n for name in names if isinstance(n := config.get(name), int)], default=0)
+
+
+def offload_of(scenario: Scenario) -> Offloading:
+    """Return the offload settings in the DeepSpeed config of a request to the planning service."""
+    return offloading(None) if scenario.ds_config is None else job_of(scenario).offload
 
 
 def storage_of(scenario: Scenario) -> dict[str, int]:
@@ -142,7 +194,7 @@ def storage_of(scenario: Scenario) -> dict[str, int]:
 
     An empty name means the folder where training starts.
     """
-    named = scenario.ds_config is not None and job_of(scenario).offload.storage
+    named = offload_of(scenario).storage
     if scenario.storage_bytes is None:
         return {named: ANY_BYTES} if named else {}
     return {named or "": int(scenario.storage_bytes)}
@@ -155,17 +207,7 @@ def started_by(scenario: Scenario) -> dict[str, Any]:
     The fields are the launcher, and the value of OMP_NUM_THREADS. Both affect how many threads
     DeepSpeed's own CPU updates have.
     """
-    given = {"launcher": scenario.launcher, "omp_threads": scenario.omp_threads}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def computed_by(scenario: Scenario) -> dict[str, Any]:
-    """Return a dict of the `Job` fields on how layers are computed (recomputation, kernels, attention),
-    from a request to the planning service.
-    """
-    given = {name: getattr(scenario, name) for name in ("recompute_share", "kernels", "flash_version")}
-    fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return {**fields, "fused_loss": scenario.fused_loss, "flash_attention": scenario.flash_attention}
+    return scenario.model_dump(include={"launcher", "omp_threads"}, exclude_none=True)
 
 
 def job_of(scenario: Scenario) -> Job:
@@ -195,7 +237,7 @@ def job_of(scenario: Scenario) -> Job:
             tensor_parallel=scenario.tensor_parallel,
             recompute=not scenario.keep_activations,
             clip_rate=scenario.clip_rate,
-            **computed_by(scenario),
+            **scenario.model_dump(include=_COMPUTED, exclude_none=True),
             **started_by(scenario),
         )
     _check_cut(params_of(job), job.sub_group_size)
@@ -206,18 +248,6 @@ def params_of(job: Job) -> int:
     """Return the number of elements of one rank's partition of a training job's model."""
     params = sum(sum(block.params) for block in job.architecture.blocks())
     return params // (job.data_parallel * job.tensor_parallel)
-
-
-def strategy_of(scenario: Scenario, workload: Workload) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of DeepSpeed's own training strategy that the DeepSpeed config in a
-    request selects.
-
-    Raises:
-        ValueError: The config has a setting that cannot be simulated.
-    """
-    if scenario.ds_config is None:
-        return stock_offload(workload.zero_stage), {}
-    return job_of(scenario).offload.strategy(workload.zero_stage)
 
 
 def check_plannable(scenario: Scenario) -> None:
