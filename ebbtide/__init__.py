@@ -41,27 +41,18 @@ if not (_here / "simulator").is_dir():
     # A checkout keeps the packages beside this folder. A wheel has them inside.
     __path__.append(str(_here.parent))
 
+# The part of ebbtide that has a name. All other names are those of `ebbtide.simulator`.
 _MODULE_OF = {
     "Estimate": "estimates",
     "ImpossibleError": "tuner",
-    "Machine": "simulator",
-    "Plan": "simulator",
-    "PlanError": "simulator",
-    "Timeline": "simulator",
-    "Workload": "simulator",
     "attach": "runtime",
-    "build_schedule": "simulator",
     "disable": "runtime",
     "enable": "runtime",
     "estimate": "estimates",
     "initialize": "runtime",
     "load_plan": "planning",
     "plan": "planning",
-    "preset": "simulator",
-    "preset_names": "simulator",
-    "simulate": "simulator",
     "what_if": "planning",
-    "workload_from_model": "simulator",
 }
 
 __all__ = [
@@ -95,9 +86,9 @@ def __getattr__(name: str) -> Any:
         return version("ebbtide")
     if name in ("profiler", "runtime", "simulator", "tuner"):
         return importlib.import_module(f"ebbtide.{name}")
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module 'ebbtide' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ebbtide.{_MODULE_OF[name]}"), name)
+    return getattr(importlib.import_module(f"ebbtide.{_MODULE_OF.get(name, 'simulator')}"), name)
 
 
 def __dir__() -> list[str]:

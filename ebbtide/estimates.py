@@ -140,7 +140,7 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
     if strategy == "stock":
         strategy, setting = stock_beside(work, None)
     elif strategy == "ebbtide":
-        setting = {"plan": _planned(job, machine) or _roomiest(work, machine, limits)}
+        setting = {"plan": _planned(work, machine, limits) or _roomiest(work, machine, limits)}
     row = simulated(strategy, work, machine, limits, setting)
     return Estimate(
         strategy=_NAMES.get(strategy, f"stock ZeRO-{work.zero_stage} offload"),
@@ -151,21 +151,15 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
         gpu_limit_bytes=limits.device_bytes + machine.device_reserved_bytes,
         host_limit_bytes=limits.host_bytes,
         lacks=row.lacks,
-        nearest=() if row.fits else tuple(_nearest(job, machine, strategy)),
+        nearest=() if row.fits else tuple(_nearest(work, machine, limits, strategy)),
         notes=notes,
     )
 
 
-def _planned(job: "Job", machine: "Machine") -> "Plan | None":
-    from ebbtide.tuner.advice.even import best_of
-    from ebbtide.tuner.placements.decision import QUICK, Question, decide
-    from ebbtide.tuner.placements.memory import ImpossibleError
+def _planned(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan | None":
+    from ebbtide.tuner.advice.even import quick_or_none
 
-    away = not job.offload.keeps_parameters
-    try:
-        return best_of(decide(Question.of(job.workload(machine), machine, offload_parameters=away, effort=QUICK)))
-    except ImpossibleError:
-        return None
+    return quick_or_none(work, machine, limits, offload_parameters=not work.job.offload.keeps_parameters)
 
 
 def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
@@ -175,12 +169,12 @@ def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
     return min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c])).plan(work)
 
 
-def _nearest(job: "Job", machine: "Machine", strategy: str) -> Iterator[str]:
+def _nearest(work: "Workload", machine: "Machine", limits: "Limits", strategy: str) -> Iterator[str]:
     """Yield changes that let a training job fit into memory, as sentences for the user.
 
     The job does not fit with its present strategy. If it fits under a plan, training under a plan is the only change.
     """
-    planned = None if strategy == "ebbtide" else _planned(job, machine)
+    planned = None if strategy == "ebbtide" else _planned(work, machine, limits)
     if planned is not None and planned.prediction is not None:
         told = planned.prediction
         yield (
@@ -191,7 +185,7 @@ def _nearest(job: "Job", machine: "Machine", strategy: str) -> Iterator[str]:
         return
     from ebbtide.tuner.advice.ways_out import ways_out
 
-    for way in ways_out(job, machine)[:MOST_WAYS]:
+    for way in ways_out(work.job, machine)[:MOST_WAYS]:
         yield f"{way.label}, {way.iteration_s:.3g} s per step under a plan"
 
 

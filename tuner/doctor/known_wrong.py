@@ -84,6 +84,7 @@ def _accumulates_in_fp32(config: Config) -> bool:
     return (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
 
 
+# Of the versions that ebbtide can be installed with, from 0.18.6 on.
 TABLE = (
     KnownWrong(
         "0.15.2",
@@ -102,26 +103,12 @@ TABLE = (
         only_if="a step has several backward() (set_gradient_accumulation_boundary)",
     ),
     KnownWrong(
-        "0.17.6",
-        "0.18.3",
-        7718,
-        "ZeRO-2: gradients and their norm are too small (reported; its cause is not named)",
-        lambda c: _stage(c) == 2,
-    ),
-    KnownWrong(
         "",
         "0.19.0",
         7985,
         "ZeRO-1 in bf16 with grad_accum_dtype fp32 on several ranks: the last micro-batch's "
         "gradients are not averaged over them",
         lambda c: _stage(c) == 1 and _bf16(c) and _accumulates_in_fp32(c),
-    ),
-    KnownWrong(
-        "0.17.6",
-        "0.18.6",
-        7837,
-        "bf16 without ZeRO: gradients are divided by a loss scale that nobody applied, and add up over steps",
-        lambda c: _stage(c) == 0 and _bf16(c),
     ),
     KnownWrong(
         "",
