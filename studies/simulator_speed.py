@@ -23,7 +23,7 @@ from ebbtide.simulator.update.order import order_of
 from ebbtide.simulator.update.way import PLACEMENT_CODES
 
 from studies.bench.console import publish, study_parser
-from studies.optimality.command import random_pair
+from studies.optimality.pairs import random_pair
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)
 ITERATIONS = 3  # that one evaluation simulates: the fewest that show the steady state

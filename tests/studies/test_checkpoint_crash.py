@@ -41,7 +41,7 @@ def test_every_named_point_comes_up():
     from ebbtide.runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
     from ebbtide.runtime.storage.folder import POINTS as STEP_POINTS
 
-    from studies.checkpoint_crash.command import TRAINED, kills
+    from studies.checkpoint_crash.__main__ import TRAINED, kills
 
     planned = list(islice(kills(0), 600))
     for homes in TRAINED:

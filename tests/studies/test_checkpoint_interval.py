@@ -12,7 +12,7 @@ import sys
 import pytest
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures
 
-from studies.checkpoint_interval import command as study
+from studies.checkpoint_interval import __main__ as study
 from studies.checkpoint_interval import kills
 
 COST = CheckpointCost(0.1, 0.1, 0.5, 0.0, 0.0, 0.0, 0)

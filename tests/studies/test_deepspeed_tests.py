@@ -10,8 +10,8 @@ import torch
 from ebbtide.runtime.zero.checks.guard import ConfigError
 
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.deepspeed_tests.__main__ import main, summary
 from studies.deepspeed_tests.attaching import begin
-from studies.deepspeed_tests.command import main, summary
 from studies.deepspeed_tests.plugin import lines
 
 FILE = "unit/checkpoint/test_a.py"

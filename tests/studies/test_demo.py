@@ -10,7 +10,7 @@ import torch
 from ebbtide.simulator import Lane, Layer, MemoryPoint, OpKind, Plan, Prediction, Span, Timeline, Workload
 from rich.console import Console
 
-from studies.demo import command as demo
+from studies.demo import __main__ as demo
 from studies.demo import tables as demo_tables
 from studies.demo.crash import CrashError, checkpointed_plan, disk_bytes, kill_in_the_middle
 from studies.demo.measure import toggled

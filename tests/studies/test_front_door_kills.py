@@ -34,7 +34,7 @@ def test_kills(tmp_path, child_environment, deepspeed_ops):
 
 
 def test_kinds_of_kills_and_limits_come_up():
-    from studies.front_door_kills.command import trials
+    from studies.front_door_kills.__main__ import trials
     from studies.front_door_kills.scripts import SCRIPTS
 
     planned = trials(30, 0, list(SCRIPTS))

@@ -12,7 +12,8 @@ import threading
 import pytest
 import torch
 
-from studies.gpu import command, contract
+from studies.gpu import __main__ as command
+from studies.gpu import contract
 from studies.gpu.parts import BUDGET_S, PARTS, SECTIONS, sections_of
 from studies.gpu.smoke import Synchronisations, _unequal, kernel_bits, ops, overlap
 from studies.gpu.speed import against_control

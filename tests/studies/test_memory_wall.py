@@ -9,10 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from studies.memory_wall import command as memory_wall
-from studies.memory_wall import link_counters
-from studies.memory_wall.command import Passage, Sample, Sampler, claims, phase_row
-from studies.memory_wall.link_counters import LinkCounters, LinkSample
+from studies.memory_wall import __main__ as memory_wall
+from studies.memory_wall.__main__ import LinkCounters, LinkSample, Passage, Sample, Sampler, claims, phase_row
 
 PASSAGES = [
     Passage("forward", 0.0, 1.0, 0.5, 400),
@@ -101,7 +99,7 @@ class FakeNvml(SimpleNamespace):
 def test_counters_are_turned_into_bytes_and_directions(monkeypatch):
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(link_counters, "handle_of", lambda nvml, index: "gpu 0")
+    monkeypatch.setattr(memory_wall, "handle_of", lambda nvml, index: "gpu 0")
     counters = LinkCounters(0)
     sample = counters.read()
     assert (sample.to_device_bytes_per_s, sample.from_device_bytes_per_s) == (3e9, 1e9)

@@ -16,7 +16,7 @@ from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD
 from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, OFFLOAD_SPREAD, model_spread
 
 from studies.bench.offload_runs import RunError, family_of, model_of, read_runs
-from studies.published_runs import command as published_runs
+from studies.published_runs import __main__ as published_runs
 from studies.published_runs import judging, left_out
 from studies.published_runs.left_out import cross_validation
 from studies.published_runs.makers import between_makers

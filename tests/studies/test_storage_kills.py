@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 BROKEN = """
 import sys
 from ebbtide.runtime.storage.store import ExtentStore
-from studies.storage_kills import command
+from studies.storage_kills import __main__ as command
 
 def careless(self, subgroup):  # the extent that the newest step names
     self._raise_failure()

@@ -8,7 +8,7 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.storage import StorageRates
 
-from studies.storage_tier.command import DURABLE, _plan, _together, run
+from studies.storage_tier.__main__ import DURABLE, _plan, _together, run
 from studies.storage_tier.disk_bound import disk_figures, floor_parts_s, mixed_floor_s
 
 pytestmark = pytest.mark.usefixtures("only_rank")

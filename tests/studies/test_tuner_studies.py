@@ -10,7 +10,7 @@ import pytest
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.advice.even import even_plan
 
-STUDIES = {"optimality": "studies.optimality.command"}
+STUDIES = {"optimality": "studies.optimality.__main__"}
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from ebbtide.tuner.verify.judge import Noise, judge
 from ebbtide.tuner.verify.run import read_run
 
-from studies.verify.command import summary
+from studies.verify.__main__ import summary
 from studies.verify.judging import Case
 from studies.verify.versions import known_versions
 

@@ -15,7 +15,7 @@ from ebbtide.tuner.candidates.candidate import Candidate, seconds_of
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.shares import spaced
 
-from studies.optimality.command import random_pair
+from studies.optimality.pairs import random_pair
 from tests.machines import node as machine
 from tests.tuner.test_search import workload
 

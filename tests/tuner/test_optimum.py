@@ -14,8 +14,8 @@ from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.placements.first_plans import try_first
 from ebbtide.tuner.placements.search import Search
 
-from studies.optimality.command import random_pair
 from studies.optimality.optimum import MOST_SUBGROUPS, optimum, orders
+from studies.optimality.pairs import random_pair
 from tests.machines import random_machine, random_workload
 
 

@@ -15,7 +15,7 @@ from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import WORTH
 
 from studies.one_answer.__main__ import _job
-from studies.optimality.command import random_pair
+from studies.optimality.pairs import random_pair
 
 
 def on_the_host(workload, **fields):

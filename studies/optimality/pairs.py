@@ -1,10 +1,13 @@
-"""Models that people train, on machines with fast and slow links, as cases for `studies.optimality`."""
+"""Pairs of a workload and a machine, as cases for `studies.optimality`: random ones, and models that people train on
+machines with fast and slow links.
+"""
 
 from collections.abc import Iterator, Mapping
 from itertools import product
 from typing import Any
 
-from ebbtide.simulator import Machine, Workload, preset, workload_from_model
+import numpy as np
+from ebbtide.simulator import Layer, Machine, Quantity, Workload, preset, workload_from_model
 from ebbtide.simulator.limits import GIB, Limits
 
 _LLAMA = {
@@ -45,6 +48,7 @@ ACCUMULATION = (1, 4)
 NODES = ("h100-node", "a100-node")
 DEVICE_GIB = (24, 40, 80)
 MANY_LINKS_BYTES_PER_S = (*(n * 5e9 for n in range(2, 10)), 55e9)
+PARTS = 10  # parameters in a layer of a random workload
 
 
 def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
@@ -116,3 +120,49 @@ def _fitting(
     taken = workload.device_base_bytes + sum(n.activation_bytes for n in workload.layers)
     if taken <= Limits.of(workload, node).device_bytes:
         yield what, workload, node
+
+
+def random_pair(rng: np.random.Generator, counts: tuple[int, int] = (10, 100)) -> tuple[Workload, Machine]:
+    """Return a random workload and a random machine. The machine's bandwidths and update speeds are random too, such as
+    10 to 100 GB/s for copies to the GPU.
+
+    Args:
+        counts: Smallest and largest number of subgroups of the workload.
+    """
+    count = int(rng.integers(counts[0], counts[1] + 1))
+    size = int(rng.integers(10, 101)) * 10**6
+    forward_s = float(rng.uniform(0.2, 3.0)) * count * size / 7e9
+    layer = Layer(
+        params=size,
+        forward_s=forward_s / count,
+        backward_s=2 * forward_s / count,
+        activation_bytes=int(rng.integers(0, 200)) * 2**20,
+    )
+    workload = Workload(
+        name="random",
+        layers=(layer,) * count,
+        subgroups=(size,) * count,
+        subgroup_size=size,
+        parameters=((size // PARTS,) * PARTS * count,),
+        device_base_bytes=2 * count * size,
+    )
+    rates = {
+        "h2d_bytes_per_s": rng.uniform(10e9, 100e9),
+        "d2h_bytes_per_s": rng.uniform(10e9, 100e9),
+        "dram_bytes_per_s": rng.uniform(100e9, 500e9),
+        "host_adam_params_per_s": rng.uniform(0.5e9, 8e9),
+        "stock_host_adam_params_per_s": 0.5e9,
+        "storage_write_bytes_per_s": 2e9,
+        "device_adam_params_per_s": rng.uniform(20e9, 150e9),
+    }
+    needed = workload.device_base_bytes + sum(w.activation_bytes for w in workload.layers)
+    machine = Machine(
+        name="random",
+        device_kind="cuda",
+        cpu_cores=32,
+        host_memory_bytes=2**41,
+        device_memory_bytes=int(needed * rng.uniform(1.3, 2.5)) + 4 * GIB,
+        duplex_factor=Quantity.exact(float(rng.uniform(0.6, 1.0))),
+        **{name: Quantity.exact(float(value)) for name, value in rates.items()},
+    )
+    return workload, machine
