@@ -11,7 +11,6 @@ with a Monte Carlo simulation here, and with killed training in `studies.checkpo
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from ebbtide.simulator.analysis.goodput import (
     Failures,
     best_interval_steps,
     check_commit,
-    check_positive,
     checkfreq_interval_steps,
     daly_interval,
     expected_goodput,
@@ -47,44 +45,6 @@ ASSUMED = {
 SCALES = (8, 64, 512, 4_096, 16_384, 32_768, 65_536, 100_000)
 
 
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """A cluster for a job on many nodes: how often nodes fail, and how fast checkpoints can be written.
-
-    Attributes:
-        node_mtbf_s: Mean time between failures of one node, in seconds.
-        node_write_bytes_per_s: Write bandwidth of one node, in bytes per second.
-        storage_write_bytes_per_s: Write bandwidth of the storage that all nodes share, in bytes per second.
-
-    Raises:
-        ValueError: If the number of nodes, the mean time between failures or a write bandwidth is not > 0.
-    """
-
-    nodes: int
-    node_mtbf_s: float
-    restart_s: float
-    node_write_bytes_per_s: float
-    storage_write_bytes_per_s: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "node_mtbf_s", "node_write_bytes_per_s", "storage_write_bytes_per_s"):
-            check_positive(name, getattr(self, name))
-
-    @property
-    def failures(self) -> Failures:
-        """Return the failure rate and the restart time of a job on the whole cluster. Any failing node
-        stops the job.
-        """
-        return Failures(self.node_mtbf_s / self.nodes, self.restart_s)
-
-    def persist_s(self, checkpoint_bytes: float) -> float:
-        """Return the seconds that all nodes of the cluster together take to write a checkpoint of the whole
-        job.
-        """
-        nodes = self.nodes * self.node_write_bytes_per_s
-        return checkpoint_bytes / min(nodes, self.storage_write_bytes_per_s)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = study_parser("goodput", __doc__, drawn=True)
     parser.add_argument(
@@ -97,31 +57,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "node_mtbf_s": NODE_MTBF_S,
         "llama3_405b": llama3(20_000 if args.quick else 200_000),
         "scales": [at_scale(gpus) for gpus in SCALES],
-        "intervals": intervals(cluster(GPUS)),
+        "intervals": intervals(),
     }
     publish("goodput", args.json, figures, draw)
     return 0
 
 
-def cluster(gpus: int) -> Cluster:
-    """Return a cluster with ``gpus`` GPUs, and the failure rate and storage that were published for Llama
-    3.
+def failures_of(gpus: int) -> Failures:
+    """Return the failure rate and the restart time of a job on ``gpus`` GPUs. Any failing node stops the job.
+
+    Nodes fail at the rate that was published for Llama 3.
     """
-    return Cluster(
-        math.ceil(gpus / GPUS_PER_NODE),
-        NODE_MTBF_S,
-        ASSUMED["restart_s"],
-        ASSUMED["node_write_bytes_per_s"],
-        STORAGE_BYTES_PER_S,
-    )
+    return Failures(NODE_MTBF_S / math.ceil(gpus / GPUS_PER_NODE), ASSUMED["restart_s"])
 
 
-def cost(of: Cluster, gpus: int) -> CheckpointCost:
-    """Return the cost of a checkpoint of a job on a cluster. The job's model grows in proportion to the
-    GPUs.
+def cost(gpus: int) -> CheckpointCost:
+    """Return the cost of a checkpoint of a job on ``gpus`` GPUs. The job's model grows in proportion to the GPUs.
+
+    All nodes write together, as fast as the nodes can write and the storage that was published for Llama 3 can take.
     """
-    checkpoint_bytes = ASSUMED["checkpoint_bytes"] * gpus / GPUS
-    persist_s = of.persist_s(checkpoint_bytes)
+    nodes_bytes_per_s = math.ceil(gpus / GPUS_PER_NODE) * ASSUMED["node_write_bytes_per_s"]
+    persist_s = ASSUMED["checkpoint_bytes"] * gpus / GPUS / min(nodes_bytes_per_s, STORAGE_BYTES_PER_S)
     return CheckpointCost(ASSUMED["stall_s"], ASSUMED["interference_s"], persist_s)
 
 
@@ -131,19 +87,18 @@ def at_scale(gpus: int) -> dict[str, Any]:
 
     Goodput is useful training per time.
     """
-    of, iteration_s = cluster(gpus), ASSUMED["iteration_s"]
-    paid = cost(of, gpus)
-    steps = best_interval_steps(iteration_s, paid, of.failures)
+    iteration_s, paid, failures = ASSUMED["iteration_s"], cost(gpus), failures_of(gpus)
+    steps = best_interval_steps(iteration_s, paid, failures)
     return {
         "gpus": gpus,
         "iteration_s": iteration_s,
         "stall_s": paid.stall_s,
         "interference_s": paid.interference_s,
-        "mtbf_s": of.failures.mtbf_s,
-        "restart_s": of.restart_s,
+        "mtbf_s": failures.mtbf_s,
+        "restart_s": failures.restart_s,
         "persist_s": paid.persist_s,
         "interval_steps": steps,
-        "goodput": expected_goodput(iteration_s, paid, of.failures, steps),
+        "goodput": expected_goodput(iteration_s, paid, failures, steps),
     }
 
 
@@ -153,10 +108,10 @@ def llama3(samples: int) -> dict[str, Any]:
     The restart time is assumed. The dict also has the longest restart time with which the published "over 90%
     effective" is still reached.
     """
-    of, best = cluster(GPUS), at_scale(GPUS)
-    asked = (ASSUMED["iteration_s"], cost(of, GPUS))
-    steps, mtbf_s = best["interval_steps"], of.failures.mtbf_s
-    simulated = simulated_goodput(*asked, of.failures, steps, intervals=samples, seed=1)
+    failures, best = failures_of(GPUS), at_scale(GPUS)
+    asked = (ASSUMED["iteration_s"], cost(GPUS))
+    steps, mtbf_s = best["interval_steps"], failures.mtbf_s
+    simulated = simulated_goodput(*asked, failures, steps, intervals=samples, seed=1)
     without = expected_goodput(*asked, Failures(mtbf_s), steps)
     return {
         "published": f"over {LLAMA_EFFECTIVE:.0%} effective; {INTERRUPTIONS} interruptions, {DAYS} days, {GPUS} GPUs",
@@ -168,13 +123,13 @@ def llama3(samples: int) -> dict[str, Any]:
     }
 
 
-def intervals(of: Cluster) -> dict[str, Any]:
-    """Return the predicted goodput of a job on a cluster over the checkpoint interval, as a dict.
+def intervals() -> dict[str, Any]:
+    """Return the predicted goodput of a job on 16,384 GPUs over the checkpoint interval, as a dict.
 
     ``curve`` is a list of (steps, goodput) pairs. ``rules`` has the best interval, and the intervals by
     rules of thumb such as Young's, each with its goodput.
     """
-    iteration_s, paid, failures = ASSUMED["iteration_s"], cost(of, GPUS), of.failures
+    iteration_s, paid, failures = ASSUMED["iteration_s"], cost(GPUS), failures_of(GPUS)
     fewest, cost_s = paid.fewest_steps(iteration_s), paid.cost_s
     seconds = {
         "Young": young_interval(cost_s, failures.mtbf_s),

@@ -18,7 +18,7 @@ from ebbtide.simulator.analysis.goodput import (
 from scipy.optimize import minimize_scalar
 from scipy.special import lambertw
 
-from studies.goodput import Cluster, availability_interval, simulated_goodput
+from studies.goodput import availability_interval, cost, failures_of, simulated_goodput
 
 
 def asked(iteration_s, stall_s, interference_s, steps, mtbf_s, restart_s=0.0, persist_s=0.0):
@@ -112,11 +112,10 @@ def test_checkfreq_keeps_the_overhead():
 
 
 def test_storage_limits_many_nodes_and_nodes_limit_few():
-    one = Cluster(1, 1e7, 300.0, 5e9, 1e12)
-    many = Cluster(1_000, 1e7, 300.0, 5e9, 1e12)
-    assert one.persist_s(1e12) == pytest.approx(200.0)
-    assert many.persist_s(1e12) == pytest.approx(1.0)
-    assert many.failures.mtbf_s == pytest.approx(1e4)
+    assert cost(8).persist_s == pytest.approx(405e9 * 14 * 8 / 16_384 / 2e9)  # one node
+    assert cost(8).persist_s == pytest.approx(cost(4_096).persist_s)
+    assert cost(100_000).persist_s == pytest.approx(405e9 * 14 * 100_000 / 16_384 / 2e12)
+    assert failures_of(8).mtbf_s == pytest.approx(512 * failures_of(4_096).mtbf_s)
 
 
 def test_regular_failures_differ_from_exponential_ones():
