@@ -3,32 +3,18 @@
 import json
 import os
 import shutil
-import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from studies.bench.killed import Kill, KillingFiles
 
 STEPS, SAVE_EVERY = 10, 2
 SCRIPTS = ("trainer", "accelerate", "loop")
 FOLDER = {"trainer": "checkpoint-{}", "accelerate": "checkpoint_{}", "loop": "checkpoint-{}"}
 LAST_FILE = {"trainer": "trainer_state.json", "accelerate": "done", "loop": "done"}
-
-
-@dataclass(frozen=True)
-class Kill:
-    """The moment at which a study kills a training script with SIGKILL.
-
-    Attributes:
-        where: ``on_save``: right after a save. ``rotation``: while an older checkpoint is being
-            deleted. ``random``: after ``delay_s``, by the parent process. Empty: never.
-        occurrence: Number of the save, or of the deleted file, at which the kill happens, from 1.
-    """
-
-    where: str = ""
-    occurrence: int = 1
-    delay_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,9 +27,9 @@ class Script:
         checkpoint: Checkpoint settings.
     """
 
-    name: str
-    limit: int
-    checkpoint: dict[str, Any]
+    name: str = "trainer"
+    limit: int = 1
+    checkpoint: dict[str, Any] = field(default_factory=dict)
 
     def saved(self, folder: Path) -> list[int]:
         """Return the steps at which the script has saved a complete checkpoint to its folder.
@@ -74,21 +60,13 @@ def train(script: Script, folder: Path, kill: Kill, result: Path) -> None:
     result.write_text(json.dumps(page))
 
 
-class Progress:
+class Progress(KillingFiles):
     """A counter of a training script's saves and of the files that it deletes from old checkpoints.
 
-    The counter kills the process at the save, or at the deleted file, that a `Kill` names.
+    The counter kills the process at the save (``on_save``), or at the deleted file (``rotation``), that a `Kill` names.
     """
 
-    def __init__(self, kill: Kill) -> None:
-        self._kill = kill
-        self._seen = {"on_save": 0, "rotation": 0}
-        self._rotating = False
-
-    def at(self, place: str) -> None:
-        self._seen[place] += 1
-        if self._kill.where == place and self._seen[place] == self._kill.occurrence:
-            os.kill(os.getpid(), signal.SIGKILL)
+    _rotating = False
 
     def heard(self, event: str, args: tuple[Any, ...]) -> None:
         """Count the files that a training script deletes from an old checkpoint.
@@ -98,7 +76,7 @@ class Progress:
         if event == "shutil.rmtree":
             self._rotating = "checkpoint" in Path(str(args[0])).name
         elif event == "os.remove" and self._rotating:
-            self.at("rotation")
+            self.point("rotation")
 
 
 def _config(script: Script) -> dict[str, Any]:
@@ -151,7 +129,7 @@ def _trainer(script: Script, folder: Path, progress: Progress) -> tuple[int, lis
             self.resumed = state.global_step
 
         def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-            progress.at("on_save")
+            progress.point("on_save")
 
     saves = Saves()
     arguments = TrainingArguments(
@@ -234,7 +212,7 @@ def _trained(
         numbered = ((int(p.name[len(pattern) - 2 :]), p) for p in folder.glob(pattern.format("*")))
         for _, gone in sorted(numbered)[: -script.limit]:
             shutil.rmtree(gone)
-        progress.at("on_save")
+        progress.point("on_save")
     engine.checkpoint_engine.wait()
     return first, losses, engine.optimizer
 

@@ -34,12 +34,12 @@ def test_kills(tmp_path, child_environment, deepspeed_ops):
 
 
 def test_kinds_of_kills_and_limits_come_up():
-    from studies.front_door_kills.__main__ import trials
+    from studies.front_door_kills.__main__ import KINDS, planned
     from studies.front_door_kills.scripts import SCRIPTS
 
-    planned = trials(30, 0, list(SCRIPTS))
-    assert {t.script.name for t in planned} == set(SCRIPTS)
-    assert {(t.kill.where, t.script.limit) for t in planned if t.script.name == "trainer"} == {
-        (where, limit) for where in ("on_save", "rotation", "random") for limit in (1, 2)
+    kills = planned(30, 0, list(SCRIPTS))
+    assert {script.name for script, _ in kills} == set(SCRIPTS)
+    assert {(kill.point, script.limit) for script, kill in kills if script.name == "trainer"} == {
+        (kind, limit) for kind in KINDS for limit in (1, 2)
     }
     assert os.name == "posix"
