@@ -18,16 +18,11 @@ import argparse
 import math
 import sys
 import time
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from studies.bench.byte_gpt import SIZES
-from studies.bench.console import study_parser
-from studies.bench.record import write_record
+from studies.bench.console import publish, study_parser
 from studies.gpu.comparison import PEERS, compare
-from studies.gpu.suite import Figures, Suite
+from studies.gpu.suite import Suite
 
 
 def main() -> None:
@@ -47,8 +42,7 @@ def main() -> None:
     figures = compare(suite, args.only)
     if emulated:
         figures["device_kind"] = "emulated"
-    write_record(args.json, "peers", figures)
-    show(figures, emulated)
+    publish("peers", args.json, figures)
     if figures["correct"] is False:
         sys.exit("ebbtide's bits differ from stock's")
 
@@ -69,47 +63,6 @@ def _arguments() -> argparse.Namespace:
         if not (value > 0 and math.isfinite(value)):
             parser.error(f"--{name.replace('_', '-')} must be > 0, but got {value}")
     return args
-
-
-def show(figures: Figures, emulated: bool) -> None:
-    """Print a table of the comparison's results, with a row for each compared offloading system."""
-    table = Table(title="no GPU: every device is host memory" if emulated else "peers")
-    columns = (
-        "peer",
-        "iteration",
-        "forward",
-        "backward",
-        "step",
-        "device",
-        "host",
-        "tokens/s",
-        "loss",
-        "bits",
-        "speed-up",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("peer", "bits") else "right")
-    for row in figures["rows"]:
-        table.add_row(*_cells(row))
-    Console(width=150).print(table)
-
-
-def _cells(row: Figures) -> list[str]:
-    name = str(row.get("name") or row["variant"])
-    if "failed" in row:
-        return [name, f"failed: {row['failed']}"[:60]]
-    times = [f"{row[f'{key}_s'] * 1e3:.0f} ms" for key in ("iteration", "forward", "backward", "step")]
-    memory = [_gib(row["device_peak_bytes"]), _gib(row["host_peak_bytes"])]
-    words: dict[Any, str] = {True: "same", False: "differ"}
-    same = words.get(row.get("bit_identical"), "")
-    bits = same if row["exact"] else f"{same} (not exact)"
-    speedup = f"{row['speedup']:.2f}x" if "speedup" in row else ""
-    best = " (best)" if row.get("best") else ""
-    return [name + best, *times, *memory, f"{row['tokens_per_s']:.0f}", f"{row['loss']:.4f}", bits, speedup]
-
-
-def _gib(size: int | None) -> str:
-    return "" if size is None else f"{size / 2**30:.1f} GiB"
 
 
 if __name__ == "__main__":

@@ -22,12 +22,13 @@ from typing import Any
 
 from ebbtide.simulator import Machine
 from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, OFFLOAD_SPREAD
+from rich.console import Console
 
 from studies.bench.console import study_parser, tables
 from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
 from studies.bench.record import write_record
 from studies.published_runs import families, judging
-from studies.published_runs.judging import CHOICES, QUANTITIES
+from studies.published_runs.judging import CHOICES
 from studies.published_runs.left_out import FEWER_AND_MORE, RUNS, cross_validation, random_draws
 from studies.published_runs.makers import between_makers
 from studies.published_runs.pictures import draw
@@ -180,41 +181,34 @@ def _row(pair: judging.Pair) -> dict[str, Any]:
 
 
 def print_tables(figures: dict[str, Any]) -> None:
-    """Print the prediction errors of published runs as a table, in percent.
+    """Print tables of the prediction errors of published runs.
 
-    There are rows for predictions from presets with nothing fitted, from calibrated machines, and from
-    machines calibrated on other runs than the predicted ones.
+    There are tables for predictions from presets with nothing fitted, from calibrated machines, and from machines
+    calibrated on other runs than the predicted ones. Runs that do not fit into memory as predicted are named.
     """
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title="absolute error, median / 90th percentile, %", box=None)
-    for heading in ("rows", "testbed", "n", *QUANTITIES):
-        text = heading in ("rows", "testbed")
-        table.add_column(heading, justify="left" if text else "right", no_wrap=True)
-    shown = {"nothing fitted": figures["nothing_fitted"]["predicted"]}
+    unfitted = {name: figures["nothing_fitted"][name] for name in ("predicted", "pairs", "intervals")}
+    shown: dict[str, Any] = {"nothing_fitted": unfitted}
     if figures["calibrated_on"]:
-        shown[f"calibrated on {figures['calibrated_on']}"] = figures["predicted"]
-    for name, crossed in figures["cross_validation"].items():
-        shown[f"3 runs, not of its {name}"] = crossed["all"]
-    for label, beds in shown.items():
-        for bed, found in beds.items():
-            cells = [_cell(found.get(quantity)) for quantity in QUANTITIES]
-            table.add_row(label, bed, str(found["rows"]), *cells)
+        shown["calibrated"] = figures["predicted"]
+    shown["calibrated_on_others"] = {name: one["all"] for name, one in figures["cross_validation"].items()}
+    shown |= {name: figures[name] for name in ("ranking", "random_triples")}
+    shown["training"] = {name: figures["training"].get(name) for name in ("families", "memory")}
     console = Console(width=120)
-    console.print(table)
-    beside = {name: figures["nothing_fitted"][name] for name in ("pairs", "intervals")}
-    told = {name: figures[name] for name in ("ranking", "random_triples")}
-    console.print(*tables("published_runs", {"nothing_fitted": beside, **told}))
+    console.print(*tables("published_runs", shown))
     repeated = figures["predicted_rows_that_were_fitted"]
     if repeated:
         console.print(
             f"note: {repeated} of the {len(figures['rows'])} predicted runs were also used for the calibration, so "
             "their errors do not test the predictions"
         )
-    _print_unfit(console, figures)
-    if figures.get("training"):
-        _print_training(console, figures["training"])
+    for row in figures["rows"]:
+        if not row["fits"]:
+            missing = row["predicted"]
+            console.print(
+                f"does not fit: {row['testbed']}, {row['model']}, tp {row['tp']}, dp {row['dp']}, "
+                f"micro-batch {row['micro_batch']} would need {missing['missing_gb']:.1f} GiB more "
+                f"GPU memory and {missing['missing_host_gb']:.1f} GiB more host memory"
+            )
 
 
 def training_figures(path: str | Path) -> dict[str, Any]:
@@ -234,47 +228,6 @@ def training_figures(path: str | Path) -> dict[str, Any]:
         "offload_spread": {"shipped": OFFLOAD_SPREAD, **families.spread(judged)},
         "rows": families.rows_of(judged),
     }
-
-
-def _print_training(console: Any, found: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(title="training runs: error of an iteration, %", box=None)
-    for heading in ("family", "rows", "n", "median", "p90", "signed", "one share for all GPUs", "in interval"):
-        table.add_column(heading, justify="left" if heading in ("family", "rows") else "right", no_wrap=True)
-    for family, sides in found["families"].items():
-        for side, figures in sides.items():
-            if figures["rows"]:
-                before = f"{_cell(figures['one_share'])}/{figures['one_share']['median_pct_error']:+.1f}"
-                table.add_row(family, side, *_spread(figures), before, f"{figures['interval_held_pct']:.0f}%")
-    for side, figures in found["memory"].items():
-        if figures["rows"]:
-            table.add_row("device memory", side, *_spread(figures), "-", "-")
-            table.add_row("  from published cells alone", side, *_spread(figures["as_published"]), "-", "-")
-            table.add_row("  and without slack", side, *_spread(figures["without_slack"]), "-", "-")
-    console.print(table)
-
-
-def _spread(figures: dict[str, Any]) -> tuple[str, ...]:
-    names = ("median_abs_pct_error", "p90_abs_pct_error")
-    return (str(figures["rows"]), *(f"{figures[n]:.1f}" for n in names), f"{figures['median_pct_error']:+.1f}")
-
-
-def _print_unfit(console: Any, figures: dict[str, Any]) -> None:
-    for row in figures["rows"]:
-        if not row["fits"]:
-            missing = row["predicted"]
-            console.print(
-                f"does not fit: {row['testbed']}, {row['model']}, tp {row['tp']}, dp {row['dp']}, "
-                f"micro-batch {row['micro_batch']} would need {missing['missing_gb']:.1f} GiB more "
-                f"GPU memory and {missing['missing_host_gb']:.1f} GiB more host memory"
-            )
-
-
-def _cell(found: dict[str, float] | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found['median_abs_pct_error']:.1f}/{found['p90_abs_pct_error']:.1f}"
 
 
 if __name__ == "__main__":
