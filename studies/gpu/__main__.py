@@ -98,7 +98,7 @@ def _suite(args: argparse.Namespace, part: str, deadline_s: float) -> Suite:
     )
 
 
-def _arguments(arguments: list[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m studies.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -137,6 +137,11 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         help="device that trains the models: cuda, or emulated (no GPU is used, as with --rehearse)",
     )
     parser.add_argument("--section", choices=list(SECTIONS), help=argparse.SUPPRESS)
+    return parser
+
+
+def _arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
     args = parser.parse_args(arguments)
     args.rehearse = args.rehearse or args.device == "emulated"
     if args.plot is None and args.out is None and not args.rehearse:
@@ -145,12 +150,9 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
         args.size = f"{args.model_b:g}b"
     if args.size is not None and args.size not in SIZES:
         parser.error(f"--size (or --model-b) must be one of {', '.join(SIZES)}, but got {args.size}")
-    if args.cap_gib is not None and not 0 < args.cap_gib < 1e6:
-        parser.error(f"--cap-gib must be > 0, but got {args.cap_gib}")
-    if args.host_gib is not None and not 0 < args.host_gib < 1e6:
-        parser.error(f"--host-gib must be > 0, but got {args.host_gib}")
-    if not 0 < args.minutes < 1e6:
-        parser.error(f"--minutes must be > 0, but got {args.minutes}")
+    for name, value in (("cap-gib", args.cap_gib), ("host-gib", args.host_gib), ("minutes", args.minutes)):
+        if value is not None and not 0 < value < 1e6:
+            parser.error(f"--{name} must be > 0, but got {value}")
     return args
 
 

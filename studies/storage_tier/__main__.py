@@ -87,6 +87,40 @@ def main() -> None:
     publish("storage_tier", args.json, figures)
 
 
+class _Runs:
+    """The training runs of all variants so far, each in its own process.
+
+    Attributes:
+        found: Results of the runs, by name of the variant.
+        beside: Rates of the disk that were measured right before and after a run, by name of the variant.
+    """
+
+    def __init__(self, size: str, steps: int, folder: Path) -> None:
+        self._size, self._steps, self._folder = size, steps, folder
+        self.found: dict[str, list[dict[str, Any]]] = {}
+        self.beside: dict[str, list[StorageRates]] = {ALL_STORED: [], LIMITED: []}
+
+    def once(self, name: str, **given: Any) -> dict[str, Any]:
+        return _in_a_process(name, self._size, self._steps, self._folder, given)
+
+    def train(self, *names: str, **given: Any) -> None:
+        for name in names:
+            self.found.setdefault(name, []).append(self.once(name, **given))
+
+    def train_beside_the_disk(self, *names: str, **given: Any) -> None:
+        """Train each of the named variants, such as stock DeepSpeed or a plan of ebbtide, with optimizer
+        state on the disk.
+
+        The disk's rates are measured before and after each training, because they change by the minute.
+        """
+        before = _drive(self._folder)
+        for name in names:
+            self.train(name, **given)
+            after = _drive(self._folder)
+            self.beside[name].append(pooled([before, after]))
+            before = after
+
+
 def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
     """Train each variant in its own process and its own folder on the disk, and return the results as a dict.
 
@@ -104,42 +138,24 @@ def measure(size: str, steps: int, folder: Path) -> dict[str, Any]:
         - the cost of a checkpoint after every step, the bytes that a resume reads, and ebbtide's host memory per
           parameter
     """
-
-    def once(name: str, **given: Any) -> dict[str, Any]:
-        return _in_a_process(name, size, steps, folder, given)
-
-    runs = {name: [once(name)] for name in STOCK}
-    beside: dict[str, list[StorageRates]] = {ALL_STORED: [], LIMITED: []}
-
-    def beside_the_disk(*names: str, **given: Any) -> None:
-        """Train each of the named variants, such as stock DeepSpeed or a plan of ebbtide, with optimizer
-        state on the disk.
-
-        The disk's rates are measured before and after each training, because they change by the minute.
-        """
-        before = _drive(folder)
-        for name in names:
-            runs.setdefault(name, []).append(once(name, **given))
-            after = _drive(folder)
-            beside[name].append(pooled([before, after]))
-            before = after
-
-    beside_the_disk(ALL_STORED)
-    runs |= {name: [once(name)] for name in SHARES if name != ALL_STORED}
-    limit = runs[PIPELINED][0]["host_peak_bytes"]
-    spare = max(0, limit - runs[ALL_STORED][0]["host_peak_bytes"] - LEFT_FREE)
-    plan = once(PREDICTION, drives=_json(beside[ALL_STORED]), spare_bytes=spare)["plan"]
-    beside_the_disk(LIMITED, LIMITED, plan=plan)
-    beside_the_disk(ALL_STORED, ALL_STORED)
-    for name in (PIPELINED, "stock NVMe"):
-        runs[name].append(once(name))
+    runs = _Runs(size, steps, folder)
+    found, beside = runs.found, runs.beside
+    runs.train(*STOCK)
+    runs.train_beside_the_disk(ALL_STORED)
+    runs.train(*(name for name in SHARES if name != ALL_STORED))
+    limit = found[PIPELINED][0]["host_peak_bytes"]
+    spare = max(0, limit - found[ALL_STORED][0]["host_peak_bytes"] - LEFT_FREE)
+    plan = runs.once(PREDICTION, drives=_json(beside[ALL_STORED]), spare_bytes=spare)["plan"]
+    runs.train_beside_the_disk(LIMITED, LIMITED, plan=plan)
+    runs.train_beside_the_disk(ALL_STORED, ALL_STORED)
+    runs.train(PIPELINED, "stock NVMe")
     every = _json([*beside[ALL_STORED], *beside[LIMITED]])
-    predicted = once(PREDICTION, drives=every, spare_bytes=spare, plan=plan)
-    rows = {name: _together(some) for name, some in runs.items()}
+    predicted = runs.once(PREDICTION, drives=every, spare_bytes=spare, plan=plan)
+    rows = {name: _together(some) for name, some in found.items()}
     return {
         "size": size,
         "steps_of_each": steps,
-        "rounds": len(runs[PIPELINED]),
+        "rounds": len(found[PIPELINED]),
         **disk_figures(beside[ALL_STORED], rows[ALL_STORED], predicted["passes_s"]),
         **_compared(rows, predicted),
         "rows": [{"name": name, **row} for name, row in rows.items()],

@@ -1,5 +1,6 @@
 """The cost of a checkpoint after every step, and of a resume, when optimizer state is on a disk."""
 
+import itertools
 import math
 import os
 import time
@@ -7,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ebbtide.simulator import Machine, Workload
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.storage import StorageRates
 
@@ -82,7 +84,6 @@ def host_bytes(engine: Any) -> dict[str, Any]:
     The dict has the measured number, and the ratio of the predicted number to the measured one. It also has
     the sizes of all subgroups.
     """
-    from ebbtide.simulator import Workload
     from ebbtide.simulator.layer import Layer
     from ebbtide.simulator.update.footprint import footprint
     from ebbtide.simulator.update.steps import PARAMETER_SLOTS
@@ -134,33 +135,39 @@ def predicted(
         a list with one time for each entry of ``drives``. ``plan``: the second plan. ``passes_s``: seconds of forward
         and backward. ``share_in_memory``: fraction of the elements with state in memory under the second plan.
     """
-    import itertools
-
     from ebbtide.profiler import measure_machine, profile_engine
-    from ebbtide.simulator import build_schedule, simulate
-    from ebbtide.simulator.update.footprint import footprint
-    from ebbtide.tuner.placements.planning import plan as planned
 
     name = str(folder.absolute())
     measured = measure_machine(folder, seconds=20.0, fresh=True)
     machines = [measured.model_copy(update={"drives": {name: drive}}) for drive in drives]
     numbers = itertools.count()
     work = profile_engine(engine, lambda e: train(e, next(numbers)), 3)
-    taken = footprint(work, stored)
-    room = taken["host"] + (taken["device"] if measured.unified_memory else 0) + spare_bytes
-    plan = given or planned(
-        work, machines[0], host_memory_bytes=int(room), memory_margin=0.0, storage={name: 2 * taken["storage"]}
-    )
+    plan = given or _within_limit(work, machines[0], stored, name, spare_bytes)
 
-    def iterations_s(plan: Plan) -> list[float]:
-        schedule = build_schedule(work, plan)
-        return [simulate(schedule, m.storing_in([name])).iteration_s for m in machines]
-
+    storing = [machine.storing_in([name]) for machine in machines]
     kept = [n for n, p in zip(work.subgroups, plan.placements, strict=True) if p != "stored"]
     return {
-        "iterations_s": iterations_s(stored),
-        "within_limit_s": iterations_s(plan),
+        "iterations_s": _iterations_s(work, stored, storing),
+        "within_limit_s": _iterations_s(work, plan, storing),
         "plan": plan.model_dump(mode="json"),
         "passes_s": work.forward_s + work.backward_s,
         "share_in_memory": sum(kept) / sum(work.subgroups),
     }
+
+
+def _iterations_s(work: Workload, plan: Plan, machines: Sequence[Machine]) -> list[float]:
+    from ebbtide.simulator import build_schedule, simulate
+
+    schedule = build_schedule(work, plan)
+    return [simulate(schedule, machine).iteration_s for machine in machines]
+
+
+def _within_limit(work: Workload, machine: Machine, stored: Plan, drive: str, spare_bytes: float) -> Plan:
+    """Return the tuner's plan that may use ``spare_bytes`` more host memory than the plan ``stored``."""
+    from ebbtide.simulator.update.footprint import footprint
+    from ebbtide.tuner.placements.planning import plan
+
+    taken = footprint(work, stored)
+    room = taken["host"] + (taken["device"] if machine.unified_memory else 0) + spare_bytes
+    storage = {drive: 2 * taken["storage"]}
+    return plan(work, machine, host_memory_bytes=int(room), memory_margin=0.0, storage=storage)
