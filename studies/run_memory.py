@@ -34,7 +34,7 @@ from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.replan.observed import WATCHED_STEPS
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import subgroups_of
-from ebbtide.simulator import Machine, Plan, Way, preset
+from ebbtide.simulator import Plan, Way, preset
 from ebbtide.simulator.plan import Placement
 
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
@@ -173,7 +173,8 @@ def _automatic(size: str, subgroup: int) -> Peak:
     engine = _engine(size, ds_config(1, subgroup))
     device = _device(SIZES[size].params)
     with _peak(engine, peaks, "attach"):
-        ebbtide.runtime.attach(engine, "auto", device=device, machine=_machine())
+        # Any machine will do: memory is measured, and no predicted time is used.
+        ebbtide.runtime.attach(engine, "auto", device=device, machine=preset("h100-node"))
     for number in range(WATCHED_STEPS - 1):
         train_step(engine, batches.at(number, engine.device))
     engine.optimizer.wait()
@@ -208,13 +209,6 @@ def _plan(subgroup: int, sizes: list[int], pattern: tuple[Placement, ...]) -> Pl
     placements = [pattern[i % len(pattern)] for i in range(len(sizes))]
     slots = 2 if "device" in placements else 0
     return Plan(subgroup_size=subgroup, ways=Way.each(placements), staging_slots=slots, prefetch=min(1, slots))
-
-
-def _machine() -> Machine:
-    """Return a machine from which the plan ``auto`` can be made. Any machine will do, because the study measures
-    memory and uses no predicted time.
-    """
-    return preset("h100-node")
 
 
 @contextmanager

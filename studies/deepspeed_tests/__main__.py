@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from studies.bench.console import publish, study_parser
+from studies.deepspeed_tests import ARMS, UNDER_A_PLAN
 from studies.deepspeed_tests.plugin import Orders, lines
 
 FOLDERS = ("unit/checkpoint", "unit/runtime/zero")
-ARMS = ("plain", "stock", "mix", "auto")
-UNDER_A_PLAN = ("mix", "auto")
 HANGS_S = 150
 OURS = Path(__file__).resolve().parents[2]
 
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, required=True, help="folder for the results. Tests with a result there are not run again"
     )
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--for-s", type=float, default=1e9, help="seconds after which no further test begins")
     parser.add_argument("-k", default="", help="run only tests that match this expression, as with pytest -k")
     parser.add_argument(

@@ -24,13 +24,8 @@ from ebbtide.runtime.zero.checks.guard import check_engine, stored_at
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, Way
 
-ARMS = {
-    "plain": "DeepSpeed, each test's own config",
-    "stock": "DeepSpeed, the optimizer offloaded to the CPU in every config with ZeRO",
-    "mix": "the same under a plan with resident, host and visiting subgroups, emulated device",
-    "auto": 'the same under plan: "auto"',
-}
-UNDER_A_PLAN = ("mix", "auto")
+from studies.deepspeed_tests import UNDER_A_PLAN
+
 MIX: tuple[Placement, ...] = ("resident", "host", "device")
 SUBGROUP = 2000  # elements: DeepSpeed's default would put each of these models into one
 # They read a checkpoint's files by themselves right behind `save_checkpoint`, which returns before
@@ -52,7 +47,7 @@ class Case:
     replaced there. So the process builds its engines as the variant requires, such as with a plan.
 
     Attributes:
-        arm: Name of the variant: key of `ARMS`.
+        arm: Name of the variant: key of `studies.deepspeed_tests.ARMS`.
         notes: The study's notes file.
     """
 
