@@ -84,11 +84,8 @@ def measure_machine(
         check_ranks(ranks, facts.cores, cuda)
     cached = _cache_path(facts, cuda)
     disks = storage_dir is not None or bool(drives)
-    if not disks and not fresh and cached.exists():
-        known = _cached(cached)
-        if known is not None and (ranks == 1 or ranks in known.rank_shares):
-            # The cache knows rates. The container's memory limit may be another one now.
-            return known.model_copy(update={"host_memory_bytes": facts.host_memory_bytes})
+    if not disks and not fresh and (known := _cached(cached, facts, ranks)) is not None:
+        return known
     wanted = _Wanted(
         facts,
         cuda,
@@ -140,11 +137,15 @@ def _cache_path(facts: Hardware, cuda: bool) -> Path:
     return cache_dir() / f"machine-{safe}.json"
 
 
-def _cached(path: Path) -> Machine | None:
+def _cached(path: Path, facts: Hardware, ranks: int) -> Machine | None:
     try:
-        return Machine.load(path)
+        known = Machine.load(path)
     except (OSError, ValueError):
         return None
+    if ranks != 1 and ranks not in known.rank_shares:
+        return None
+    # The cache knows rates. The container's memory limit may be another one now.
+    return known.model_copy(update={"host_memory_bytes": facts.host_memory_bytes})
 
 
 def _watched(wanted: _Wanted) -> Machine:

@@ -27,7 +27,7 @@ class RankProgress:
     steps: int = 0
     needed: int = 0
     error: str = ""
-    at_s: float = 0.0  # when it was written
+    at_s: float = 0.0
 
 
 class ProgressFile:

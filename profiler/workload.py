@@ -67,7 +67,6 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         ValueError: A recorded step had no forward or no backward.
     """
     from ebbtide.runtime.zero.checks import private
-    from ebbtide.runtime.zero.checks.other_steps import recomputes
 
     _check_phases(traces)
     plain, traces = [t for t in traces if t.plain], [t for t in traces if not t.plain]
@@ -83,25 +82,11 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     # The fullest of the steps: what is planned into the headroom must fit in each of them.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
     times, notes = _phase_times(timed)
-    ranks = local_ranks()
     return Workload(
         name=name,
         layers=layers,
-        subgroups=tuple(int(n) for n in optimizer.fp16_partitioned_groups_flat_numel),
-        subgroup_size=int(optimizer.sub_group_size),
-        parameters=_parameters(optimizer),
-        wire_dtype=_WIRE.get(optimizer.dtype, "fp32"),
-        grad_bytes_per_param=optimizer.gradient_accumulation_dtype.itemsize,
-        clip=optimizer.clip_grad > 0,
-        gradient_accumulation_steps=micro,
-        **_bucket_params(optimizer),
-        ranks_per_node=ranks,
-        nodes=max(1, world_size() // ranks),
-        stock_threads=_fewer_threads(),
+        **_settings(engine),
         tokens_per_iteration=_tokens(engine, traces),
-        samples_per_iteration=int(engine.train_batch_size()),
-        micro_batch=int(engine.train_micro_batch_size_per_gpu()),
-        recompute=recomputes(engine.module),
         device_base_bytes=_base_bytes(traces, fullest, layers),
         live_params=None if gathers is None else gathers.live,
         module_issue_s=module_issue_s(traces) if torch.cuda.is_available() else 0.0,
@@ -113,6 +98,29 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
         memory_peaks=_memory_peaks(traces),
         warnings=tuple(notes),
     )
+
+
+def _settings(engine: Any) -> dict[str, Any]:
+    """Return the fields of a workload that an engine's settings determine, without a measurement."""
+    from ebbtide.runtime.zero.checks.other_steps import recomputes
+
+    optimizer, ranks = engine.optimizer, local_ranks()
+    return {
+        "subgroups": tuple(int(n) for n in optimizer.fp16_partitioned_groups_flat_numel),
+        "subgroup_size": int(optimizer.sub_group_size),
+        "parameters": _parameters(optimizer),
+        "wire_dtype": _WIRE.get(optimizer.dtype, "fp32"),
+        "grad_bytes_per_param": optimizer.gradient_accumulation_dtype.itemsize,
+        "clip": optimizer.clip_grad > 0,
+        "gradient_accumulation_steps": int(engine.gradient_accumulation_steps()),
+        **_bucket_params(optimizer),
+        "ranks_per_node": ranks,
+        "nodes": max(1, world_size() // ranks),
+        "stock_threads": _fewer_threads(),
+        "samples_per_iteration": int(engine.train_batch_size()),
+        "micro_batch": int(engine.train_micro_batch_size_per_gpu()),
+        "recompute": recomputes(engine.module),
+    }
 
 
 def _bucket_params(optimizer: Any) -> dict[str, int]:

@@ -40,7 +40,6 @@ class StorageRates:
         duplex_factor: Rate of concurrent reads and writes, divided by the sum of both rates alone, as in
             `Machine.storage_duplex_factor`.
         fsync_s: Seconds of an fsync without new data.
-        direct: True if O_DIRECT was used, which bypasses the page cache.
         by_writers: Write rate by the number of threads.
         buffered: Write rate through the page cache. None if ``write`` was already measured that way.
         writer_s_per_byte: CPU seconds per byte that a writer takes to gather, hash and write.
@@ -51,7 +50,6 @@ class StorageRates:
     read: Quantity
     duplex_factor: Quantity
     fsync_s: float
-    direct: bool
     by_writers: dict[int, Quantity]
     buffered: Quantity | None
     writer_s_per_byte: Quantity
@@ -89,7 +87,6 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
             f"read and written at once, {detail}",
         ),
         fsync_s=sorted(fsyncs)[len(fsyncs) // 2],
-        direct=file.direct,
         by_writers=by_writers,
         buffered=buffered,
         writer_s_per_byte=Quantity.from_samples(

@@ -16,18 +16,6 @@ import torch
 EVERY_SUBGROUP = -2  # device tensors nobody registered: any update may overwrite them
 
 
-class Persist(Protocol):
-    """The interface through which optimizer updates wait for a checkpoint in progress.
-
-    An update calls `release` before it overwrites a subgroup's optimizer state. The call returns when the
-    checkpoint no longer needs the old state.
-    """
-
-    def release(self, subgroup: int) -> None:
-        """Wait until the checkpoint in progress no longer needs the bytes of a subgroup's optimizer state."""
-        ...
-
-
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor of a checkpoint that stays on a drive. The checkpoint's own file has only its shape.
@@ -151,7 +139,7 @@ class LiveState:
         self._tensors: dict[int, tuple[torch.Tensor, ...]] = {}
         self._starts: list[int] = []  # sorted addresses
         self._ranges: list[tuple[int, int, int]] = []  # (start, end, subgroup), same order
-        self._persist: Persist | None = None
+        self._release: Callable[[int], None] | None = None
         self.stored: StoredState | None = None
 
     def register_all(self, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
@@ -213,9 +201,13 @@ class LiveState:
         with self._lock:
             return list(self._tensors)
 
-    def attach(self, persist: Persist | None) -> None:
-        """Set the checkpoint in progress that updates must wait for. None if no checkpoint reads optimizer state."""
-        self._persist = persist
+    def attach(self, release: Callable[[int], None] | None) -> None:
+        """Set the checkpoint in progress that updates must wait for. None if no checkpoint reads optimizer state.
+
+        Args:
+            release: Function that waits until the checkpoint no longer needs the bytes of a subgroup's optimizer state.
+        """
+        self._release = release
 
     def before_update(self, subgroup: int) -> None:
         """Wait until an update may overwrite a subgroup's state. Call this directly before the update.
@@ -227,7 +219,7 @@ class LiveState:
         Raises:
             CheckpointError: The disk made no progress within the deadline.
         """
-        persist = self._persist
-        if persist is not None:
-            persist.release(subgroup)
-            persist.release(EVERY_SUBGROUP)
+        release = self._release
+        if release is not None:
+            release(subgroup)
+            release(EVERY_SUBGROUP)

@@ -15,6 +15,7 @@ from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.waiting import Telling
 
 Job = Callable[["Bounce"], None]
+END_S = 30.0  # that a closed pool waits for its threads
 
 
 class Bounce:
@@ -113,11 +114,11 @@ class Workers:
             del work, transfer, job
             free(held)  # with the tensors, whose memory must not stay until the next block comes
 
-    def close(self, timeout_s: float = 30.0) -> bool:
+    def close(self) -> bool:
         """Stop the threads that read or write blocks on a drive. Return False if a thread is stuck."""
         for _ in self._threads:
             self._queue.put(None)
-        end_s = time.monotonic() + timeout_s
+        end_s = time.monotonic() + END_S
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)

@@ -130,7 +130,7 @@ def test_storage_leaves_nothing_behind(tmp_path):
     assert found.writer_s_per_byte.source == "measured"
     assert sorted(found.by_writers) == [1, 2, 4]
     assert found.write == found.by_writers[storage.PLANNED_WRITERS]
-    assert (found.buffered is not None) == found.direct
+    assert (found.buffered is not None) == ("O_DIRECT" in found.write.detail)
     assert list((tmp_path / "new").iterdir()) == []
 
 

@@ -135,13 +135,9 @@ class Slots:
 
     All buffers are allocated when the object is created. On a CUDA machine the buffers are pinned, so that
     device-to-host copies into them run at full speed.
-
-    Args:
-        pinned: False for buffers that no GPU copy uses. Pinning takes milliseconds, and the driver serves no other call
-            meanwhile.
     """
 
-    def __init__(self, count: int, slot_bytes: int, *, pinned: bool = True) -> None:
+    def __init__(self, count: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
         self._lock = threading.Lock()
         self._memory = mmap.mmap(-1, max(1, count) * slot_bytes)
@@ -151,7 +147,7 @@ class Slots:
         self.count = count
         self._pinned = False
         self._start = start
-        if pinned and count and torch.cuda.is_available():
+        if count and torch.cuda.is_available():
             self._pinned = lock(start, count * slot_bytes) == 0  # else they are slower, no more
 
     def close(self) -> None:

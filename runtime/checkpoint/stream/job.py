@@ -80,7 +80,7 @@ class Job:
         From now on, updates must leave optimizer state unchanged until it is on disk or copied (see
         `LiveState.before_update`).
         """
-        self._live.attach(self._writer)
+        self._live.attach(self._writer.release)
         self._writer.start()
         self._thread.start()
         self._files.point("job_started")
