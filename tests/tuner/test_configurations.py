@@ -137,16 +137,15 @@ def test_the_least_that_is_missing_is_told():
     assert "3.0 GiB are missing" in told[0]
 
 
-@pytest.mark.parametrize("gib", [None, 20])
-def test_the_search_finds_what_simulating_everything_finds(gib):
+def test_the_search_finds_what_simulating_everything_finds():
     """Check that `tune search` has the same results as a simulation of all training configurations, with fewer
     simulations.
 
     The compared results are the fastest configuration, the highest training speed for each value of a setting, the
     configurations that are slower but need less GPU memory, and the sentences that sum up the result.
     """
-    little = question(device_memory_bytes=gib and gib * 2**30)
-    space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 16)
+    little = question(device_memory_bytes=20 * 2**30)
+    space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 8)
     found = explore(little, space)
     assert found.complete
     every = [little.answer(c) for c in space]
@@ -225,7 +224,7 @@ def test_no_simulation_beats_its_bounds(given, free):
     base = Configuration(gpus=2, offload="none" if free == "offload" else free)
     every = list(Space.of(base, knobs, 16))
     lacking = simulated = 0
-    for c in every[:: max(1, len(every) // 40)]:
+    for c in every[:: max(1, len(every) // 20)]:
         bounds, found = tightened(asked, c, promise(asked, c)), asked.answer(c)
         assert bool(bounds.refused) == found.refused
         if found.refused:
@@ -235,8 +234,8 @@ def test_no_simulation_beats_its_bounds(given, free):
         assert found.missing_bytes >= bounds.missing_bytes, c
         assert found.device_peak_bytes >= bounds.device_bytes, c
         lacking += bounds.missing_bytes > 0
-    assert simulated > 5
-    assert lacking > 2 or "activation_checkpointing" in given  # which then fit
+    assert simulated > 2
+    assert lacking or "activation_checkpointing" in given  # which then fit
 
 
 CONFIGS = {
@@ -315,23 +314,8 @@ def test_a_search_that_is_cut_short_says_so():
 
 def test_the_command_writes_what_it_prints(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    words = [
-        "search",
-        "--machine",
-        "h100-node",
-        "--model",
-        str(tmp_path / "config.json"),
-        "--global-batch",
-        "16",
-        "--gpus",
-        "2",
-        "--sequence",
-        "1024",
-        "--free",
-        "micro_batch,accumulation,recompute,offload",
-        "-o",
-        str(tmp_path / "s.json"),
-    ]
+    asked = f"search --machine h100-node --model {tmp_path}/config.json --global-batch 16 --gpus 2 --sequence 1024"
+    words = [*asked.split(), "--free", "micro_batch,accumulation", "-o", str(tmp_path / "s.json")]
     printed = CliRunner().invoke(main, words)
     assert printed.exit_code == 0, printed.output
     record = json.loads((tmp_path / "s.json").read_text())
@@ -401,28 +385,22 @@ def test_a_bad_config_is_an_error_and_never_a_verdict(tmp_path, config, rule):
         assert re.search(rule, ended.output), ended.output
 
 
+def searched_and_simulated(tmp_path, config):
+    """Return the row of `tune search` for one micro-batch of a config, and the output of `tune simulate` for it."""
+    rows = json.loads(searched(tmp_path, config, "--free", "micro_batch").stdout)["outcomes"]
+    files = ["--model", str(tmp_path / "config.json"), "--ds-config", str(tmp_path / "ds.json")]
+    words = ["simulate", "--machine", "h100-node", *files, "--sequence", "512", "--json"]
+    (row,) = [row for row in rows if row["configuration"]["micro_batch"] == 1]
+    return row, json.loads(CliRunner().invoke(main, words).stdout)
+
+
 @pytest.mark.parametrize(
     "config",
     [{"bf16": {"enabled": True}}, offloads({"device": "nvme"}, offload_param=CPU), {**offloads(CPU), **MOVED}],
     ids=["none", "nvme", "activations"],
 )
 def test_a_fixed_config_is_simulated_as_it_is(tmp_path, config):
-    ended = searched(tmp_path, config, "--free", "micro_batch")
-    rows = json.loads(ended.stdout)["outcomes"]
-    words = [
-        "simulate",
-        "--machine",
-        "h100-node",
-        "--model",
-        str(tmp_path / "config.json"),
-        "--sequence",
-        "512",
-        "--ds-config",
-        str(tmp_path / "ds.json"),
-        "--json",
-    ]
-    simulated = json.loads(CliRunner().invoke(main, words).stdout)
-    (row,) = [row for row in rows if row["configuration"]["micro_batch"] == 1]
+    row, simulated = searched_and_simulated(tmp_path, config)
     assert row["iteration_s"] == pytest.approx(simulated["iteration_s"], rel=1e-9)
     assert row["device_peak_bytes"] == simulated["device_peak_bytes"]
 
@@ -434,22 +412,7 @@ def test_a_config_that_trains_under_a_plan_is_searched_under_one(tmp_path, confi
 
     So `tune search` must predict a shorter iteration than `tune simulate`, which simulates stock DeepSpeed.
     """
-    ended = searched(tmp_path, config, "--free", "micro_batch")
-    rows = json.loads(ended.stdout)["outcomes"]
-    words = [
-        "simulate",
-        "--machine",
-        "h100-node",
-        "--model",
-        str(tmp_path / "config.json"),
-        "--sequence",
-        "512",
-        "--ds-config",
-        str(tmp_path / "ds.json"),
-        "--json",
-    ]
-    stock = json.loads(CliRunner().invoke(main, words).stdout)
-    (row,) = [row for row in rows if row["configuration"]["micro_batch"] == 1]
+    row, stock = searched_and_simulated(tmp_path, config)
     assert row["iteration_s"] < stock["iteration_s"]
 
 

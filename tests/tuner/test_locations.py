@@ -63,17 +63,17 @@ def test_what_fits_nowhere_says_what_is_missing():
         ebbtide.tuner.plan(whole(), machine(), device_memory_bytes=GIB)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
     """Check that no random plan with parameters in host memory has a shorter iteration than two lower bounds. The first
     is for all plans with the same parameter locations, the second for plans with any locations.
     """
     rng = np.random.default_rng(seed)
-    for _ in range(5):
+    for _ in range(4):
         work, have = random_pair(rng, counts=(6, 24))
         work = work.model_copy(update={"clip_rate": 1.0})  # no update is early
         sweep, count = PlanSweep(work, have, iterations=9), len(work.subgroups)
-        for number in range(10):
+        for number in range(6):
             locations = spaced(count, int(rng.integers(1, count + 1)))
             c = Candidate.of(rng.choice(list(RECIPES), count), 2, 1, locations)
             seconds = seconds_of(sweep, c)

@@ -9,6 +9,7 @@ from ebbtide.simulator import Plan, build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.plan import Way
+from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.decision import most_micro_batches
 from ebbtide.tuner.placements.quick import quick_plan
 from ebbtide.tuner.placements.search import Search
@@ -47,7 +48,8 @@ def test_by_itself_it_takes_no_more_device_memory_than_the_plan_that_runs():
     assert found.plan is current or found.iteration_s < found.current_s
 
 
-def test_a_step_too_long_for_a_search_keeps_the_plan_that_runs():
+def test_a_step_too_long_for_a_search_keeps_the_plan_that_runs(monkeypatch):
+    monkeypatch.setattr(decision, "MOST_PASSES", 64)
     workload, machine = random_pair(np.random.default_rng(7), counts=(8, 8))
     longer = most_micro_batches(workload) + 1
     workload = workload.model_copy(update={"gradient_accumulation_steps": longer})

@@ -64,12 +64,12 @@ def test_a_plan_is_predicted_anew_for_another_profile():
     assert again.alternatives[0].iteration_s > made.alternatives[0].iteration_s
 
 
-def test_the_same_seed_gives_the_same_plan():
+def test_the_same_seed_gives_the_same_plan(in_earnest):
     first = ebbtide.tuner.plan(workload(12), machine(), seed=3)
     assert ebbtide.tuner.plan(workload(12), machine(), seed=3) == first
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     device_gib=st.floats(5, 40), host_adam=st.floats(1e9, 3e10), link=st.floats(1e10, 1e11), forward_ms=st.floats(1, 30)
 )
@@ -179,7 +179,7 @@ def test_an_effort_that_is_no_share_is_refused(effort):
         ebbtide.tuner.plan(workload(4), machine(), effort=effort)
 
 
-def test_less_effort_simulates_fewer_plans_and_finds_none_that_is_better(monkeypatch):
+def test_less_effort_simulates_fewer_plans_and_finds_none_that_is_better(in_earnest, monkeypatch):
     evaluate, simulated, tried, found = PlanSweep.evaluate, [], [], []
 
     def counted(*args):

@@ -182,7 +182,7 @@ def test_what_fits_nowhere_says_what_is_missing(server):
 @pytest.mark.parametrize(
     "asked",
     [
-        {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 8192, "micro_batch": 4},
+        {"model": "Llama 3.2 1B", "machine": "rtx4090", "sequence": 8192, "micro_batch": 4},
         # Offered here: GPUs, and host memory. `tests/tuner/test_ways_out.py` has larger models.
         {
             "model": "Llama 3.2 1B",
