@@ -82,9 +82,7 @@ def test_blocks_run(page, deepspeed_ops, environment, run_before, tmp_path):
         for kind, text in blocks(page):
             named = re.match(r"# (\w+\.py)\n", text)
             if kind == "bash":
-                lines = [
-                    line for line in text.splitlines() if line not in run_before and not line.startswith(ELSEWHERE)
-                ]
+                lines = left_to_run(text, run_before)
                 run_before.update(line for line in lines if line.startswith("tune "))
                 text = "".join(f"{line}\n" for line in lines)
                 check_that_plans_are_in_force(text, shell.run(text))
@@ -97,6 +95,11 @@ def test_blocks_run(page, deepspeed_ops, environment, run_before, tmp_path):
             shell.run("python session.py")
     finally:
         shell.end()
+
+
+def left_to_run(text, run_before):
+    """Return the lines of a page's code block, without the commands that have run before or run in other tests."""
+    return [line for line in text.splitlines() if not (line.startswith(ELSEWHERE) or line in run_before)]
 
 
 def check_that_plans_are_in_force(block, said):

@@ -25,12 +25,12 @@ def test_questions_differ_and_are_valid():
 @pytest.mark.slow
 def test_the_study_runs(monkeypatch, tmp_path):
     for name, value in (
-        ("JOBS", 3),
-        ("KILL_EVERY", 3),
+        ("JOBS", 1),
+        ("KILL_EVERY", 1),
         ("CELLS", 4),
         ("WARM_S", 0.0),
         ("IN_PROCESS_CALLS", 5),
-        ("PAGE_MOVES", 3),
+        ("PAGE_MOVES", 2),
         ("WORKERS", 1),
     ):
         monkeypatch.setattr(service_load, name, value)

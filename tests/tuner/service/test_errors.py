@@ -377,7 +377,7 @@ def _arrays(sweep):
     return [kept for kept in own if isinstance(kept, np.ndarray)]
 
 
-@pytest.mark.parametrize("model", ["GPT-2 1.5B", "Llama 3 8B", "Llama 3 70B", "Mixtral 8x7B", "Qwen3 4B"])
+@pytest.mark.parametrize("model", ["Llama 3 70B", "Qwen3 4B"])
 def test_the_longest_step_that_is_searched_fits_into_a_worker(model):
     quota = Quota()
     asked = Answer(machine="h100-node", model=model, accumulation=4096)

@@ -638,7 +638,7 @@ def test_a_plan_comes_with_what_to_type(page, server):
     assert json.loads(download.value.path().read_text())["zero_optimization"]["stage"] == 3
 
 
-# The style sheet's dark scheme changes colours alone, at all widths. The rules about colours are those that it can break.
+# The style sheet's dark scheme changes colours alone, and at all widths: it can break the rules about colours.
 RULES = {
     "light": "{resultTypes: ['violations']}",
     "dark": "{resultTypes: ['violations'], runOnly: ['color-contrast', 'link-in-text-block']}",
