@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from ebbtide.simulator import Layer, Machine, Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.engines.kernel import ITERATION_S
+from ebbtide.simulator.engines.summary import ITERATION_S
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.update.order import order_of
 from ebbtide.simulator.update.way import PLACEMENT_CODES

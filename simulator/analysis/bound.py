@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from ebbtide.simulator.analysis.bounds.rules import RULES, Problem
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines import summary
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import Quantity
@@ -145,7 +145,7 @@ def _passes_s(workload: Workload, machine: Machine) -> float:
     sweep = PlanSweep(work, machine.model_copy(update=at_once))
     placed = np.array([PLACEMENT_CODES["resident"]], dtype=np.int8)
     row = sweep.evaluate(placed, 0, overlap_forward=workload.zero_stage == 3)
-    return _rounded_down(float(row[kernel.ITERATION_S]))
+    return _rounded_down(float(row[summary.ITERATION_S]))
 
 
 def _rounded_down(seconds: float) -> float:

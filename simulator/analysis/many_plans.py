@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
-from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines import kernel, summary
 from ebbtide.simulator.engines.compiled import SimResult, capacity_vector, machine_vector, result
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.recipe_arrays import HOST_UPDATES, RATES, SLOTS, Program, RecipeArrays, totals
@@ -30,18 +30,6 @@ from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, SUMMED, plain_ways
 from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
-COLUMNS = (
-    "iteration_s",
-    "forward_s",
-    "backward_s",
-    "step_s",
-    "update_s",
-    "makespan_s",
-    "device_peak_bytes",
-    "host_peak_bytes",
-    "loop_s",
-    "storage_bytes",
-)
 MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter locations
 MOST_AMOUNTS = 1024  # likewise: most plans of a search differ in the order of updates only
 
@@ -82,7 +70,7 @@ class PlanSweep:
             ValueError: The machine lacks a rate that the workload needs.
         """
         self.workload, self.iterations = workload, iterations
-        self.warm_up = kernel.WARM_UP
+        self.warm_up = summary.WARM_UP
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.recipes = RecipeArrays.of(workload, fused=fused)
         self._run_on(machine)
@@ -165,7 +153,7 @@ class PlanSweep:
         issue: Ints | None = None,
         host_slots: int = HOST_SLOTS,
     ) -> Floats:
-        """Return the predicted times and memory peaks of one plan, as an array in the order of the constant `COLUMNS`.
+        """Return the predicted times and memory peaks of one plan, as an array with the columns of `engines.summary`.
 
         Args:
             placement: For each subgroup, the number (`Way.code`) of the combination of placement, parameter
@@ -224,9 +212,9 @@ class PlanSweep:
         # On top of the activations' peak.
         held = self.held_bytes(amounts, staging_slots, host_slots, updated_early, self.summed_elements(placement))
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
-        row[kernel.DEVICE_PEAK] += base + held["device"]
-        row[kernel.HOST_PEAK] += held["host"]
-        row[kernel.STORED] = held["storage"]
+        row[summary.DEVICE_PEAK] += base + held["device"]
+        row[summary.HOST_PEAK] += held["host"]
+        row[summary.STORED] = held["storage"]
         return row, scratch, count
 
     def amounts(self, placement: NDArray[np.int8]) -> tuple[Amounts, Amounts]:
@@ -263,7 +251,7 @@ class PlanSweep:
         return float(self.sizes[(placement // SUMMED) % 2 == 1].sum())
 
     def evaluate_plan(self, plan: Plan) -> Floats:
-        """Return the predicted times and memory peaks of a plan, as an array in the order of the constant `COLUMNS`."""
+        """Return the predicted times and memory peaks of a plan, as an array with the columns of `engines.summary`."""
         return self.evaluate(*_arguments(plan))
 
     def result(self, plan: Plan) -> SimResult:
@@ -328,7 +316,7 @@ class PlanSweep:
 
     def _run(self, scratch: "_Scratch", count: int, rates: Floats) -> Floats:
         ops, start_s, end_s = scratch.ops[:count], scratch.start_s[:count], scratch.end_s[:count]
-        row = np.zeros(kernel.SUMMARY_COLUMNS)
+        row = np.zeros(summary.SUMMARY_COLUMNS)
         peaks = kernel.run(
             ops,
             scratch.after_first[: count + 1],
@@ -339,8 +327,8 @@ class PlanSweep:
             start_s,
             end_s,
         )
-        kernel.summarise(ops, start_s, end_s, self.iterations, row, self.warm_up)
-        row[kernel.DEVICE_PEAK], row[kernel.HOST_PEAK] = peaks
+        summary.summarise(ops, start_s, end_s, self.iterations, row, self.warm_up)
+        row[summary.DEVICE_PEAK], row[summary.HOST_PEAK] = peaks
         return row
 
 

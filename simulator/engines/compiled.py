@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
-from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines import kernel, summary
 from ebbtide.simulator.engines.fair_speeds import CAPACITIES
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.reference import capacities
@@ -130,34 +130,34 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
         start_s,
         end_s,
     )
-    summary = np.zeros(kernel.SUMMARY_COLUMNS)
-    kernel.summarise(schedule.ops, start_s, end_s, schedule.schedule.iterations, summary)
-    summary[kernel.DEVICE_PEAK] = peaks[0] + schedule.schedule.device_base_bytes
-    summary[kernel.HOST_PEAK] = peaks[1] + schedule.schedule.host_base_bytes
-    summary[kernel.STORED] = schedule.schedule.storage_bytes
-    return result(summary, start_s, end_s)
+    row = np.zeros(summary.SUMMARY_COLUMNS)
+    summary.summarise(schedule.ops, start_s, end_s, schedule.schedule.iterations, row)
+    row[summary.DEVICE_PEAK] = peaks[0] + schedule.schedule.device_base_bytes
+    row[summary.HOST_PEAK] = peaks[1] + schedule.schedule.host_base_bytes
+    row[summary.STORED] = schedule.schedule.storage_bytes
+    return result(row, start_s, end_s)
 
 
-def result(summary: Floats, start_s: Floats, end_s: Floats) -> SimResult:
+def result(row: Floats, start_s: Floats, end_s: Floats) -> SimResult:
     """Return the times and memory peaks of a simulated schedule as a `SimResult`, from arrays of the compiled
     simulator.
 
     Args:
-        summary: Times and memory peaks that the simulator computed, at the indices ITERATION_S, FORWARD_S and so on of
-            the module `kernel`.
+        row: Times and memory peaks that the simulator computed, at the indices ITERATION_S, FORWARD_S and so on of the
+            module `summary`.
         start_s, end_s: Start and end of each op, in seconds.
     """
     return SimResult(
-        iteration_s=float(summary[kernel.ITERATION_S]),
-        forward_s=float(summary[kernel.FORWARD_S]),
-        backward_s=float(summary[kernel.BACKWARD_S]),
-        step_s=float(summary[kernel.STEP_S]),
-        update_s=float(summary[kernel.UPDATE_S]),
-        loop_s=float(summary[kernel.LOOP_S]),
-        makespan_s=float(summary[kernel.MAKESPAN_S]),
-        device_peak_bytes=int(summary[kernel.DEVICE_PEAK]),
-        host_peak_bytes=int(summary[kernel.HOST_PEAK]),
-        storage_bytes=int(summary[kernel.STORED]),
+        iteration_s=float(row[summary.ITERATION_S]),
+        forward_s=float(row[summary.FORWARD_S]),
+        backward_s=float(row[summary.BACKWARD_S]),
+        step_s=float(row[summary.STEP_S]),
+        update_s=float(row[summary.UPDATE_S]),
+        loop_s=float(row[summary.LOOP_S]),
+        makespan_s=float(row[summary.MAKESPAN_S]),
+        device_peak_bytes=int(row[summary.DEVICE_PEAK]),
+        host_peak_bytes=int(row[summary.HOST_PEAK]),
+        storage_bytes=int(row[summary.STORED]),
         start_s=start_s,
         end_s=end_s,
     )

@@ -41,8 +41,8 @@ M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = r
 
 LANES = list(Lane)
 KINDS = list(OpKind)
-_COMPUTE, _UPDATE, _STORAGE, _NETWORK, _STORAGE_READ = (
-    LANES.index(lane) for lane in (Lane.COMPUTE, Lane.DEVICE_UPDATE, Lane.STORAGE, Lane.NETWORK, Lane.STORAGE_READ)
+_UPDATE, _STORAGE, _NETWORK, _STORAGE_READ = (
+    LANES.index(lane) for lane in (Lane.DEVICE_UPDATE, Lane.STORAGE, Lane.NETWORK, Lane.STORAGE_READ)
 )
 _OUT = tuple(LANES.index(lane) for lane in sorted(D2H_LANES))
 _IN = tuple(LANES.index(lane) for lane in sorted(H2D_LANES))
@@ -278,6 +278,7 @@ def _find_speeds(slot: int, count: int, capacity: Floats, notes: _Notes) -> None
 @uncounted
 def _fill_queues(ops: Floats, notes: _Notes) -> None:
     head, end = notes.head, notes.queue_end
+    notes.ended[notes.ended.size - 1] = True
     for i in range(ops.shape[0]):
         end[int(ops[i, LANE])] += 1
     first = 0
@@ -348,7 +349,6 @@ def run(
         np.empty((_CACHE, lanes)),
         np.empty((_CACHE, lanes)),
     )
-    notes.ended[count + 1] = True
     _fill_queues(ops, notes)
     return _events(ops, rates, capacity, machine, start_s, end_s, notes)
 
@@ -359,7 +359,7 @@ def _events(
 ) -> tuple[float, float]:
     queue, head, busy, running, bits = notes.queue, notes.head, notes.busy, notes.running, notes.bits
     active, left, blocker = notes.active, notes.left, notes.blocker
-    speed, inverse = notes.cache_speed, notes.cache_inverse
+    speed = notes.cache_speed
     never = notes.ended.size - 2
     now = device = host = device_top = host_top = 0.0
     key, unknown, speeds_of, count, slot = 0, 0, _NEVER, 0, 0
@@ -383,10 +383,7 @@ def _events(
         if key != speeds_of or unknown > 0:
             speeds_of = key if unknown == 0 else _NEVER
             slot = _speeds(speeds_of, count, capacity, notes)
-        step = np.inf
-        for k in range(count):
-            lane = active[k]
-            step = min(step, left[lane] * inverse[slot, lane] if left[lane] > 0 else 0.0)
+        step = _until_next_end(count, slot, notes)
         now += step
         tiny = 1e-12 * (1.0 + step)
         going = 0
@@ -398,115 +395,29 @@ def _events(
                 going += 1
                 continue
             i = running[lane]
-            head[lane] += 1
-            busy[lane] = 0
-            _unblock(lane, notes)
+            _leave(lane, i, notes)
+            end_s[i] = now
             key ^= bits[lane]
             unknown -= bits[lane] == 0
-            notes.ended[i] = True
-            end_s[i] = now
             device -= ops[i, DEVICE_FREE]
             host -= ops[i, HOST_FREE]
         count = going
 
 
-# Columns of a summary row.
-(ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK, LOOP_S, STORED) = range(10)
-SUMMARY_COLUMNS = 10
-WARM_UP = 1  # iterations
-_FORWARD, _BACKWARD, _IDLE, _NORM, _STEP_END, _GRADIENT_PASS = (
-    KINDS.index(kind)
-    for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.IDLE, OpKind.NORM, OpKind.STEP_END, OpKind.GRADIENT_PASS)
-)
-_UPDATE_KINDS = tuple(
-    KINDS.index(kind)
-    for kind in (
-        OpKind.UPDATE_HOST,
-        OpKind.UPDATE_HOST_EARLY,
-        OpKind.UPDATE_DEVICE_EARLY,
-        OpKind.UPDATE_DEVICE,
-        OpKind.STATE_D2H,
-        OpKind.PARAMETER_H2D,
-        OpKind.PARAMETER_D2H,
-    )
-)
+@uncounted
+def _until_next_end(count: int, slot: int, notes: _Notes) -> float:
+    """Return the seconds until the first of the running ops ends."""
+    step = np.inf
+    for k in range(count):
+        lane = notes.active[k]
+        step = min(step, notes.left[lane] * notes.cache_inverse[slot, lane] if notes.left[lane] > 0 else 0.0)
+    return step
 
 
-@compiled
-def _phase(kind: int) -> int:
-    if kind == _IDLE:
-        return LOOP_S
-    if kind == _FORWARD:
-        return FORWARD_S
-    if kind in (_BACKWARD, _GRADIENT_PASS):
-        return BACKWARD_S
-    return STEP_S if kind in (_NORM, _STEP_END) else -1
-
-
-@compiled
-def _period_s(ops: Floats, end_s: Floats, iterations: int, warm_up: int) -> float:
-    """Return the mean seconds of a simulated iteration behind the first ``warm_up`` ones, computed as in
-    `Timeline.iteration_s`.
-
-    The result is -1 if fewer than two backwards ran.
-    """
-    ends = np.full(iterations, -1.0)
-    for i in range(ops.shape[0]):
-        if ops[i, KIND] == _BACKWARD:
-            number = int(ops[i, ITERATION])
-            ends[number] = max(ends[number], end_s[i])
-    ends = ends[ends >= 0]
-    if ends.size < 2:
-        return -1.0
-    base = warm_up if ends.size > warm_up + 1 else 0
-    return float((ends[-1] - ends[base]) / (ends.size - 1 - base))
-
-
-@compiled
-def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
-    """Add the seconds of an iteration's phases (forward, backward, ...) to a result row, as `Timeline.phases`
-    computes them.
-    """
-    previous = np.inf
-    for i in range(ops.shape[0]):
-        if ops[i, KIND] == _STEP_END and ops[i, ITERATION] == iteration - 1:
-            previous = end_s[i]
-    if previous == np.inf:
-        for i in range(ops.shape[0]):
-            if ops[i, ITERATION] == iteration:
-                previous = min(previous, start_s[i])
-    backward_end = previous
-    update_end = -np.inf
-    for i in range(ops.shape[0]):
-        if ops[i, ITERATION] != iteration:
-            continue
-        kind = int(ops[i, KIND])
-        if ops[i, LANE] == _COMPUTE and _phase(kind) >= 0:
-            summary[_phase(kind)] += max(0.0, end_s[i] - previous)
-            previous = max(previous, end_s[i])
-            if _phase(kind) == BACKWARD_S:
-                backward_end = previous
-        if kind in _UPDATE_KINDS:
-            update_end = max(update_end, end_s[i])
-    summary[UPDATE_S] = max(0.0, update_end - backward_end)
-
-
-@compiled
-def summarise(
-    ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats, warm_up: int = WARM_UP
-) -> None:
-    """Write the iteration time, the phases and the total time of a simulated schedule into the array ``summary``.
-
-    The iteration time is the mean over all iterations but the first ``warm_up``.
-    """
-    summary[:] = 0.0
-    if ops.shape[0] == 0:
-        return
-    summary[MAKESPAN_S] = end_s.max() - start_s.min()
-    period = _period_s(ops, end_s, iterations, warm_up)
-    summary[ITERATION_S] = period if period >= 0 else summary[MAKESPAN_S]
-    last = 0
-    for i in range(ops.shape[0]):
-        if ops[i, KIND] == _STEP_END:
-            last = max(last, int(ops[i, ITERATION]))
-    _add_phases(ops, start_s, end_s, last, summary)
+@uncounted
+def _leave(lane: int, i: int, notes: _Notes) -> None:
+    """End op number ``i``, so that its lane can run the next op."""
+    notes.head[lane] += 1
+    notes.busy[lane] = 0
+    notes.ended[i] = True
+    _unblock(lane, notes)

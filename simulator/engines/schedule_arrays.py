@@ -318,6 +318,7 @@ def _add_update(made: _Made, given: _Given, s: int) -> None:
 @uncounted
 def _build(made: _Made, given: _Given, program: Program) -> int:
     places, n, left = program.places, made.n, 0.0
+    made.after_first[0], n[_N_ROOM] = 0, -1
     _begin_ahead(made, given, -1)
     for iteration in range(given.plan[P_ITERATIONS]):
         n[_N_ITERATION] = iteration
@@ -366,14 +367,11 @@ def build(
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS
     iterations = plan[P_ITERATIONS]
-    counts = np.zeros(_N_COUNTS, np.int64)
-    counts[_N_ROOM] = -1
-    after_first[0] = 0
     made = _Made(
         ops,
         after_first,
         after,
-        counts,
+        np.zeros(_N_COUNTS, np.int64),
         np.full(places + 2 * subgroups, -1),
         np.full(subgroups, -1),
         np.full(program.parts, -1),
@@ -387,5 +385,4 @@ def build(
         np.zeros(kinds, np.int64),
         np.full((kinds, subgroups * (iterations + 1)), -1),
     )
-    given = _Given(rows, ways, sizes, placement, issue, arrival, plan)
-    return _build(made, given, program)
+    return _build(made, _Given(rows, ways, sizes, placement, issue, arrival, plan), program)

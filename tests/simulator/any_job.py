@@ -6,7 +6,7 @@ import numpy as np
 from ebbtide.simulator import Layer, Machine, Quantity, Workload
 from ebbtide.simulator.analysis.expected import times_of
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.engines import kernel
+from ebbtide.simulator.engines import summary
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.optimizer import OPTIMIZERS
 from ebbtide.simulator.update.steps import Slot
@@ -144,7 +144,7 @@ class Tried:
             return right_s
         waits, earlier = (self._rows(plain, n) for n in (iterations, max(3, iterations // 2)))
         plain_s = self._later(waits, earlier, iterations)
-        times = times_of((right_s, row[kernel.BACKWARD_S]), (plain_s, waits[kernel.BACKWARD_S]), 0.0)
+        times = times_of((right_s, row[summary.BACKWARD_S]), (plain_s, waits[summary.BACKWARD_S]), 0.0)
         return times.mean_s(self.work.expected_clip_rate)
 
     def _rows(self, codes, iterations):
@@ -153,9 +153,9 @@ class Tried:
     @staticmethod
     def _later(row, before, iterations):
         if iterations == 3:
-            return float(row[kernel.ITERATION_S])
+            return float(row[summary.ITERATION_S])
         half = iterations // 2
-        sums = (float(r[kernel.ITERATION_S]) * (n - 2) for r, n in ((row, iterations), (before, half)))
+        sums = (float(r[summary.ITERATION_S]) * (n - 2) for r, n in ((row, iterations), (before, half)))
         return (next(sums) - next(sums)) / (iterations - half)
 
 
@@ -175,7 +175,7 @@ def random_plan(rng, work, machine):
     threads, overlap = int(rng.choice([0, 0, 1, 2, 4, 20])), bool(stage == 3 and rng.random() < 0.9)
     options = (slots, prefetch, threads, overlap, order, int(rng.integers(1, 5)))
     row = sweep.evaluate(codes, *options)
-    held = (int(row[i]) for i in (kernel.DEVICE_PEAK, kernel.HOST_PEAK, kernel.STORED))
+    held = (int(row[i]) for i in (summary.DEVICE_PEAK, summary.HOST_PEAK, summary.STORED))
     device, host, stored = held
     limits = Limits(device, host, storage_bytes=stored or None)
     if machine.unified_memory:

@@ -212,9 +212,9 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
     """Return the predicted seconds of an iteration under a plan, assuming that no early update must be
     undone.
     """
-    from ebbtide.simulator.engines import kernel
+    from ebbtide.simulator.engines import summary
 
-    return float(evaluated(sweep, c)[kernel.ITERATION_S])
+    return float(evaluated(sweep, c)[summary.ITERATION_S])
 
 
 def options_of(c: Candidate) -> tuple[Any, ...]:

@@ -249,9 +249,9 @@ class Search:
             options: Further arguments of the simulation.
             most_s: If a step that does not clip takes longer, its time is returned.
         """
-        from ebbtide.simulator.engines import kernel
+        from ebbtide.simulator.engines import summary
 
-        right_s = float(row[kernel.ITERATION_S])
+        right_s = float(row[summary.ITERATION_S])
         early = (codes & EARLY) > 0
         if right_s > most_s or not early.any():
             return right_s
@@ -261,8 +261,8 @@ class Search:
         of_placement = {p: sizes[early & (codes % SUMMED == PLACEMENT_CODES[p])].tolist() for p in EARLY_PLACEMENTS}
         late = late_s(self.workload, self.machine, of_placement, threads, prefetch)
         times = times_of(
-            (right_s, float(row[kernel.BACKWARD_S])),
-            (float(waits[kernel.ITERATION_S]), float(waits[kernel.BACKWARD_S])),
+            (right_s, float(row[summary.BACKWARD_S])),
+            (float(waits[summary.ITERATION_S]), float(waits[summary.BACKWARD_S])),
             late,
         )
         return times.mean_s(self.workload.expected_clip_rate)
@@ -298,13 +298,13 @@ class Search:
         return later if later > seconds * (1 + 1e-6) else seconds
 
     def _simulate(self, c: Candidate) -> Score:
-        from ebbtide.simulator.engines import kernel
+        from ebbtide.simulator.engines import summary
 
         taken = self.room.taken(c.codes, c.staging_slots, c.host_slots)
         if not (self.limits.hold(*taken) and self._may_store(c.codes)):
             return Score(math.inf, *taken)
         row = self._row(c.codes, options_of(c))
-        peaks = [int(row[column]) for column in (kernel.DEVICE_PEAK, kernel.HOST_PEAK, kernel.STORED)]
+        peaks = [int(row[column]) for column in (summary.DEVICE_PEAK, summary.HOST_PEAK, summary.STORED)]
         return Score(self._mean_s(c.codes, row, options_of(c)), *peaks)
 
     def _may_store(self, codes: Codes) -> bool:

@@ -1,0 +1,113 @@
+"""The summary of a simulated schedule: iteration time, phases and memory peaks, as one row of numbers.
+
+The values are those of `ebbtide.simulator.timeline.Timeline`, computed by loops over arrays that numba compiles.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from ebbtide.simulator.engines.jit import compiled
+from ebbtide.simulator.engines.kernel import ITERATION, KIND, KINDS, LANE, LANES, Floats
+from ebbtide.simulator.schedule import Lane, OpKind
+
+# Columns of a summary row.
+(ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK, LOOP_S, STORED) = range(10)
+SUMMARY_COLUMNS = 10
+WARM_UP = 1  # iterations
+_FORWARD, _BACKWARD, _IDLE, _NORM, _STEP_END, _GRADIENT_PASS = (
+    KINDS.index(kind)
+    for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.IDLE, OpKind.NORM, OpKind.STEP_END, OpKind.GRADIENT_PASS)
+)
+_COMPUTE = LANES.index(Lane.COMPUTE)
+_UPDATE_KINDS = tuple(
+    KINDS.index(kind)
+    for kind in (
+        OpKind.UPDATE_HOST,
+        OpKind.UPDATE_HOST_EARLY,
+        OpKind.UPDATE_DEVICE_EARLY,
+        OpKind.UPDATE_DEVICE,
+        OpKind.STATE_D2H,
+        OpKind.PARAMETER_H2D,
+        OpKind.PARAMETER_D2H,
+    )
+)
+
+
+@compiled
+def _phase(kind: int) -> int:
+    if kind == _IDLE:
+        return LOOP_S
+    if kind == _FORWARD:
+        return FORWARD_S
+    if kind in (_BACKWARD, _GRADIENT_PASS):
+        return BACKWARD_S
+    return STEP_S if kind in (_NORM, _STEP_END) else -1
+
+
+@compiled
+def _period_s(ops: Floats, end_s: Floats, iterations: int, warm_up: int) -> float:
+    """Return the mean seconds of a simulated iteration behind the first ``warm_up`` ones, computed as in
+    `Timeline.iteration_s`.
+
+    The result is -1 if fewer than two backwards ran.
+    """
+    ends = np.full(iterations, -1.0)
+    for i in range(ops.shape[0]):
+        if ops[i, KIND] == _BACKWARD:
+            number = int(ops[i, ITERATION])
+            ends[number] = max(ends[number], end_s[i])
+    ends = ends[ends >= 0]
+    if ends.size < 2:
+        return -1.0
+    base = warm_up if ends.size > warm_up + 1 else 0
+    return float((ends[-1] - ends[base]) / (ends.size - 1 - base))
+
+
+@compiled
+def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, summary: Floats) -> None:
+    """Add the seconds of an iteration's phases (forward, backward, ...) to a result row, as `Timeline.phases`
+    computes them.
+    """
+    previous = np.inf
+    for i in range(ops.shape[0]):
+        if ops[i, KIND] == _STEP_END and ops[i, ITERATION] == iteration - 1:
+            previous = end_s[i]
+    if previous == np.inf:
+        for i in range(ops.shape[0]):
+            if ops[i, ITERATION] == iteration:
+                previous = min(previous, start_s[i])
+    backward_end = previous
+    update_end = -np.inf
+    for i in range(ops.shape[0]):
+        if ops[i, ITERATION] != iteration:
+            continue
+        kind = int(ops[i, KIND])
+        if ops[i, LANE] == _COMPUTE and _phase(kind) >= 0:
+            summary[_phase(kind)] += max(0.0, end_s[i] - previous)
+            previous = max(previous, end_s[i])
+            if _phase(kind) == BACKWARD_S:
+                backward_end = previous
+        if kind in _UPDATE_KINDS:
+            update_end = max(update_end, end_s[i])
+    summary[UPDATE_S] = max(0.0, update_end - backward_end)
+
+
+@compiled
+def summarise(
+    ops: Floats, start_s: Floats, end_s: Floats, iterations: int, summary: Floats, warm_up: int = WARM_UP
+) -> None:
+    """Write the iteration time, the phases and the total time of a simulated schedule into the array ``summary``.
+
+    The iteration time is the mean over all iterations but the first ``warm_up``.
+    """
+    summary[:] = 0.0
+    if ops.shape[0] == 0:
+        return
+    summary[MAKESPAN_S] = end_s.max() - start_s.min()
+    period = _period_s(ops, end_s, iterations, warm_up)
+    summary[ITERATION_S] = period if period >= 0 else summary[MAKESPAN_S]
+    last = 0
+    for i in range(ops.shape[0]):
+        if ops[i, KIND] == _STEP_END:
+            last = max(last, int(ops[i, ITERATION]))
+    _add_phases(ops, start_s, end_s, last, summary)
