@@ -35,13 +35,6 @@ class OptimizerState:
         """Return the bytes per parameter of an optimizer's fp32 state."""
         return FP32_BYTES * self.tensor_count
 
-    @property
-    def staged_bytes(self) -> int:
-        """Return the bytes of fp32 state per parameter that are copied to the GPU, and later back, for an update on
-        the GPU.
-        """
-        return self.state_bytes
-
     def host_traffic_bytes(self, gradient_bytes: int, wire_bytes: int) -> int:
         """Return the bytes of host memory traffic per parameter that ebbtide's fused CPU update causes.
 

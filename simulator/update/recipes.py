@@ -173,7 +173,7 @@ def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, .
     """
 
     def leaving(b: Bytes) -> float:
-        return b.staged + b.wire
+        return b.state + b.wire
 
     return (
         replace(come, waits=come.waits & ~Wait.NORM),
@@ -205,9 +205,9 @@ RECIPES: Mapping[Placement, Recipe] = {
         steps=(
             # The slot's last state must be back on the host before its buffer is overwritten. Slots are
             # never more than staged updates: so a subgroup's own write-back precedes its next copy in.
-            into("device", OpKind.STATE_H2D, lambda b: b.staged, Wait.NORM, takes=Slot.STAGING, early=True),
+            into("device", OpKind.STATE_H2D, lambda b: b.state, Wait.NORM, takes=Slot.STAGING, early=True),
             _device_update(Wait.PREVIOUS),
-            out_of("device", OpKind.STATE_D2H, lambda b: b.staged, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STAGING),
+            out_of("device", OpKind.STATE_D2H, lambda b: b.state, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STAGING),
         ),
     ),
     "resident": Recipe(Queue.DEVICE, state="device", gradient="device", steps=(_device_update(Wait.GATE),)),
@@ -217,11 +217,11 @@ RECIPES: Mapping[Placement, Recipe] = {
         gradient="host",
         gradient_steps=GRADIENT_TO_HOST,
         steps=(
-            out_of("storage", OpKind.STATE_READ, lambda b: b.staged, Wait.NORM, takes=Slot.STATE, early=True),
+            out_of("storage", OpKind.STATE_READ, lambda b: b.state, Wait.NORM, takes=Slot.STATE, early=True),
             _host_update(Wait.PREVIOUS),
             _PARAMETERS_TO_DEVICE,
             # Out of place; from its end on, readers of the state see what it has written.
-            into("storage", OpKind.STATE_WRITE, lambda b: b.staged, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STATE),
+            into("storage", OpKind.STATE_WRITE, lambda b: b.state, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STATE),
         ),
     ),
 }

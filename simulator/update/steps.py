@@ -83,8 +83,7 @@ class Bytes:
     The amount of work of each op is computed from them.
 
     Attributes:
-        state: Bytes of fp32 optimizer state.
-        staged: Bytes of optimizer state that are copied to the GPU or read from a drive for an update.
+        state: Bytes of fp32 optimizer state, which are also copied to the GPU or read from a drive for an update.
         wire: Bytes of the parameter itself, in the training precision.
         gradient: Bytes of an accumulated gradient.
         host_traffic: Bytes of host memory traffic of ebbtide's fused update on the CPU.
@@ -92,7 +91,6 @@ class Bytes:
     """
 
     state: int
-    staged: int
     wire: int
     gradient: int
     host_traffic: int
@@ -103,9 +101,7 @@ class Bytes:
         optimizer = workload.optimizer_state
         gradient, wire = workload.grad_bytes_per_param, workload.wire_bytes
         traffic = optimizer.host_traffic_bytes(gradient, wire)
-        return cls(
-            optimizer.state_bytes, optimizer.staged_bytes, wire, gradient, traffic, optimizer.adams(gradient, wire)
-        )
+        return cls(optimizer.state_bytes, wire, gradient, traffic, optimizer.adams(gradient, wire))
 
 
 Amount = Callable[[Bytes], float]

@@ -68,7 +68,7 @@ def written_bytes(workload: Workload, plan: Plan) -> int:
     """
     stored = zip(workload.subgroups, plan.placements, strict=True)
     elements = sum(n for n, placement in stored if placement in STORED)
-    return elements * Bytes.of(workload).staged * workload.ranks_per_node
+    return elements * Bytes.of(workload).state * workload.ranks_per_node
 
 
 def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -> list[str]:
