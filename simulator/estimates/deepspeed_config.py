@@ -3,24 +3,36 @@ resolves them.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ebbtide.simulator.estimates.deepspeed_keys import AUTO, ZERO, at_least, loaded, section
+from ebbtide.simulator.estimates.deepspeed_keys import (
+    AUTO,
+    BATCHES,
+    HELD,
+    PRECISIONS,
+    SIZES,
+    STATE,
+    SWITCHES,
+    ZERO,
+    at_least,
+    loaded,
+    section,
+)
 from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.estimates.offloading import Offloading, offloading
+from ebbtide.simulator.estimates.offloading import Offloading, offloading_of
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
-BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Keys that a simulation reads; notes name the others.
 _READ = frozenset(
     {*BATCHES, "gradient_clipping", "data_types", "optimizer", "ebbtide"}
     # Of a precision only which it is; how losses are scaled takes no time.
     | {
         f"{name}.{key}"
-        for name in ("bf16", "bfloat16", "fp16")
+        for name in PRECISIONS
         for key in (
             "enabled",
             "loss_scale",
@@ -31,38 +43,10 @@ _READ = frozenset(
             "min_loss_scale",
         )
     }
-    | {
-        f"{ZERO}.{key}"
-        for key in (
-            "stage",
-            "sub_group_size",
-            "reduce_bucket_size",
-            "stage3_max_live_parameters",
-            "stage3_prefetch_bucket_size",
-            "max_live_parameters",
-            "prefetch_bucket_size",
-            "stage3_max_reuse_distance",
-            "max_reuse_distance",
-            "stage3_param_persistence_threshold",
-            "param_persistence_threshold",
-            "overlap_comm",
-            "cpu_offload",
-            "cpu_offload_param",
-            "round_robin_gradients",
-            "parameter_alignment",
-        )
-    }
+    | {f"{ZERO}.{key}" for key in ("stage", *SIZES, *SWITCHES)}
 )
 # Sections of which some keys are read: which, `Offloading` knows.
-_PARTLY_READ = (
-    ZERO,
-    f"{ZERO}.offload_optimizer",
-    f"{ZERO}.offload_param",
-    "activation_checkpointing",
-    "bf16",
-    "bfloat16",
-    "fp16",
-)
+_PARTLY_READ = (ZERO, STATE, HELD, "activation_checkpointing", *PRECISIONS)
 # DeepSpeed's defaults of reduce_bucket_size and stage3_prefetch_bucket_size.
 REDUCE_BUCKET_ELEMENTS, PREFETCH_BUCKET_ELEMENTS = 500_000_000, 50_000_000
 
@@ -104,18 +88,9 @@ def deepspeed_fields(
         "clip": resolver.number(read, "gradient_clipping", default_clipping(), "gradient_clipping", automatic=1.0),
         "zero_stage": stage,
         "optimizer": resolver.optimizer(),
-        "sub_group_size": resolver.elements("sub_group_size", 1e9),
-        "reduce_bucket_elements": resolver.elements("reduce_bucket_size", REDUCE_BUCKET_ELEMENTS, hidden * hidden),
-        "prefetch_bucket_elements": resolver.elements(
-            "stage3_prefetch_bucket_size", PREFETCH_BUCKET_ELEMENTS, int(0.9 * hidden * hidden)
-        ),
+        **resolver.sizes(hidden),
         "overlap_comm": resolver.section(ZERO).get("overlap_comm"),
-        "max_live_parameters": resolver.elements("stage3_max_live_parameters", 1e9),
-        "max_reuse_distance": resolver.elements("stage3_max_reuse_distance", 1e9),
-        "persistence_threshold": resolver.elements(
-            "stage3_param_persistence_threshold", GatherRules().persistent, 10 * hidden
-        ),
-        "offload": offloading(None if config is None else read),
+        "offload": replace(offloading_of(read), given=config is not None),
         "notes": tuple(resolver.notes),
         "config": read,
     }
@@ -154,6 +129,25 @@ class _Resolver:
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
             raise ModelError(f"{where} must be a number >= 0 or 'auto', but got {value!r}", key=f"ds_config.{where}")
         return float(value)
+
+    def sizes(self, hidden: int) -> dict[str, int]:
+        """Return the fields of a job that are numbers of elements, such as bucket sizes.
+
+        Args:
+            hidden: Hidden size of the model, from which Hugging Face computes sizes that are ``"auto"``.
+        """
+        return {
+            "sub_group_size": self.elements("sub_group_size", 1e9),
+            "reduce_bucket_elements": self.elements("reduce_bucket_size", REDUCE_BUCKET_ELEMENTS, hidden * hidden),
+            "prefetch_bucket_elements": self.elements(
+                "stage3_prefetch_bucket_size", PREFETCH_BUCKET_ELEMENTS, int(0.9 * hidden * hidden)
+            ),
+            "max_live_parameters": self.elements("stage3_max_live_parameters", 1e9),
+            "max_reuse_distance": self.elements("stage3_max_reuse_distance", 1e9),
+            "persistence_threshold": self.elements(
+                "stage3_param_persistence_threshold", GatherRules().persistent, 10 * hidden
+            ),
+        }
 
     def elements(self, key: str, default: float, automatic: float | None = None) -> int:
         """Read a setting that counts elements, such as a bucket size, of a DeepSpeed config.

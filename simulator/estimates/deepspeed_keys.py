@@ -17,15 +17,29 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 AUTO = "auto"
 ZERO, OPTIMIZER, PARAM = "zero_optimization", "offload_optimizer", "offload_param"
 DEVICES = ("none", "cpu", "nvme")
+BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+PRECISIONS = ("bf16", "bfloat16", "fp16")
+# Keys of `zero_optimization` that a simulation reads: numbers of elements, and switches.
+SIZES = (
+    "sub_group_size",
+    "reduce_bucket_size",
+    "stage3_max_live_parameters",
+    "max_live_parameters",
+    "stage3_prefetch_bucket_size",
+    "prefetch_bucket_size",
+    "stage3_max_reuse_distance",
+    "max_reuse_distance",
+    "stage3_param_persistence_threshold",
+    "param_persistence_threshold",
+)
+SWITCHES = ("overlap_comm", "cpu_offload", "cpu_offload_param", "round_robin_gradients", "parameter_alignment")
 STATE, HELD = f"{ZERO}.{OPTIMIZER}", f"{ZERO}.{PARAM}"
 _SECTIONS = (
     ZERO,
     STATE,
     HELD,
     f"{ZERO}.zenflow",
-    "bf16",
-    "bfloat16",
-    "fp16",
+    *PRECISIONS,
     "data_types",
     "optimizer",
     "optimizer.params",
@@ -70,17 +84,7 @@ _KNOWN: Mapping[str, frozenset[str]] = {
     HELD: _names("buffer_count buffer_size device max_in_cpu nvme_path pin_memory"),
 }
 # At the top DeepSpeed takes any key in silence: what is nearly one of these is a slip.
-_TOP = (
-    ZERO,
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "activation_checkpointing",
-    "data_types",
-    "optimizer",
-    "ebbtide",
-)
+_TOP = (ZERO, *BATCHES, "gradient_clipping", "activation_checkpointing", "data_types", "optimizer", "ebbtide")
 _NEARLY = 0.9
 
 
@@ -147,7 +151,7 @@ def as_deepspeed_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:
         for key in (OPTIMIZER, PARAM):
             if isinstance(made[ZERO].get(key), Mapping):
                 made[ZERO][key] = _lax(made[ZERO][key], f"{ZERO}.{key}.")
-    for key in ("bf16", "bfloat16", "fp16"):
+    for key in PRECISIONS:
         if isinstance(made.get(key), Mapping):
             made[key] = _lax(made[key], f"{key}.")
     return made
@@ -317,40 +321,11 @@ def _one_of(*names: str) -> _Kind:
 
 
 _KINDS: Mapping[str, _Kind] = {
-    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), _COUNT),
+    **dict.fromkeys(BATCHES, _COUNT),
     "gradient_clipping": _NUMBER,
     f"{ZERO}.stage": _STAGE,
-    **dict.fromkeys(
-        (
-            f"{ZERO}.{name}"
-            for name in (
-                "sub_group_size",
-                "reduce_bucket_size",
-                "stage3_max_live_parameters",
-                "max_live_parameters",
-                "stage3_prefetch_bucket_size",
-                "prefetch_bucket_size",
-                "stage3_max_reuse_distance",
-                "max_reuse_distance",
-                "stage3_param_persistence_threshold",
-                "param_persistence_threshold",
-            )
-        ),
-        _ELEMENTS,
-    ),
-    **dict.fromkeys(
-        (
-            f"{ZERO}.{name}"
-            for name in (
-                "overlap_comm",
-                "cpu_offload",
-                "cpu_offload_param",
-                "round_robin_gradients",
-                "parameter_alignment",
-            )
-        ),
-        _FLAG,
-    ),
+    **dict.fromkeys((f"{ZERO}.{name}" for name in SIZES), _ELEMENTS),
+    **dict.fromkeys((f"{ZERO}.{name}" for name in SWITCHES), _FLAG),
     f"{ZERO}.mics_shard_size": _SHARDS,
     f"{STATE}.device": _one_of(*DEVICES),
     f"{HELD}.device": _one_of(*DEVICES),
@@ -360,7 +335,7 @@ _KINDS: Mapping[str, _Kind] = {
         (f"{STATE}.{name}" for name in ("pin_memory", "pipeline_read", "pipeline_write", "super_offload")), _FLAG
     ),
     f"{HELD}.pin_memory": _FLAG,
-    **dict.fromkeys((f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")), _SWITCH),
+    **dict.fromkeys((f"{name}.enabled" for name in PRECISIONS), _SWITCH),
     "activation_checkpointing.cpu_checkpointing": _FLAG,
     **dict.fromkeys((f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16")), _FLAG),
     "bf16.bf16_optimizer_states": _FLAG,

@@ -1,6 +1,6 @@
 """The settings of a training job (model, batch, precision, parallelism ...), and the checks of their values."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Self
 
 from ebbtide.simulator.estimates.compute import FLASH_VERSIONS, KERNELS, FlashVersion, Kernels
@@ -52,30 +52,21 @@ def _layers_share(value: Any, info: ValidationInfo) -> Any:
     return value
 
 
-def _kernels(value: Any) -> Any:
-    if value not in KERNELS:
-        raise ModelError(f"kernels must be one of {', '.join(KERNELS)}, but got {value!r}", key="kernels")
-    return value
+def _one_of(known: Sequence[Any], *, or_none: bool = False) -> Callable[[Any, ValidationInfo], Any]:
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if not (or_none and value is None) and (isinstance(value, bool) or value not in known):
+            names = ", ".join(map(str, known))
+            raise ModelError(f"{info.field_name} must be one of {names}, but got {value!r}", key=info.field_name or "")
+        return value
 
-
-def _flash_version(value: Any) -> Any:
-    if value is not None and (isinstance(value, bool) or value not in FLASH_VERSIONS):
-        versions = ", ".join(map(str, FLASH_VERSIONS))
-        raise ModelError(f"flash_version must be one of {versions}, but got {value!r}", key="flash_version")
-    return value
-
-
-def _launcher(value: Any) -> Any:
-    if value not in LAUNCHERS:
-        raise ModelError(f"launcher must be one of {', '.join(LAUNCHERS)}, but got {value!r}", key="launcher")
-    return value
+    return check
 
 
 Count = Annotated[int, BeforeValidator(_whole(MOST_RANKS))]
 Tokens = Annotated[int, BeforeValidator(_whole(MOST_TOKENS))]
 Switch = Annotated[bool, BeforeValidator(_switch)]
 Share = Annotated[float, BeforeValidator(_layers_share)]
-Written = Annotated[Kernels, BeforeValidator(_kernels)]
+Written = Annotated[Kernels, BeforeValidator(_one_of(KERNELS))]
 
 
 class Training(BaseModel):
@@ -133,7 +124,7 @@ class Training(BaseModel):
     recompute: Switch = True
     recompute_share: Share = 1.0
     flash_attention: Switch = True
-    flash_version: Annotated[FlashVersion | None, BeforeValidator(_flash_version)] = None
+    flash_version: Annotated[FlashVersion | None, BeforeValidator(_one_of(FLASH_VERSIONS, or_none=True))] = None
     kernels: Written = "fused"
     fused_loss: Switch = False
     optimizer: str = ADAM.name
@@ -147,7 +138,7 @@ class Training(BaseModel):
     max_live_parameters: int = GatherRules().live
     max_reuse_distance: int = GatherRules().reuse
     persistence_threshold: int = GatherRules().persistent
-    launcher: Annotated[Launcher, BeforeValidator(_launcher)] = "deepspeed"
+    launcher: Annotated[Launcher, BeforeValidator(_one_of(LAUNCHERS))] = "deepspeed"
     omp_threads: Count | None = None
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] = {}

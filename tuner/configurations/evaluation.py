@@ -9,7 +9,7 @@ from typing import Any
 from ebbtide.simulator import Machine, Workload, build_strategy
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
-from ebbtide.simulator.estimates.deepspeed_config import BATCHES
+from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ebbtide.simulator.estimates.deepspeed_config import BATCHES, deepspeed_fields
-from ebbtide.simulator.estimates.deepspeed_keys import AUTO, ZERO, at, loaded
+from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
+from ebbtide.simulator.estimates.deepspeed_keys import AUTO, BATCHES, ZERO, at, loaded
 from ebbtide.simulator.estimates.job import OFFLOADS
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.estimates.offloading import Offloading, offloading

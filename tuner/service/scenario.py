@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from ebbtide.simulator.estimates.deepspeed_config import BATCHES
+from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
 from ebbtide.simulator.estimates.models.architecture import KEYS, is_deepspeed, is_model, language_model, quantized
