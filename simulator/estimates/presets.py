@@ -51,9 +51,6 @@ _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
 PRESET = "preset"  # what such a machine was measured with
 
 
-PRESETS = SHEETS
-
-
 def preset(name: str) -> Machine:
     """Return a machine from data sheets and published figures, by the name of its preset.
 

@@ -75,9 +75,9 @@ def test_what_comes_first_on_a_new_machine(suite, deepspeed_ops):
 
 
 def test_host_memory_may_be_said_where_the_system_shows_less(tmp_path, monkeypatch):
-    from ebbtide.simulator.estimates.presets import PRESETS, preset
+    from ebbtide.simulator.estimates.presets import preset, preset_names
 
-    monkeypatch.setattr("ebbtide.profiler.measure_machine", lambda *_, **__: preset(next(iter(PRESETS))))
+    monkeypatch.setattr("ebbtide.profiler.measure_machine", lambda *_, **__: preset(preset_names()[0]))
     suite = Suite(tmp_path, "tiny", 1.0, 20_000, emulated=True, host_gib=123.0)
     assert suite.machine().host_memory_bytes == 123 * 2**30
     assert suite.machine().host_memory_bytes == 123 * 2**30, "the machine differs from the saved one"
