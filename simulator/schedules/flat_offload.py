@@ -7,10 +7,9 @@ updated as a whole, copied to the GPU, and gathered by all ranks. Source: ``Deep
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from ebbtide.simulator.quantity import RateName
-from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.stock import StockLoop
 from ebbtide.simulator.schedules.stock_options import FRESH_PASSES, PAGEABLE_PASSES, StockOptions
@@ -36,14 +35,6 @@ class FlatOptions:
     pinned: bool = True
     parameters: SentBack = "pinned_16_bit"
     torch_adam: bool = False
-
-    def __post_init__(self) -> None:
-        if self.parameters not in get_args(SentBack):
-            raise RuleError(
-                "parameters (how updated parameters are copied to the GPU) must be one of "
-                f"{get_args(SentBack)}, but got {self.parameters!r}",
-                key="options.parameters",
-            )
 
 
 class FlatOffloadLoop(StockLoop):

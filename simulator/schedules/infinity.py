@@ -8,7 +8,7 @@ state on storage (placement ``stored``). Offloaded activations work under a plan
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal
 
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
@@ -19,7 +19,6 @@ from ebbtide.simulator.schedules.stock_options import (
     Gradients,
     OverflowCheck,
     StockOptions,
-    checked_place,
 )
 from ebbtide.simulator.update.footprint import fetched_for, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
@@ -58,11 +57,6 @@ class InfinityOptions:
     overflow_check: OverflowCheck = "host_fp16"
 
     def __post_init__(self) -> None:
-        checked_place(self.overflow_check)
-        for name, kinds in (("optimizer", StateLocation), ("parameters", Location), ("activations", Location)):
-            value = getattr(self, name)
-            if value not in get_args(kinds):
-                raise RuleError(f"{name} must be one of {get_args(kinds)}, but got {value!r}", key=f"options.{name}")
         if self.pipelined and self.optimizer != "nvme":
             raise RuleError(
                 "pipelined must be False if optimizer is not 'nvme', but got True with "

@@ -56,13 +56,13 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
 
 
 @cache
-def _options(builder: Callable[..., Schedule]) -> Mapping[str, tuple[type, ...]]:
+def _options(builder: Callable[..., Schedule]) -> Mapping[str, tuple[type | str, ...]]:
     hints = get_type_hints(builder)
     del hints["workload"], hints["return"]
     return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
 
 
-_KINDS: Mapping[type, tuple[type, str]] = {
+_KINDS: Mapping[type | str, tuple[type, str]] = {
     bool: (bool, "True or False"),
     int: (Integral, "a whole number"),
     float: (Real, "a number"),
@@ -70,11 +70,13 @@ _KINDS: Mapping[type, tuple[type, str]] = {
 }
 
 
-def _check_kind(option: str, value: Any, types: tuple[type, ...]) -> None:
+def _check_kind(option: str, value: Any, types: tuple[type | str, ...]) -> None:
     """Raise an error unless the value of an offloading strategy's option has one of the option's types.
 
-    Options that accept only certain strings are not checked here, but by the strategy itself.
+    For an option that accepts only certain strings, ``types`` are these strings.
     """
+    if isinstance(types[0], str) and value not in types:
+        raise RuleError(f"{option} must be one of {types}, but got {value!r}", key=f"options.{option}")
     kind = next((t for t in types if t in _KINDS), None)
     if kind is None or (value is None and type(None) in types):
         return

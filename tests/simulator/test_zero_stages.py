@@ -248,7 +248,7 @@ def test_older_and_unpinned_ways_of_the_flat_offload(options, seconds):
 
 
 def test_a_way_that_no_version_has_is_refused():
-    with pytest.raises(ValueError, match=r"parameters .* must be one of .*got 'other'"):
+    with pytest.raises(ValueError, match=r"parameters must be one of .*got 'other'"):
         build_strategy("zero_offload", workload(zero_stage=2), parameters="other")
 
 
