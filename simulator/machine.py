@@ -19,7 +19,6 @@ DeviceKind = Literal["cuda", "emulated"]
 ShareName = Literal["h2d", "d2h", "link", "dram", "storage"]
 
 OUT_OF_PLACE = 0.8  # of the speed in place: 0.81 to 0.98 on two cores of Zen 5, whose profile says
-_OF_THE_NODE = ("dram", "storage")  # what all ranks draw from; the other shares are of links
 # Of what products sustain, what flash attention reaches, forward and backward, over causal sequences.
 ATTENTION_OF_PRODUCTS = 0.5
 DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
@@ -181,50 +180,6 @@ class Machine(Shown, Page):
             )
         return self
 
-    def rank_share(self, capacity: ShareName, ranks: int) -> float:
-        """Return the fraction of a single rank's speed that each of several concurrent ranks gets. For one rank: 1.
-
-        The speed is the bandwidth of DRAM, of storage, or of copies between host and GPU. The fraction comes from
-        measurements with several ranks:
-
-        - Between two measured numbers of ranks, the total speed of all ranks is interpolated linearly.
-        - Beyond the largest measured number, the total speed of DRAM or storage stays constant. For copies, each
-          further rank adds as much to the total speed as a rank added between the two largest measured numbers.
-        - If nothing was measured, DRAM and storage are divided equally, and every rank has a link to its GPU of its
-          own.
-
-        The fraction never grows with the number of ranks.
-        """
-        known = self._known_shares(capacity)
-        if ranks <= 1 or ranks in known:
-            return known[max(1, ranks)]
-        counts = sorted(known)
-        for fewer, more in pairwise(counts):
-            if ranks < more:
-                pace = (more * known[more] - fewer * known[fewer]) / (more - fewer)
-                return (fewer * known[fewer] + pace * (ranks - fewer)) / ranks
-        most = counts[-1]
-        pace = 0.0 if capacity in _OF_THE_NODE else _last_pace(known, counts)
-        return (most * known[most] + pace * (ranks - most)) / ranks
-
-    def _known_shares(self, capacity: ShareName) -> dict[int, float]:
-        """Return the measured fractions of a capacity (such as DRAM bandwidth) that each of several ranks gets.
-
-        Measurement noise is removed. A fraction is lowered if it is larger than that of fewer ranks, or if all ranks
-        together would exceed the capacity of the node.
-
-        Returns:
-            A dict from the number of ranks to the fraction, with 1 for a single rank.
-        """
-        known, least = {1: 1.0}, 1.0
-        for ranks in sorted(self.rank_shares):
-            measured = self.rank_shares[ranks].get(capacity)
-            if measured is not None and ranks > 1:
-                whole = 1 / ranks if capacity in _OF_THE_NODE else 1.0
-                least = min(least, measured.median, whole)
-                known[ranks] = least
-        return known
-
     @staticmethod
     def preset(name: str) -> "Machine":
         """Return a preset: a machine from data sheets and published figures.
@@ -280,6 +235,19 @@ class Machine(Shown, Page):
         Raises:
             ValueError: The machine has neither this rate nor one from which it can be derived.
         """
+        known = self.known_rate(name)
+        if known is None:
+            raise RuleError(
+                f"machine.{name} is needed by this workload, but machine {self.name!r} does not "
+                f"give it: add {name} to the machine file",
+                key=f"machine.{name}",
+            )
+        return known
+
+    def known_rate(self, name: RateName) -> float | None:
+        """Return the same as `rate`, but None if the machine has neither this rate nor one from which it can be
+        derived.
+        """
         if name == "wall_s":
             return 1.0
         if name == "host_adam_out_of_place_params_per_s":
@@ -287,27 +255,10 @@ class Machine(Shown, Page):
         quantity: Quantity | None = getattr(self, name)
         if quantity is not None:
             return quantity.median
-        if (instead := RATES[name].instead) is not None:
-            other: Quantity | None = getattr(self, instead[0])
-            if other is not None:
-                return other.median * instead[1]
-        raise RuleError(
-            f"machine.{name} is needed by this workload, but machine {self.name!r} does not "
-            f"give it: add {name} to the machine file",
-            key=f"machine.{name}",
-        )
-
-    def has(self, name: RateName) -> bool:
-        """Return True if a machine has a value for a speed, such as a copy bandwidth, or another speed to compute it
-        from.
-
-        Args:
-            name: Name of the speed.
-        """
-        known = RATES.get(name)
-        if known is None or getattr(self, name) is not None:
-            return True
-        return known.instead is not None and getattr(self, known.instead[0]) is not None
+        if (instead := RATES[name].instead) is None:
+            return None
+        other: Quantity | None = getattr(self, instead[0])
+        return None if other is None else other.median * instead[1]
 
     def op_rate(self, name: RateName, cores: float) -> float:
         """Return the rate with the given name, such as ``host_adam_params_per_s``, for an op on a given number of CPU
@@ -452,10 +403,3 @@ RATES: Mapping[str, Rate] = {
 }
 # By `Machine.with_rates`.
 CHANGEABLE = (*(name for name, known in RATES.items() if known.changeable), "duplex_factor")
-
-
-def _last_pace(known: Mapping[int, float], counts: Sequence[int]) -> float:
-    if len(counts) < 2:
-        return 1.0
-    fewer, more = counts[-2:]
-    return max(0.0, (more * known[more] - fewer * known[fewer]) / (more - fewer))

@@ -90,7 +90,7 @@ class PlanSweep:
         self.machine = machine
         self.capacity = capacity_vector(machine, self.workload.ranks_per_node)
         self.machine_facts = machine_vector(machine)
-        self.rates = self._rates()
+        self.rates = np.array([machine.known_rate(name) for name in RATES], dtype=np.float64)  # None: NaN
         self._by_threads: dict[int, Floats] = {}
 
     def longer(self, iterations: int, warm_up: int) -> "PlanSweep":
@@ -124,10 +124,6 @@ class PlanSweep:
         other = copy.copy(self)
         other._pace = self._pace * times
         return other
-
-    def _rates(self) -> Floats:
-        has = self.machine.has
-        return np.array([self.machine.rate(n) if has(n) else np.nan for n in RATES])
 
     def _count_ops(self) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)

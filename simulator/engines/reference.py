@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from ebbtide.simulator.engines.rank_shares import rank_share
 from ebbtide.simulator.engines.sharing import max_min_speeds
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, Op, OpKind, Schedule, Span
@@ -38,7 +39,7 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
     """Return the capacities that one rank gets if ``ranks`` equal ranks run on a node, as a dict by name.
 
     A capacity is an amount per second, such as DRAM bandwidth. The bandwidth of DRAM, storage and copies is multiplied
-    by `Machine.rank_share`. CPU cores are divided among the ranks only if forward and backward run on the CPU.
+    by `rank_share`. CPU cores are divided among the ranks only if forward and backward run on the CPU.
     Otherwise each rank gets all cores: DRAM bandwidth limits the updates, and a few cores can already use a rank's
     share of it. To divide the cores too would count the other ranks twice.
     """
@@ -47,28 +48,20 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
     link = machine.duplex_factor.median * (h2d + d2h)
     both = 1.0 if (measured := machine.storage_duplex_factor) is None else measured.median
     shared = {
-        "dram": machine.dram_bytes_per_s.median * machine.rank_share("dram", sharers),
+        "dram": machine.dram_bytes_per_s.median * rank_share(machine, "dram", sharers),
         "cores": machine.cpu_cores / (sharers if machine.device_shares_host_cores else 1),
-        "h2d": h2d * machine.rank_share("h2d", sharers),
-        "d2h": d2h * machine.rank_share("d2h", sharers),
-        "link": link * machine.rank_share("link", sharers),
+        "h2d": h2d * rank_share(machine, "h2d", sharers),
+        "d2h": d2h * rank_share(machine, "d2h", sharers),
+        "link": link * rank_share(machine, "link", sharers),
         "device": 1.0,
-        "storage": machine.storage_write_bytes_per_s.median * machine.rank_share("storage", sharers),
-        "storage_read": machine.rate("storage_read_bytes_per_s") * machine.rank_share("storage", sharers),
+        "storage": machine.storage_write_bytes_per_s.median * rank_share(machine, "storage", sharers),
+        "storage_read": machine.rate("storage_read_bytes_per_s") * rank_share(machine, "storage", sharers),
         # In seconds of either alone: one that takes turns has 1 in a second, a duplex one 2.
-        "storage_both": max(1.0, 2 * both) * machine.rank_share("storage", sharers),
+        "storage_both": max(1.0, 2 * both) * rank_share(machine, "storage", sharers),
     }
     if machine.network_bytes_per_s is not None:
         shared["network"] = machine.network_bytes_per_s.median / sharers
     return shared
-
-
-def rate_of(op: Op, machine: Machine) -> float:
-    """Return the speed at which a machine runs an op of a schedule if no other op runs, in the op's unit per second.
-
-    For a copy, for example, the unit is bytes.
-    """
-    return machine.op_rate(op.rate, op.cores)
 
 
 def latency_of(op: Op, machine: Machine) -> float:
@@ -91,7 +84,7 @@ def alone_s(op: Op, machine: Machine) -> float:
         return 0.0
     if not op.work:
         return op.latency_s
-    return latency_of(op, machine) + op.work / rate_of(op, machine)
+    return latency_of(op, machine) + op.work / machine.op_rate(op.rate, op.cores)
 
 
 def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:

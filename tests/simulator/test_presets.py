@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from ebbtide.simulator import Machine, preset, preset_names
+from ebbtide.simulator.engines.rank_shares import rank_share
 from ebbtide.simulator.estimates.collectives import Links
 from ebbtide.simulator.estimates.presets import FUSED_UPDATE_BYTES, SHEETS, STOCK_UPDATE_BYTES
 
@@ -99,7 +100,7 @@ def test_published_updates_are_what_four_ranks_reach():
     rank, for four ranks. The published rate includes the copy of new parameters to the GPU.
     """
     machine = preset("h100-node")
-    drawn = machine.rate("dram_bytes_per_s") * machine.rank_share("dram", 4)
+    drawn = machine.rate("dram_bytes_per_s") * rank_share(machine, "dram", 4)
     passes = min(machine.rate("stock_host_adam_params_per_s"), drawn / STOCK_UPDATE_BYTES)
     copied = machine.rate("pageable_h2d_bytes_per_s") / 2
     assert 1 / (1 / passes + 1 / copied) == pytest.approx(1.7e9, rel=0.05)
@@ -113,7 +114,7 @@ def test_hosts_with_the_same_memory_update_alike():
     for name in ("dram_bytes_per_s", "stock_host_adam_params_per_s", "host_adam_params_per_s"):
         assert four.rate(name) == eight.rate(name)
     for ranks in range(1, 9):
-        assert four.rank_share("dram", ranks) == eight.rank_share("dram", ranks)
+        assert rank_share(four, "dram", ranks) == rank_share(eight, "dram", ranks)
 
 
 def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops_none():
@@ -180,9 +181,9 @@ def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():
     """
     for name, share in (("a100-80gb", 0.5), ("a100-40gb", 0.5), ("a100-node", 1.0), ("rtx4090-x8", 1.0)):
         machine = preset(name)
-        assert [machine.rank_share("h2d", n) for n in (2, machine.gpus_per_node)] == [share, share], name
-        assert machine.rank_share("d2h", machine.gpus_per_node) == share
-        assert machine.rank_share("h2d", 1) == 1.0
+        assert [rank_share(machine, "h2d", n) for n in (2, machine.gpus_per_node)] == [share, share], name
+        assert rank_share(machine, "d2h", machine.gpus_per_node) == share
+        assert rank_share(machine, "h2d", 1) == 1.0
 
 
 @pytest.mark.parametrize("card", ["rtx3090", "rtx4090", "rtx5090"])
@@ -191,7 +192,7 @@ def test_cards_on_one_host_divide_its_lanes_and_its_memory(card):
     assert [m.gpus_per_node for m in (one, two, four, eight)] == [1, 2, 4, 8]
     assert two.rate("h2d_bytes_per_s") == pytest.approx(0.5 * one.rate("h2d_bytes_per_s"))
     assert two.rate("dram_bytes_per_s") == one.rate("dram_bytes_per_s"), "a desktop has two channels"
-    assert two.rank_share("dram", 2) == 0.5, "all ranks update in the same DRAM"
+    assert rank_share(two, "dram", 2) == 0.5, "all ranks update in the same DRAM"
     assert eight.rate("dram_bytes_per_s") == pytest.approx(2 * four.rate("dram_bytes_per_s"))
     assert {m.rate("device_flops_per_s") for m in (two, four, eight)} == {one.rate("device_flops_per_s")}
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from ebbtide.simulator import preset
+from ebbtide.simulator.engines.rank_shares import rank_share
 from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import Quantity
@@ -66,11 +67,11 @@ def test_between_known_numbers_of_ranks_their_total_changes_evenly():
     """
     shares = {2: {"dram": Quantity.exact(0.3)}, 4: {"dram": Quantity.exact(0.2)}}
     node = machine(rank_shares=shares)
-    totals = [n * node.rank_share("dram", n) for n in (1, 2, 3, 4, 8)]
+    totals = [n * rank_share(node, "dram", n) for n in (1, 2, 3, 4, 8)]
     assert totals == pytest.approx([1.0, 0.6, 0.7, 0.8, 0.8])
     links = machine(rank_shares=SHARES)  # four draw 2.4 links together, each of three adds 0.467
-    assert [n * links.rank_share("h2d", n) for n in (1, 2, 4, 7)] == pytest.approx([1.0, 1 + 1.4 / 3, 2.4, 3.8])
-    assert links.rank_share("d2h", 7) == 1.0
+    assert [n * rank_share(links, "h2d", n) for n in (1, 2, 4, 7)] == pytest.approx([1.0, 1 + 1.4 / 3, 2.4, 3.8])
+    assert rank_share(links, "d2h", 7) == 1.0
 
 
 KNOWN = st.dictionaries(st.integers(1, 17), st.floats(0.01, 1.5), max_size=5)
@@ -89,7 +90,7 @@ def test_no_share_grows_with_the_ranks_and_no_total_exceeds_the_node(known, name
     """
     shares = {ranks: {name: Quantity.exact(share)} for ranks, share in known.items()}
     node = machine(rank_shares=shares)
-    each = [node.rank_share(name, ranks) for ranks in range(1, 40)]
+    each = [rank_share(node, name, ranks) for ranks in range(1, 40)]
     assert each[0] == 1.0
     assert all(b <= a * (1 + 1e-12) for a, b in pairwise(each))
     whole = (1.0 if name in ("dram", "storage") else ranks for ranks in range(1, 40))
@@ -102,7 +103,7 @@ def test_no_share_grows_with_the_ranks_and_no_total_exceeds_the_node(known, name
 
 @pytest.mark.parametrize("name", ["a100-node", "h100-node", "h200"])
 def test_presets_give_no_rank_more_because_there_are_more(name):
-    each = [preset(name).rank_share("dram", n) for n in range(1, 17)]
+    each = [rank_share(preset(name), "dram", n) for n in range(1, 17)]
     assert each == sorted(each, reverse=True)
 
 
@@ -113,7 +114,7 @@ def test_what_ifs_keep_the_shares():
 
 def test_shares_survive_a_file_and_bad_ones_are_refused(tmp_path):
     machine(rank_shares=SHARES).save(tmp_path / "m.json")
-    assert Machine.load(tmp_path / "m.json").rank_share("h2d", 4) == 0.6
+    assert rank_share(Machine.load(tmp_path / "m.json"), "h2d", 4) == 0.6
     with pytest.raises(ValueError, match="numbers of ranks >= 1 as keys, but got"):
         machine(rank_shares={0: {"h2d": Quantity.exact(1.0)}})
     with pytest.raises(ValueError, match="rank_shares"):

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from ebbtide.simulator import Machine, Quantity, build_strategy, preset, workload_from_model
+from ebbtide.simulator.engines.rank_shares import rank_share
 from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
 from ebbtide.tuner.calibrate import calibration
 from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, calibrate, predicted_s
@@ -179,7 +180,7 @@ def test_no_rate_is_calibrated_beyond_its_physical_limit(name):
     machine = preset(name)
     knobs = knobs_of(machine)
     fast = turned(machine, knobs, np.full(len(knobs), 5.0))
-    assert fast.rank_share("dram", 4) == pytest.approx(1 / 4)  # together they have the whole
+    assert rank_share(fast, "dram", 4) == pytest.approx(1 / 4)  # together they have the whole
     sheet = SHEETS[name]
     assert fast.device_flops_per_s.median == pytest.approx(sheet.flops)
     for field in ("h2d_bytes_per_s", "pageable_d2h_bytes_per_s"):
