@@ -318,37 +318,6 @@ class Workload(Shown, Page):
         return adds_on_device(self.zero_stage, self.grad_bytes_per_param, self.wire_bytes)
 
     @property
-    def serial(self) -> "Workload":
-        """Return a ZeRO-3 workload with iterations that take no longer than this workload's, under any plan.
-
-        The result is used to compute lower bounds and to choose the order of updates. Below ZeRO-3, a step waits for
-        all of its updates, so that updates never overlap the next forward. In a ZeRO-3 workload they can. So that
-        nothing can overlap in the result, its forward takes no time. Instead, three times are added to the last layer's
-        backward, which runs before any gradient is complete:
-
-        - The time of forward.
-        - The idle time of the pipeline.
-        - The time in which ranks exchange updated parameters.
-
-        If gradients leave the GPU only once per step, the time of all passes before the last micro-batch's backward is
-        added there too.
-
-        A ZeRO-3 workload is returned unchanged.
-        """
-        if self.zero_stage == 3:
-            return self
-        steps = 1 if self.adds_on_device else self.gradient_accumulation_steps
-        left_s = steps * sum(layer.backward_s for layer in self.layers)
-        moved_s = self.forward_s + self.pipeline_idle_s + self.step_gather_s + (self.backward_s - left_s)
-        fields = {"forward_s": 0.0, "network_reduce_bytes": 0}
-        layers = [layer.model_copy(update=fields) for layer in self.layers]
-        layers[-1] = layers[-1].model_copy(update={"backward_s": layers[-1].backward_s + moved_s / steps})
-        gone: dict[str, Any] = {"step_gather_s": 0.0, "network_step_gather_bytes": 0, "pipeline_idle_s": 0.0}
-        gone |= {"reduce_bucket_params": 0, "planned_bucket_params": 0}
-        kept = {"layers": tuple(layers), "zero_stage": 3, "gradient_accumulation_steps": steps}
-        return self.model_copy(update=gone | kept)
-
-    @property
     def one_subgroup(self) -> "Workload":
         """Return a copy of the workload with all optimizer state in one subgroup, as in DeepSpeed's ZeRO-1 and 2."""
         return self._with(subgroups=(self.params,))

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, compress
 
 import numpy as np
+from ebbtide.simulator.analysis.serial import serial
 from ebbtide.simulator.engines.jit import compiled
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.reference import capacities
@@ -40,7 +41,7 @@ class UpdateOrders:
         self.update_s = [n / rate for n in workload.subgroups]
         self.copied_s = [n * amounts.gradient / room["d2h"] for n in workload.subgroups]
         self.copy_s = [n * amounts.wire / room["h2d"] for n in workload.subgroups]
-        workload = workload.serial
+        workload = serial(workload)
         self.micro_batches = workload.gradient_accumulation_steps
         self._passes(workload)
         self._times = tuple(np.array(times) for times in (self.update_s, self.copy_s, self.behind_s))

@@ -29,6 +29,7 @@ from typing import Self
 import numpy as np
 from ebbtide.simulator.analysis.bounds.rows import Floats, Rows, Term
 from ebbtide.simulator.analysis.bounds.work import Costs, Resource, Since, work_of
+from ebbtide.simulator.analysis.serial import serial
 from ebbtide.simulator.limits import MEMORIES, Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import Lane
@@ -109,7 +110,7 @@ class Problem:
 
     Attributes:
         given: The workload.
-        work: The workload from which times are computed, `Workload.serial` of ``given``: a ZeRO-3 workload with
+        work: The workload from which times are computed, the result of `serial` for ``given``: a ZeRO-3 workload with
             iterations that take no longer than those of ``given`` under any plan. A lower bound for ``work`` is
             therefore one for ``given`` too.
         ways: Ways of updating that plans may use.
@@ -133,7 +134,7 @@ class Problem:
     rows: Rows = field(default_factory=Rows)
 
     def __post_init__(self) -> None:
-        self.work = w = self.given.serial
+        self.work = w = serial(self.given)
         self.blocks, self.costs = Blocks.of(w), Costs(w, self.machine)
         micro = w.gradient_accumulation_steps
         self.ops = [op for n, way in enumerate(self.ways) for op in work_of(n, way, self.costs, micro)]
