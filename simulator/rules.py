@@ -170,6 +170,7 @@ _RULES: Mapping[str, str] = {
     "less_than_equal": "must be less than or equal to {le}",
     "finite_number": "must be finite",
     "literal_error": "must be {expected}",
+    "enum": "must be {expected}",
     "string_too_short": "must have at least {min_length} characters",
     "string_too_long": "must have at most {max_length} characters",
     "string_pattern_mismatch": "must match {pattern}",

@@ -12,6 +12,7 @@ from ebbtide.simulator.estimates.launchers import Launcher
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, shortened
+from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.workload import Workload
 from pydantic import (
     AfterValidator,
@@ -344,13 +345,21 @@ class PostedSpan(Request):
     See `ebbtide.simulator.timeline.Span`.
     """
 
-    kind: Annotated[str, Field(max_length=40)]
-    lane: Annotated[str, Field(max_length=40)]
+    kind: OpKind
+    lane: Lane
     start_s: Seconds
     end_s: Seconds
     subgroup: int = -1
     layer: int = -1
     iteration: int = 0
+
+    @model_validator(mode="after")
+    def _ends_later(self) -> Self:
+        if self.end_s < self.start_s:
+            raise RuleError(
+                f"a span must end after it starts, but got start_s={self.start_s} and end_s={self.end_s}", key="end_s"
+            )
+        return self
 
 
 class PostedSample(Request):
