@@ -28,7 +28,7 @@ def test_this_machine_is_ready_or_is_told_what_to_do(tmp_path):
     result = doctor("--json", "--checkpoint-dir", tmp_path)
     findings = json.loads(result.stdout)
     names = {finding["name"] for finding in findings}
-    assert {"torch", "deepspeed", "compiler", "update kernel", "memlock", "cgroup", "fsync"} <= names
+    assert {"torch", "deepspeed", "compiler", "update kernel", "cgroup", "fsync"} <= names
     assert all(bool(finding["fix"]) == (finding["state"] != "ok") for finding in findings)
     assert result.exit_code == any(finding["state"] == "bad" for finding in findings)
     assert not list(tmp_path.iterdir())
@@ -149,10 +149,7 @@ def test_threads_that_stock_lacks(monkeypatch, variable, ranks, state, says):
         assert re.search(r"Here 1 of them update \d+\.\d\d G params/s, and \d update \d", found.detail)
 
 
-def test_links_and_locked_memory(monkeypatch):
-    monkeypatch.setattr("resource.getrlimit", lambda _: (2**20, 2**20))
-    assert hardware.memlock(True, 2**34).state == "ok", "the driver does not charge pinned memory to this limit"
-    assert hardware.memlock(False, 2**34).state == "ok"
+def test_narrow_and_old_links_are_slow():
     assert hardware.link_finding("PCIe", 16, 16, 4, 4).state == "ok"
     assert hardware.link_finding("PCIe", 8, 16, 4, 4).state == "slow"
     assert hardware.link_finding("PCIe", 16, 16, 3, 4).state == "slow"

@@ -27,7 +27,6 @@ def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str
         folder: Folder for checkpoints. If None, it is not checked.
         config: DeepSpeed's config. If None, no config is checked.
     """
-    import torch
     from ebbtide.runtime.hardware.usable import usable
     from ebbtide.tuner.doctor import hardware, storage
 
@@ -39,7 +38,6 @@ def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str
         *software.private_names(),
         *(under_a_plan(config) if config is not None else ()),
         *(software.known_results(config) if config is not None else ()),
-        hardware.memlock(torch.cuda.is_available(), mine.machine_bytes),
         hardware.threads(ranks),
         *hardware.queues(),
         hardware.numa(),

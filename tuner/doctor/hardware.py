@@ -1,27 +1,11 @@
-"""The checks in ``tune doctor`` of NUMA nodes, PCIe links, CPU threads, and locked memory."""
+"""The checks in ``tune doctor`` of NUMA nodes, PCIe links and CPU threads."""
 
 import os
-import resource
 from typing import Any
 
 from ebbtide.tuner.doctor.finding import Finding, ok, slow
 
 TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
-
-
-def memlock(has_gpu: bool, host_bytes: int) -> Finding:
-    """Report the limit on memory that this process may lock (so that the memory is never swapped out), as a
-    finding of ``tune doctor``.
-
-    NVIDIA's driver does not count its page-locked memory against this limit. Such memory is limited only
-    by the memory of the host and of its container.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        return ok("memlock", "unlimited")
-    detail = f"{soft / 2**30:.2f} GiB of {host_bytes / 2**30:.1f} GiB"
-    why = "has no effect on CUDA's page-locking" if has_gpu else "no GPU: nothing is page-locked"
-    return ok("memlock", f"{detail} ({why})")
 
 
 def numa() -> Finding:

@@ -22,13 +22,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+import psutil
 from ebbtide.simulator.rules import Broken, RuleError, broken
 from pydantic import ValidationError
 
 HEAD = struct.Struct(">cI")
 RESULT, TEXT, INVALID, BROKEN, PROGRESS = b"r", b"t", b"i", b"b", b"p"
 PROGRESS_EVERY_S = 0.2
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
@@ -122,8 +122,7 @@ def limit_memory(extra_bytes: int) -> None:
     """
     import resource
 
-    with open("/proc/self/statm", encoding="utf-8") as file:  # noqa: PTH123
-        taken = int(file.read().split()[0]) * _PAGE
+    taken = psutil.Process().memory_info().vms
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (taken + extra_bytes, hard))
 
