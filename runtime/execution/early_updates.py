@@ -5,7 +5,7 @@ Once the norm is known, the new state is kept, or dropped if gradients must be c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -97,14 +97,17 @@ class EarlyUpdates:
         begun: For each subgroup, the update that has begun early in the present step.
     """
 
-    def __init__(self, device: Device, states: Sequence[SubgroupState], *, shared: bool = False) -> None:
+    def __init__(
+        self, device: Device, states: Sequence[SubgroupState], updated_early: Sequence[bool], *, shared: bool = False
+    ) -> None:
         """Reserve spare buffers in host memory for the subgroups that are updated before the gradient norm is known.
 
         Args:
-            states: The subgroups that are updated early.
+            updated_early: For each subgroup, whether the plan updates it early.
             shared: True if their state is part of larger tensors that the training framework keeps (see
                 `bring_back`).
         """
+        states = [state for state in states if updated_early[state.index]]
         self._device = device
         self._kept = {s.index: s.state for s in states} if shared else {}
         self._spares = {s.index: tuple(device.host_empty(t.numel(), t.dtype) for t in s.state) for s in states}
@@ -206,22 +209,3 @@ def _scalars(job: SubgroupJob) -> object:
         (s.start, s.end, s.gradient.data_ptr(), s.gradient.dtype, step.scalars(s.scale).tobytes()) for s in job.segments
     ]
     return step.kernel, step.variant, parts
-
-
-def spares_of(
-    device: Device,
-    states: Sequence[SubgroupState],
-    updated_early: Mapping[int, bool] | Sequence[bool],
-    *,
-    shared: bool = False,
-) -> EarlyUpdates:
-    """Reserve spare host buffers for the subgroups that a plan updates early, before the gradient norm is known.
-
-    An early update writes the new state to a spare buffer. The old state stays intact, in case the update is dropped.
-
-    Args:
-        updated_early: For each subgroup, whether the plan updates it early.
-        shared: True if the subgroups' own tensors are views of larger tensors of the training framework, which other
-            code may read. `EarlyUpdates.bring_back` can then copy state from spare buffers to them.
-    """
-    return EarlyUpdates(device, [state for state in states if updated_early[state.index]], shared=shared)

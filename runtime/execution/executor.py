@@ -8,14 +8,14 @@ from functools import partial
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion, Lane
+from ebbtide.runtime.execution.allocated import Allocated
 from ebbtide.runtime.execution.bodies import OpBodies
-from ebbtide.runtime.execution.early_updates import EarlyUpdate, EarlyUpdates, StagedUpdate, SubgroupJob
+from ebbtide.runtime.execution.early_updates import EarlyUpdate, StagedUpdate, SubgroupJob
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.issued_ops import IssuedOps, StepRecord
 from ebbtide.runtime.execution.step_template import GradientOp
-from ebbtide.runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState
+from ebbtide.runtime.execution.subgroup_state import StateStore, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
-from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import Lane as LaneName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.update.issue import Issue
@@ -39,44 +39,34 @@ class Executor(IssuedOps):
     def __init__(
         self,
         device: Device,
-        states: list[SubgroupState],
-        plan: Plan,
-        slots: list[StagingSlot],
+        made: Allocated,
         threads: int,
         rule: UpdateRule,
         gradients: Sequence[GradientOp] = (),
         store: StateStore | None = None,
-        host_slots: Sequence[StagingSlot] = (),
-        early_updates: EarlyUpdates | None = None,
         arrival: Sequence[int] | None = None,
     ) -> None:
         """Start the threads and streams that run the copies and updates of a plan.
 
         Args:
-            device: The device that runs the plan.
-            states: The subgroups' tensors.
-            plan: The plan, reduced to what memory allows. ``states`` are in the memory that the plan names.
-            slots: Staging buffers in GPU memory, each for one subgroup.
+            made: The plan, and the buffers that were allocated for it.
             threads: Number of threads of the CPU update.
-            rule: The optimizer's update rule.
             gradients: The operations on gradients that the micro-batches of each step run, such as copies to host
                 memory.
-            store: Store of the subgroups that have their state on a drive. The state passes through ``host_slots``.
-            host_slots: Host buffers to read and write state on a drive.
-            early_updates: Spare buffers for updates that start before the gradient norm is known. None if the plan has
-                no such updates.
+            store: Store of the subgroups that have their state on a drive. The state passes through the host buffers
+                of ``made``.
             arrival: Order in which the subgroups' gradients become complete in backward. None for the order from the
                 last subgroup to the first.
         """
+        plan, states = made.plan, made.states
         super().__init__(device, states, store)
-        self.slots, self.host_slots = slots, list(host_slots)
-        self.rule = rule
-        self.early_updates = early_updates or EarlyUpdates(device, [])
+        self.slots, self.host_slots = made.slots, made.host_slots
+        self.rule, self.early_updates = rule, made.early_updates
         if any(RECIPES[s.placement].queue is Queue.DEVICE for s in states):
             self.prepare_device()
         self._version = 0  # of what the latest step writes to storage
         recipes = [way.recipe for way in plan.ways]
-        buffers = slot_limits(len(slots), recipes, len(self.host_slots))
+        buffers = slot_limits(len(self.slots), recipes, len(self.host_slots))
         self.parameter_slots = self._slots_for(Slot.PARAMETER, recipes, buffers, device.host_empty)
         self.outgoing_slots = self._slots_for(Slot.OUTGOING, recipes, buffers, device.device_empty)
         coming = arrival or range(len(states))[::-1]

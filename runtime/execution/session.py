@@ -8,31 +8,25 @@ from typing import Any
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import BackgroundError
-from ebbtide.runtime.execution.allocated import as_allocated, threads_of
-from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
+from ebbtide.runtime.execution.allocated import allocate, arrival_of, keeps_gradients, threads_of
+from ebbtide.runtime.execution.early_updates import SubgroupJob
 from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradients import GradientBuffers
 from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.step_template import gradient_template
-from ebbtide.runtime.execution.stored import grown_store, host_slots, open_store, stored_sizes
-from ebbtide.runtime.execution.subgroup_state import SubgroupState, place_sums, staging_slots
-from ebbtide.runtime.execution.switching import LockedBuffers, LostPlanError, Movement, SwitchError, release_frames
+from ebbtide.runtime.execution.stored import grown_store, open_store, stored_sizes
+from ebbtide.runtime.execution.subgroup_state import SubgroupState
+from ebbtide.runtime.execution.switching import LockedBuffers, LostPlanError, SwitchError, release_frames
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.storage.errors import DamagedError
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps
-from ebbtide.simulator.plan import Placement, Plan, PlanError
+from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.timeline import Timeline
-from ebbtide.simulator.update.holding import keeps_window
-from ebbtide.simulator.update.order import FORWARD, order_of
 from ebbtide.simulator.update.pausing import UNKNOWN, PauseRule
 from ebbtide.simulator.update.recipes import RECIPES
-from ebbtide.simulator.update.way import Way
-from ebbtide.simulator.workload import WireDtype
-
-DTYPES: dict[WireDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class Session:
@@ -109,12 +103,8 @@ class Session:
             raise self._lost
 
     def _make_spares(self) -> None:
-        if self._keeps_window(self.executor.states[0]):
+        if keeps_gradients(self.engine, self.executor.states[0]):
             self.gradient_buffers.make_spares()
-
-    def _keeps_window(self, state: SubgroupState) -> bool:
-        sizes = state.gradient.element_size(), state.wire.element_size()
-        return keeps_window(self.engine.micro_batches(), *sizes, self.engine.zero_stage())
 
     def _build(self, plan: Plan, states: list[SubgroupState] | None) -> tuple[Plan, Executor]:
         """Move all subgroups to the memory that a plan names, and start the plan's executor.
@@ -125,73 +115,21 @@ class Session:
             states: The present tensors of each subgroup, which are replaced by the new ones. None if the subgroups
                 still have the tensors that the framework made.
         """
+        engine, device = self.engine, self.device
         if not self.overlaps:
             plan = plan.model_copy(update={"overlap_forward": False})
-        plan = self._in_order_of_use(plan)
-        sizes, placements = self.engine.sizes(), plan.placements
-        staged = [n for n, p in zip(sizes, placements, strict=True) if p == "device"]
-        rule = self.engine.update_rule()
-        tensors = 1 + len(rule.moments)
-        wire = self.engine.wire_dtype()
-        waits = Way("device", early=True) in plan.ways and not self.device.unified
-        stored = stored_sizes(plan, sizes)
+        rule, sizes = engine.update_rule(), engine.sizes()
         if states is None:
-            self._store = open_store(plan, stored, tensors)
-            self.engine.prepare(self.device)
-        present: Any = [None] * plan.subgroup_count if states is None else states
-        movement = Movement(self.engine, self.device, self._store, present)
-        movement.move_out(plan)
-        slots = staging_slots(self.device, plan.staging_slots, staged, tensors, DTYPES[wire] if waits else None)
-        placed = []
-        for index, (placement, location) in enumerate(zip(placements, plan.parameter_locations, strict=True)):
-            there: Placement = "host" if placement == "device" and not slots else placement
-            placed.append(movement.move(index, there, location))
-        self.engine.settle()
-        plan = as_allocated(plan, placed, len(slots))
-        # Parameters would be new before the norm.
-        if self.device.unified or rule.own_step:
-            plan = plan.with_bits(early=False)
-        plan = self._place_sums(plan, placed)
-        return plan, Executor(
-            self.device,
-            placed,
-            plan,
-            slots,
-            threads_of(plan, self.device),
-            rule,
-            gradient_template(sizes, wire, plan),
-            self._store,
-            host_slots(plan.host_slots, stored, tensors),
-            spares_of(self.device, placed, plan.updated_early, shared=self.engine.shares_state),
-            self._arrival(plan),
-        )
+            self._store = open_store(plan, stored_sizes(plan, sizes), 1 + len(rule.moments))
+            engine.prepare(device)
+        made = allocate(plan, engine, device, self._store, states)
+        template = gradient_template(sizes, engine.wire_dtype(), made.plan)
+        threads, arrival = threads_of(made.plan, device), arrival_of(made.plan, engine)
+        return made.plan, Executor(device, made, threads, rule, template, self._store, arrival)
 
     def _account_for(self, plan: Plan) -> None:
         times = plan.prediction.step_times if plan.prediction else None
         self.pausing = PauseRule(times or UNKNOWN, self.pausing.steps, self.pausing.clipped)
-
-    def _place_sums(self, plan: Plan, states: list[SubgroupState]) -> Plan:
-        if self.device.unified or self.engine.update_rule().own_step or not self._keeps_window(states[0]):
-            return plan.with_bits(sum_on_device=False)
-        wanted = [i for i, way in enumerate(plan.ways) if way.sum_on_device]
-        there = {*wanted[: place_sums(self.device, [states[i] for i in wanted])]}
-        ways = tuple(way._replace(sum_on_device=i in there) for i, way in enumerate(plan.ways))
-        return plan.model_copy(update={"ways": ways})
-
-    def _in_order_of_use(self, plan: Plan) -> Plan:
-        if plan.order != FORWARD or self.engine.update_rule().own_step:  # in stock's order
-            return plan
-        needed = self.engine.first_use()
-        used = sorted(range(len(needed)), key=needed.__getitem__)
-        if used == list(range(len(needed))):
-            return plan
-        return plan.placed(plan.placements, order=order_of(used, plan.placements))
-
-    def _arrival(self, plan: Plan) -> list[int] | None:
-        if Way("device", early=True) not in plan.ways:
-            return None
-        needed = self.engine.first_use()
-        return sorted(range(len(needed)), key=lambda s: (needed[s], s), reverse=True)
 
     @property
     def saves_in_flight(self) -> bool:

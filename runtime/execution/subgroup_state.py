@@ -254,11 +254,14 @@ def staging_slots(
     """
     slots: list[StagingSlot] = []
     wanted = min(count, len(staged))
+    each = slot_elements(max(staged, default=0))
     for _ in range(wanted):
         try:
-            slots.append(staging_slot(device, staged, tensors, wire))
+            buffer = device.device_empty(tensors * each, torch.float32)
+            new = None if wire is None else device.device_empty(each, wire)
         except torch.OutOfMemoryError:
             break
+        slots.append(StagingSlot(buffer.view(tensors, each).unbind(), new))
     if len(slots) < wanted:
         logger.warning(
             "GPU memory suffices for only %d of the plan's %d staging buffers (plan.staging_slots). Training goes on, "
@@ -267,21 +270,6 @@ def staging_slots(
             wanted,
         )
     return slots
-
-
-def staging_slot(device: Device, staged: list[int], tensors: int, wire: torch.dtype | None) -> StagingSlot:
-    """Allocate one staging buffer in GPU memory, for the optimizer state of the largest staged subgroup.
-
-    Args:
-        staged: Number of elements of each staged subgroup.
-
-    Raises:
-        torch.OutOfMemoryError: GPU memory is short.
-    """
-    each = slot_elements(max(staged))
-    buffer = device.device_empty(tensors * each, torch.float32)
-    new = None if wire is None else device.device_empty(each, wire)
-    return StagingSlot(buffer.view(tensors, each).unbind(), new)
 
 
 def place_sums(device: Device, states: Sequence[SubgroupState]) -> int:

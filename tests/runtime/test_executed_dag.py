@@ -12,7 +12,8 @@ import pytest
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion
-from ebbtide.runtime.execution.early_updates import SubgroupJob, spares_of
+from ebbtide.runtime.execution.allocated import Allocated
+from ebbtide.runtime.execution.early_updates import EarlyUpdates, SubgroupJob
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
 from ebbtide.runtime.execution.step_template import gradient_template
@@ -88,11 +89,11 @@ def executor_for(workload, plan):
     gradients = gradient_template(workload.subgroups, workload.wire_dtype, plan)
     rule = SimpleNamespace(forms=list, moments=())
     device = Recording()
-    early_updates = spares_of(device, states, plan.updated_early)
+    early_updates = EarlyUpdates(device, states, plan.updated_early)
     count = sum(p in STAGED for p in plan.placements)
     slots = [StagingSlot(()) for _ in range(min(plan.staging_slots, count))]
     stored = [StagingSlot(()) for _ in range(plan.host_slots)]
-    return Executor(device, states, plan, slots, 1, rule, gradients, host_slots=stored, early_updates=early_updates)
+    return Executor(device, Allocated(plan, states, slots, stored, early_updates), 1, rule, gradients)
 
 
 def executed(workload, plan):
