@@ -33,9 +33,15 @@ from ebbtide.runtime.zero.checks.guard import (
 from ebbtide.runtime.zero.checks.other_steps import warn_of_late_gradients, warn_of_other_steps
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.runtime.zero.host_memory import check_host_memory, on_the_host
-from ebbtide.runtime.zero.stage3_buffers import swapped
 from ebbtide.runtime.zero.steady import keep_flowing
 from ebbtide.runtime.zero.storing import storing_plan
+from ebbtide.runtime.zero.subgroup_size import (
+    DEEPSPEEDS_SUBGROUP,
+    automatic_size,
+    check_own_size,
+    partitions,
+    planned_size,
+)
 from ebbtide.simulator.estimates.deepspeed_keys import read_file
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.machine import Machine
@@ -45,11 +51,6 @@ from ebbtide.simulator.timeline import Timeline
 from ebbtide.simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
-
-# Of "auto": DeepSpeed's own subgroups (1e9 elements by default) are few, and all of one is in one
-# place. More than some thirty gain nothing, nor do smaller ones than a link's latency asks for.
-DEEPSPEEDS_SUBGROUP = 10**9  # elements: DeepSpeed's default sub_group_size
-PIECES, PIECE, LEAST_PIECE = 32, 100_000_000, 20_000_000
 
 PlanLike = Plan | str | Path | dict[str, Any]
 
@@ -83,8 +84,7 @@ def initialize(
     import deepspeed
 
     automatic = isinstance(plan, str) and plan == "auto"
-    if not automatic:
-        plan = load_plan(plan)
+    named = None if automatic else load_plan(plan)
     private.check_version()
     host.load()  # a missing compiler is told before anything is built
     if config is None:
@@ -92,32 +92,40 @@ def initialize(
     config = _load_config(config)
     if automatic and leave_to_stock(config):
         return deepspeed.initialize(*args, config=config, **kwargs)
-    check_config(config)
     given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
+    check_config(config)
     check_model(given.get("model"), config)
     storage = stored_at(config)
+    config, named = _for_engine(config, named, storage, given.get("optimizer"))
+    with waits_are_told():
+        result = deepspeed.initialize(*args, config=config, **kwargs)
+    if named is None:
+        _attach_automatically(result[0], device, None, checkpoint, True, storage)
+    else:
+        attach(result[0], named, device=device, checkpoint=checkpoint)
+    return result
+
+
+def _for_engine(
+    config: dict[str, Any], plan: Plan | None, storage: Path | None, optimizer: Any
+) -> tuple[dict[str, Any], Plan | None]:
+    """Return a config as DeepSpeed gets it under a plan, and the plan with the config's folder on a drive."""
     config = for_a_plan(config)
+    zero = config["zero_optimization"]
     # PyTorch's pinned allocator rounds up to powers of two and gives nothing back; `attach` page-locks
     # exactly what the plan moves.
-    config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
-    zero = config["zero_optimization"]
+    zero["offload_optimizer"]["pin_memory"] = False
     # DeepSpeed's own is 5e8: gradients would start for the host late.
     if bucket := planned_bucket(world_size()):
         zero.setdefault("reduce_bucket_size", bucket)
-    if isinstance(plan, Plan):
+    if plan is not None:
         if storage is not None and not plan.drives:
             plan = plan.model_copy(update={"storage_dir": str(storage)})
         if plan.deepspeed_subgroup_size:
-            _check_own_size(plan, zero.get("sub_group_size", DEEPSPEEDS_SUBGROUP))
+            check_own_size(plan, zero.get("sub_group_size", DEEPSPEEDS_SUBGROUP))
         zero["sub_group_size"] = plan.config_subgroup_size
-        check_host_memory(plan, config, client=given.get("optimizer"))
-    with waits_are_told():
-        result = deepspeed.initialize(*args, config=config, **kwargs)
-    if automatic:
-        _attach_automatically(result[0], device, None, checkpoint, True, storage)
-    else:
-        attach(result[0], plan, device=device, checkpoint=checkpoint)
-    return result
+        check_host_memory(plan, config, client=optimizer)
+    return config, plan
 
 
 def load_plan(plan: PlanLike) -> Plan:
@@ -194,28 +202,42 @@ def attach(
         plan = plan.model_copy(update={"checkpoint": checkpoint})
     private.check_version()
     rule = check_engine(engine)
-    optimizer = engine.optimizer
-    private.check_members(optimizer)
-    size = _cut_for(plan, optimizer, rule)
-    whole = getattr(optimizer, "sub_group_size", size)  # below ZeRO-3 it means nothing to DeepSpeed
-    check_plan(plan, subgroups_of(optimizer, size), whole, engine.zero_optimization_stage())
-    if rule.own_step:
-        plan = _on_the_host(plan, optimizer)
+    plan, size = _checked_plan(plan, engine, rule)
     host.load()
-    if not isinstance(device, Device):
-        on_cuda = private.on_cuda()
-        device = choose_device(device, on_cuda=on_cuda, masks=masks_of_this_host() if on_cuda else ())
-    session = _take_over(engine, plan, device, rule, overlap_forward, size)
+    session = _take_over(engine, plan, _chosen(device), rule, overlap_forward, size)
     _checkpointing(engine, session, plan.checkpoint)
     call_after_step(engine, session)
     warn_of_other_steps(plan, session.engine.wire_dtype(), engine)
     warn_of_late_gradients(plan, engine)
-    warn_of_mismatch(session, optimizer.gradient_accumulation_dtype.itemsize, machine)
+    warn_of_mismatch(session, engine.optimizer.gradient_accumulation_dtype.itemsize, machine)
+    _watch_steps(engine, session, machine, workload, replan=replan)
+    return engine
+
+
+def _watch_steps(
+    engine: Any, session: Session, machine: Machine | None, workload: Workload | None, *, replan: bool
+) -> None:
     if machine is not None and workload is not None:
         from ebbtide.runtime.replan.watch import watch
 
         watch(session, machine, workload, replan=replan, show=_to_monitor(engine))
-    return engine
+
+
+def _checked_plan(plan: Plan, engine: Any, rule: UpdateRule) -> tuple[Plan, int]:
+    """Return the plan that an engine can run, and the number of elements of a subgroup."""
+    optimizer = engine.optimizer
+    private.check_members(optimizer)
+    size = planned_size(plan, optimizer, rule)
+    whole = getattr(optimizer, "sub_group_size", size)  # below ZeRO-3 it means nothing to DeepSpeed
+    check_plan(plan, subgroups_of(optimizer, size), whole, engine.zero_optimization_stage())
+    return _on_the_host(plan, optimizer) if rule.own_step else plan, size
+
+
+def _chosen(device: str | Device) -> Device:
+    if isinstance(device, Device):
+        return device
+    on_cuda = private.on_cuda()
+    return choose_device(device, on_cuda=on_cuda, masks=masks_of_this_host() if on_cuda else ())
 
 
 def _attach_automatically(
@@ -229,14 +251,7 @@ def _attach_automatically(
     from ebbtide.runtime.replan.auto import host_plan, plan_later
 
     rule = check_engine(engine)
-    own_step = rule.own_step
-    size = max(1, int(engine.zero_sub_group_size()))
-    if own_step:
-        size = max([size, *_partitions(engine.optimizer)])
-    else:
-        elements = sum(subgroups_of(engine.optimizer, size))
-        finest = _finest(engine.optimizer, rule, stores=storage is not None)
-        size = min(size, max(piece_elements(elements), finest))
+    own_step, size = rule.own_step, automatic_size(engine, rule, stores=storage is not None)
     sizes = subgroups_of(engine.optimizer, size)
     location = private.parameter_location(engine.optimizer)
     plan = host_plan(size, len(sizes) or 1, location, overlap_forward=own_step)
@@ -248,67 +263,8 @@ def _attach_automatically(
     return engine
 
 
-def _finest(optimizer: Any, rule: UpdateRule, *, stores: bool) -> int:
-    whole = _why_whole(optimizer, rule, stores=stores)
-    return getattr(optimizer, "sub_group_size", 1) if whole else 1
-
-
-def _why_whole(optimizer: Any, rule: UpdateRule, *, stores: bool) -> str:
-    if stores:
-        return "the plan keeps optimizer state on a drive"
-    if rule.own_step:
-        return "ebbtide has no kernel for the optimizer"
-    return "DeepSpeed keeps parameters on a drive" if swapped(optimizer) else ""
-
-
-def _cut_for(plan: Plan, optimizer: Any, rule: UpdateRule) -> int:
-    whole = getattr(optimizer, "sub_group_size", plan.subgroup_size)
-    if plan.deepspeed_subgroup_size:
-        _check_own_size(plan, whole)
-        _check_can_be_cut(plan, optimizer, rule)
-        return plan.subgroup_size
-    sizes = subgroups_of(optimizer, whole)
-    if plan.subgroups == sizes or (not plan.subgroups and plan.subgroup_count == len(sizes)):
-        return int(whole)
-    return max(plan.subgroup_size, _finest(optimizer, rule, stores=plan.stores))
-
-
-def _check_own_size(plan: Plan, sub_group_size: Any) -> None:
-    if sub_group_size != plan.deepspeed_subgroup_size:
-        raise PlanError(
-            "zero_optimization.sub_group_size in the DeepSpeed config must equal plan.deepspeed_subgroup_size, which "
-            f"is {plan.deepspeed_subgroup_size}, but got {sub_group_size}. Set sub_group_size to "
-            f"{plan.deepspeed_subgroup_size}, or plan again with `tune plan --subgroup-size pieces` for this config",
-            key="deepspeed_subgroup_size",
-        )
-
-
-def _check_can_be_cut(plan: Plan, optimizer: Any, rule: UpdateRule) -> None:
-    if _finest(optimizer, rule, stores=plan.stores) > plan.subgroup_size:
-        raise PlanError(
-            "plan.deepspeed_subgroup_size must be absent for this engine: DeepSpeed's subgroups cannot be divided, "
-            f"because {_why_whole(optimizer, rule, stores=plan.stores)}. Plan again with "
-            "`tune plan --subgroup-size auto`",
-            key="deepspeed_subgroup_size",
-        )
-
-
-def piece_elements(elements: int) -> int:
-    """Return the minimum number of elements of a subgroup when ``"plan": "auto"`` divides a rank's
-    optimizer state.
-
-    Args:
-        elements: Number of elements of the rank's optimizer state.
-    """
-    return max(LEAST_PIECE, min(PIECE, elements // PIECES))
-
-
-def _partitions(optimizer: Any) -> list[int]:
-    return [p.numel() for p in getattr(optimizer, "single_partition_of_fp32_groups", [])]
-
-
 def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
-    largest = max(_partitions(optimizer), default=0)
+    largest = max(partitions(optimizer), default=0)
     name = type(optimizer.optimizer).__name__
     if plan.subgroup_size < largest:
         raise ConfigError(
@@ -393,13 +349,6 @@ def _report(session: Session) -> None:
     )
 
 
-def host_bytes(optimizer: Any) -> int:
-    """Return the bytes of host memory that a DeepSpeed optimizer under a plan takes for optimizer state,
-    gradients and buffers.
-    """
-    return int(optimizer._ebbtide.host_bytes())
-
-
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:
     from ebbtide.runtime.checkpoint import install
     from ebbtide.runtime.checkpoint.live_state import LiveState
@@ -412,15 +361,14 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
         )
         return
     live = LiveState()
-    live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
+    register = lambda: live.register_all({i: session.engine.saved_state(i) for i in session.plan.issue_order})
+    register()
     live.stored = session.stored
     session.executor.bodies.gate = live
     lazy = install(engine, checkpoint, live, after_step=session.after_step, plan_digest=lambda: session.plan.digest)
     session.before_switch.append(lazy.wait)
     if session.engine.update_rule().own_step:  # its moments are there after the first step only
-        lazy._before_save = lambda: live.register_all(
-            {i: session.engine.saved_state(i) for i in session.plan.issue_order}
-        )
+        lazy._before_save = register
 
 
 def call_after_step(engine: Any, session: Session) -> None:

@@ -10,7 +10,6 @@ import time
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from ebbtide.runtime.zero.attach import host_bytes
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.workload import Workload
@@ -398,7 +397,7 @@ def test_their_memory_is_predicted_to_the_byte(pattern):
     told = footprint(work, own.plan)
     for _ in range(3):
         train(engine, 1)
-        assert told["host"] == host_bytes(engine.optimizer)
+        assert told["host"] == engine.optimizer._ebbtide.host_bytes()
         sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if p == "host")
         assert told["device"] == allocated_device_bytes(own.executor) + 2 * sent
     engine.destroy()

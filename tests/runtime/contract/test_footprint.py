@@ -11,7 +11,6 @@ import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from ebbtide.runtime.execution import gradient_ops
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.zero.attach import host_bytes
 from ebbtide.runtime.zero.cuts import cuts_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.runtime.zero.stage3_buffers import Pieces, gradient_of, split_gradients
@@ -70,7 +69,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     locations = own.plan.parameter_locations
     amounts, plan = tally(sizes, own.plan.placements, locations), own.plan
     told = held.bytes(amounts, plan.staging_slots, plan.host_slots)
-    assert told["host"] == host_bytes(engine.optimizer)
+    assert told["host"] == engine.optimizer._ebbtide.host_bytes()
     on_host = [RECIPES[placement].gradient == "host" for placement in plan.placements]
     leave = sum(n for n, location in zip(sizes, on_host, strict=True) if location) * kept
     assert told["device"] == allocated_device_bytes(own.executor) + leave  # fewer than the bound
@@ -108,11 +107,11 @@ def test_the_memory_of_early_updates_is_predicted_to_the_byte(pattern, speculate
     work = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
     assert any(own.plan.updated_early)
     told = footprint(work, own.plan)
-    assert told["host"] == host_bytes(engine.optimizer)
+    assert told["host"] == engine.optimizer._ebbtide.host_bytes()
     sent = sum(n for n, p in zip(sizes, own.plan.placements, strict=True) if RECIPES[p].gradient == "host")
     assert told["device"] == allocated_device_bytes(own.executor) + 2 * sent
     named = own.plan.model_copy(update={"subgroups": sizes})
-    assert needed_bytes(named, 2) == host_bytes(engine.optimizer)
+    assert needed_bytes(named, 2) == engine.optimizer._ebbtide.host_bytes()
     engine.destroy()
 
 

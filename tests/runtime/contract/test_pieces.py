@@ -10,8 +10,8 @@ import torch
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.replan import auto
-from ebbtide.runtime.zero import attach
-from ebbtide.runtime.zero.attach import host_bytes, switch_plan
+from ebbtide.runtime.zero import subgroup_size
+from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import cuts_at_parameters, subgroups_of
 from ebbtide.simulator import PlanError
 from ebbtide.simulator.layer import Layer
@@ -256,7 +256,7 @@ def test_their_footprint_is_what_is_allocated(pattern):
     sizes = own.engine.sizes()
     layers = tuple(Layer(params=n, forward_s=1.0, backward_s=1.0) for n in sizes)
     work = Workload(name="w", layers=layers, subgroups=sizes, state_stays=own.engine.shares_state)
-    assert footprint(work, own.plan)["host"] == host_bytes(ours.optimizer)
+    assert footprint(work, own.plan)["host"] == ours.optimizer._ebbtide.host_bytes()
     train(ours, 1)
     resident = [s for s in own.executor.states if s.placement == "resident"]
     ours.destroy()
@@ -298,7 +298,7 @@ def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
     "options", [{"stage": 1}, {"stage": 2}, {}, {"offload_param": {"device": "cpu"}, "accumulation": 2}]
 )
 def test_auto_cuts_what_is_large(options, monkeypatch):
-    monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
+    monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     options = {"subgroup_size": 10**9, **options}
     stock = outcome(start(**options))
     engine = start(**options)
@@ -316,7 +316,7 @@ def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
     The plan search is replaced by one whose plan updates all subgroups early, so that the result does not depend on
     measured rates.
     """
-    monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
+    monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))
     stock, engine = outcome(coarse(), 8), coarse()
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
@@ -349,7 +349,7 @@ def test_auto_moves_parameters_and_trains_the_same_bits(options, monkeypatch):
     The plan comes from the real search. The search is told that the CPU updates slowly and that no GPU memory is free.
     So training becomes faster if parameters leave GPU memory and optimizer state takes their place.
     """
-    monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
+    monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", functools.partial(with_a_slow_cpu, auto.better_plan))
     options = {"subgroup_size": 4 * LARGE, **SHORT_LIVED, **options}
     stock = outcome(start(dropping(MANY_LAYERS), **options), 12)
@@ -381,7 +381,7 @@ def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
     """Check that ``plan="auto"`` does not cut DeepSpeed's subgroups into parts if the optimizer, such as torch's AdamW,
     runs its own Python step on each subgroup.
     """
-    monkeypatch.setattr(attach, "LEAST_PIECE", SUBGROUP)
+    monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())
     assert len(engine.optimizer._ebbtide.engine.sizes()) == 2

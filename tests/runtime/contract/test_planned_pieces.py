@@ -6,7 +6,6 @@ The plan file names DeepSpeed's subgroup size and the plan's own, and training u
 import ebbtide.runtime
 import pytest
 import torch
-from ebbtide.runtime.zero.attach import host_bytes
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.runtime.zero.host_memory import needed_bytes
 from ebbtide.simulator import Plan, PlanError
@@ -128,7 +127,7 @@ def test_the_memory_that_is_asked_for_before_an_engine_is_built(pattern, tmp_pat
     engine = initialized(planned(tmp_path, pattern))
     if DEVICE != "unified":
         named = engine.optimizer._ebbtide.plan.model_copy(update={"subgroups": engine.optimizer.sizes()})
-        assert needed_bytes(named, 2) == host_bytes(engine.optimizer)
+        assert needed_bytes(named, 2) == engine.optimizer._ebbtide.host_bytes()
     engine.destroy()
 
 

@@ -150,12 +150,11 @@ def test_a_failing_op_surfaces_and_nothing_hangs(device):
 
 
 def test_host_memory_is_14_bytes_per_parameter():
-    from ebbtide.runtime.zero.attach import host_bytes
 
     engine = attached(start(), ["host"], next(iter(DEVICES)), seed=None)
     train(engine, 1)
     elements = sum(s.elements for s in engine.optimizer._ebbtide.executor.states)
-    held = host_bytes(engine.optimizer)
+    held = engine.optimizer._ebbtide.host_bytes()
     staging = sum(t.nbytes for t in engine.optimizer._ebbtide.executor.parameter_slots)
     assert held - staging == 14 * elements
     assert all(m.grad is None for m in engine.optimizer.fp32_partitioned_groups_flat)

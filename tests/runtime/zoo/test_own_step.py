@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from ebbtide.runtime.kernels.own_step import OwnStepRule
-from ebbtide.runtime.zero.attach import host_bytes, switch_plan
+from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.checks.guard import ConfigError
 from ebbtide.runtime.zero.host_memory import check_host_memory
 from ebbtide.simulator import Plan
@@ -180,14 +180,14 @@ def test_all_of_its_memory_is_told(extra, location):
     away = {"offload_param": {"device": "cpu"}} if location == "host" else {}
     engine = attached(start(extra=extra, **away), ["host"], "emulated", None)
     optimizer = engine.optimizer
-    told = host_bytes(optimizer)
+    told = optimizer._ebbtide.host_bytes()
     train(engine, 1)
     optimizer.wait()
     states = optimizer._ebbtide.executor.states
     held = [t for s in states for t in (*optimizer.saved_state(s.index), s.gradient)]
     held += [s.wire for s in states if location == "host"]
     held += [*optimizer._ebbtide.executor.parameter_slots, optimizer._rule._gradient]
-    assert sum(t.nbytes for t in held) == host_bytes(optimizer) == told
+    assert sum(t.nbytes for t in held) == optimizer._ebbtide.host_bytes() == told
     plan = optimizer._ebbtide.plan.model_copy(update={"subgroups": tuple(s.elements for s in states)})
     config = {"bf16": {"enabled": True}, "optimizer": engine.config["optimizer"], **extra}
     check_host_memory(plan, config, told)
