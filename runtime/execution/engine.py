@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -180,13 +180,6 @@ class TrainingEngine(Protocol):
 
     def clips(self) -> bool:
         """Return whether training clips gradients to a maximum norm."""
-        ...
-
-    def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Install hooks on reads of model parameters. Return a function that removes the hooks.
-
-        Just before any code reads parameters, a hook calls ``wait`` with these parameters.
-        """
         ...
 
     def any_rank(self, flag: bool) -> bool:

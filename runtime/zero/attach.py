@@ -92,8 +92,8 @@ def initialize(
     config = _load_config(config)
     if automatic and leave_to_stock(config):
         return deepspeed.initialize(*args, config=config, **kwargs)
-    given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
     check_config(config)
+    given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
     check_model(given.get("model"), config)
     storage = stored_at(config)
     config, named = _for_engine(config, named, storage, given.get("optimizer"))

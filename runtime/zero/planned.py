@@ -26,6 +26,8 @@ from ebbtide.simulator.workload import WireDtype, ZeroStage
 
 if TYPE_CHECKING:
     from ebbtide.runtime.execution.session import Session
+    from ebbtide.runtime.zero.cuts import Cut
+    from ebbtide.runtime.zero.flat_partitions import FlatState
 
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -40,6 +42,7 @@ class PlannedZero:
 
     _ebbtide: Session
     _rule: UpdateRule
+    _flat: FlatState | None  # None: DeepSpeed keeps a tensor for each of the plan's subgroups
     optimizer: Any  # one of those that `ebbtide.runtime.kernels.rules` has a rule for
     dtype: torch.dtype
     loss_scale: Any  # a float; a tensor where DeepSpeed keeps it so
@@ -74,12 +77,9 @@ class PlannedZero:
     def any_rank(self, flag: bool) -> bool:
         import deepspeed.comm as dist
 
-        flags = torch.tensor([flag], dtype=torch.uint8, device=self._training_device())
+        flags = torch.tensor([flag], dtype=torch.uint8, device=private.training_device())
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags.item())
-
-    def _training_device(self) -> torch.device:
-        raise NotImplementedError
 
     def _finite_norms(self) -> dict[int, bool]:
         self._norms_to_host()
@@ -105,6 +105,14 @@ class PlannedZero:
         raise NotImplementedError
 
     # -- what the session asks ---------------------------------------------------------------
+
+    @property
+    def _cuts(self) -> list[Cut]:
+        """Return each subgroup's place in DeepSpeed's fp32 tensors."""
+        raise NotImplementedError
+
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(elements for _, _, elements in self._cuts)
 
     def gradient_buffers(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
@@ -179,11 +187,12 @@ class PlannedZero:
     def _group_of(self) -> list[int]:
         raise NotImplementedError
 
-    def _next_steps(self) -> list[UpdateStep]:
-        return [
-            self._rule.next_step(self.optimizer, master, number)
-            for master, number in zip(self._masters(), self._group_of(), strict=True)
-        ]
+    def hyperparameters(self) -> list[UpdateStep]:
+        masters = zip(self._masters(), self._group_of(), strict=True)
+        return self._of_subgroups([self._rule.next_step(self.optimizer, *master) for master in masters])
+
+    def _of_subgroups(self, steps: list[UpdateStep]) -> list[UpdateStep]:
+        return [steps[master] for master, _, _ in self._cuts]
 
     def resume_rule(self) -> None:
         """Set the optimizer's update rule to its state after all previous steps, as if this process had run
@@ -202,7 +211,7 @@ class PlannedZero:
             rule.step(groups[number], self.optimizer.state[master]["step"] + 1)
             for master, number in zip(self._masters(), self._group_of(), strict=True)
         ]
-        return steps, self.unclipped_scale()
+        return self._of_subgroups(steps), self.unclipped_scale()
 
     def unclipped_scale(self) -> float:
         return self._gradient_scale(torch.zeros((), dtype=torch.float64))
@@ -223,7 +232,21 @@ class PlannedZero:
 
     def publish(self) -> None:
         """Wait for running updates, so that DeepSpeed's own tensors show the latest step's optimizer state."""
-        raise NotImplementedError
+        own = self.__dict__.get("_ebbtide")  # None while it is being made
+        if own is not None and not own.closed:
+            own.executor.state_shown()  # who reads what is public may write to it
+            own.wait_for_readers()
+            if self._flat is not None:
+                self._flat.publish(own)
+
+    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
+        flat, (master, _, _) = self._flat, self._cuts[subgroup]
+        own = self._ebbtide.executor.states[subgroup].state if flat is None else flat.state(subgroup)
+        return own + self._kept(self._masters()[master])
+
+    def settle(self) -> None:
+        if self._flat is not None:
+            self._flat.published = not self._flat.shadows
 
     def state_dict(self) -> dict[str, Any]:
         self.publish()
@@ -266,9 +289,9 @@ class PlannedZero:
         super().destroy()  # type: ignore[misc]
 
     def _let_go(self) -> None:
-        """Remove ebbtide's wrappers from DeepSpeed's objects. The class of each ZeRO stage overrides this
-        method.
-        """
+        """Remove ebbtide's wrappers from DeepSpeed's objects."""
+        if self._flat is not None:
+            self._flat.let_go(self._ebbtide)
 
 
 def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:

@@ -4,7 +4,7 @@ Model parameters are plain tensors under ZeRO-1 and 2, which any code may read w
 therefore waits for its updates. During `step` CPU, GPU and copies work at the same time.
 """
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ebbtide.runtime.devices.passes import Place
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
-from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.runtime.zero.cuts import Cut
 from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HostSums, hand_back
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
@@ -262,24 +262,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         """
         self.publish()
 
-    def publish(self) -> None:
-        own = self.__dict__.get("_ebbtide")  # None while it is being made
-        if own is not None and not own.closed:
-            own.executor.state_shown()  # who reads what is public may write to it
-            self._flat.publish(own)
-
     def _let_go(self) -> None:
         self._inner_hook.remove()
-        self._flat.let_go(self._ebbtide)
-
-    def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        """Return a function that does nothing, and install no hooks on reads of parameters.
-
-        Under ZeRO-1 and 2, reads of parameters need not wait for updates, because each step has waited for its updates
-        before any code can read parameters.
-        """
-        del wait
-        return lambda: None
+        super()._let_go()
 
     def _link_all_hp_params(self) -> None:
         """Make DeepSpeed's links from parameters to their optimizer state anew. Access through the links
@@ -385,8 +370,9 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     # -- what the session asks ---------------------------------------------------------------
 
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(elements for _, _, elements in self._flat.cuts)
+    @property
+    def _cuts(self) -> list[Cut]:
+        return self._flat.cuts
 
     def first_use(self) -> list[int]:
         return list(range(len(self._flat.cuts)))  # steps wait for all of them
@@ -414,14 +400,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def adopt(self, state: SubgroupState) -> None:
         self._flat.adopt(state)
 
-    def settle(self) -> None:
-        self._flat.published = not self._flat.shadows
-
-    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        own = self._flat.shadows.get(subgroup) or self._ebbtide.executor.states[subgroup].state
-        group, _, _ = self._flat.cuts[subgroup]
-        return own + self._kept(self._masters()[group])
-
     def parameter_location(self) -> ParameterLocation:
         return "device"
 
@@ -434,18 +412,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def zero_stage(self) -> ZeroStage:
         return 2 if self.partition_gradients else 1
 
-    def hyperparameters(self) -> list[UpdateStep]:
-        steps = self._next_steps()
-        return [steps[group] for group, _, _ in self._flat.cuts]
-
     def _masters(self) -> list[torch.nn.Parameter]:
         return self.__dict__["single_partition_of_fp32_groups"]
 
     def _group_of(self) -> list[int]:
         return list(range(len(self._masters())))
-
-    def _training_device(self) -> torch.device:
-        return self.bit16_groups_flat[0].device
 
 
 def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, overlap_forward: bool) -> None:

@@ -10,10 +10,9 @@ from ebbtide.runtime.devices.passes import Place
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
-from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.zero import stage3_buffers
 from ebbtide.runtime.zero.checks import private
-from ebbtide.runtime.zero.cuts import cuts_of
+from ebbtide.runtime.zero.cuts import Cut, cuts_of
 from ebbtide.runtime.zero.flat_partitions import FlatState
 from ebbtide.runtime.zero.gathers import Gathers
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, gated, published, take_loaded_moments
@@ -30,7 +29,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     _gathers: Gathers
     _pieces: stage3_buffers.Pieces
-    _flat: FlatState | None  # of subgroups that are pieces of DeepSpeed's
     _swapped: list[int]  # subgroups whose parameters DeepSpeed's swapper has
     _unread: torch.Tensor  # what their updates write: the swapper reads the master
     _infinite: set[int]  # parameters whose sum of micro-batches is infinite or NaN
@@ -87,7 +85,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         import deepspeed.comm as dist
 
         bad = [not self._sums_finite()]
-        flag = torch.tensor(bad, dtype=torch.uint8, device=self._training_device())
+        flag = torch.tensor(bad, dtype=torch.uint8, device=private.training_device())
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
         self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -100,9 +98,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         bad = {key for key, well in finite.items() if not well}
         self._infinite = (self._infinite - finite.keys()) | bad
         return not self._infinite
-
-    def _training_device(self) -> torch.device:
-        return private.training_device()
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         self._norms_to_host()
@@ -176,9 +171,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         if not own.closed:
             self._gathers.before(params, own.executor)
 
-    def gate_reads(self, wait: Callable[[Iterable[Any]], None]) -> Callable[[], None]:
-        return self._gathers.gate(wait, self._fetch)
-
     def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> private.Handle | None:
         own = self._ebbtide
         return None if own.closed else self._gathers.fetch(params, gather, own.executor)
@@ -192,14 +184,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         """
         self.publish()
         self._gathers.show_persistent()
-
-    def publish(self) -> None:
-        own = self.__dict__.get("_ebbtide")  # None while it is being made
-        if own is not None and not own.closed:
-            own.executor.state_shown()  # who reads what is public may write to it
-            own.wait_for_readers()
-            if self._flat is not None:
-                self._flat.publish(own)
 
     def _get_fp32_opt_state_partition(
         self, param: Any, release_swap_buffers: bool, optim_state_key: str | None = None
@@ -309,8 +293,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     # -- what the session asks ---------------------------------------------------------------
 
-    def sizes(self) -> tuple[int, ...]:
-        return tuple(elements for _, _, elements in self._pieces.cuts)
+    @property
+    def _cuts(self) -> list[Cut]:
+        return self._pieces.cuts
 
     def first_use(self) -> list[int]:
         return self._gathers.first_use()
@@ -342,18 +327,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         """Make each parameter with a moved partition use the partition's new memory. Then release DeepSpeed's flat
         buffers that are no longer used.
         """
-        if self._flat is not None:
-            self._flat.published = not self._flat.shadows
+        super().settle()
         if self._gathers.moved:
             self._pieces.part()
             stage3_buffers.drop_flat_parameters(self)
             self._gathers.show_anew()
-
-    def saved_state(self, subgroup: int) -> tuple[torch.Tensor, ...]:
-        if self._flat is not None:
-            return self._flat.state(subgroup)
-        own = self._ebbtide.executor.states[subgroup].state
-        return own + self._kept(self._masters()[subgroup])
 
     def parameter_location(self) -> ParameterLocation:
         return private.parameter_location(self)
@@ -364,29 +342,15 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     def zero_stage(self) -> ZeroStage:
         return 3
 
-    def hyperparameters(self) -> list[UpdateStep]:
-        return self._of_pieces(self._next_steps())
-
-    def expected_step(self) -> tuple[list[UpdateStep], float]:
-        steps, scale = super().expected_step()
-        return self._of_pieces(steps), scale
-
-    def _of_pieces(self, steps: list[UpdateStep]) -> list[UpdateStep]:
-        return [steps[group] for group, _, _ in self._pieces.cuts]
-
     def _masters(self) -> list[torch.nn.Parameter]:
         return self.__dict__["fp32_partitioned_groups_flat"]
-
-    def _wires(self) -> list[torch.Tensor]:
-        return self.__dict__["fp16_partitioned_groups_flat"]
 
     def _group_of(self) -> list[int]:
         return [self.sub_group_to_group_id[i] for i in range(len(self.fp16_groups))]
 
     def _let_go(self) -> None:
         self._gathers.open()
-        if self._flat is not None:
-            self._flat.let_go(self._ebbtide)
+        super()._let_go()
 
 
 def take_over(
@@ -423,7 +387,7 @@ def take_over(
         stage3_buffers.hand_back(optimizer)
         raise
     optimizer.resume_rule()
-    optimizer.gate_reads(optimizer.await_parameters)
+    optimizer._gathers.gate(optimizer.await_parameters, optimizer._fetch)
 
 
 def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
