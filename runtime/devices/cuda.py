@@ -170,9 +170,6 @@ class CudaDevice(Device):
         # DeepSpeed's reduction stream, which is the current one here: backward goes on.
         copied.wait_on(torch.cuda.current_stream(self.index))
 
-    def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, device=where)
-
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
         for tensor in (total, gradient):
             tensor.record_stream(stream)

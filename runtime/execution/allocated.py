@@ -10,10 +10,11 @@ from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.early_updates import EarlyUpdates
 from ebbtide.runtime.execution.engine import TrainingEngine
 from ebbtide.runtime.execution.stored import host_slots, stored_sizes
-from ebbtide.runtime.execution.subgroup_state import StagingSlot, StateStore, SubgroupState, place_sums, staging_slots
+from ebbtide.runtime.execution.subgroup_state import StagingSlot, SubgroupState, place_sums, staging_slots
 from ebbtide.runtime.execution.switching import Movement
 from ebbtide.runtime.hardware.launcher import local_ranks
 from ebbtide.runtime.hardware.usable import usable
+from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.simulator.plan import Placement, Plan
 from ebbtide.simulator.update.holding import keeps_window
 from ebbtide.simulator.update.order import FORWARD, order_of
@@ -43,7 +44,7 @@ class Allocated:
 
 
 def allocate(
-    plan: Plan, engine: TrainingEngine, device: Device, store: StateStore | None, states: list[SubgroupState] | None
+    plan: Plan, engine: TrainingEngine, device: Device, store: ExtentStore | None, states: list[SubgroupState] | None
 ) -> Allocated:
     """Move all subgroups to the memory that a plan names, and allocate the buffers that its updates use.
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
 
 import torch
+from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Lane
 from ebbtide.runtime.execution.early_updates import EarlyUpdate, StagedUpdate, SubgroupJob
-from ebbtide.runtime.execution.subgroup_state import StateStore, SubgroupState
+from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
+from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.simulator.schedule import Lane as LaneName
 
 # The last elements of master and moments in host memory, before the update; its step.
@@ -20,24 +21,12 @@ Spent = tuple[list[torch.Tensor], UpdateStep]
 Tensors = tuple[torch.Tensor, ...]
 
 
-class UpdateGate(Protocol):
-    """An object that an update must ask before it overwrites a subgroup's state, such as the checkpoint
-    engine.
-    """
-
-    def before_update(self, subgroup: int) -> None:
-        """Wait until an update may overwrite a subgroup's state.
-
-        Raise an error if the checkpoint that reads the state has failed.
-        """
-
-
 class OpBodies:
     """A set of methods, one for each operation that moves or updates subgroups' state. The executor passes the buffers.
 
     Attributes:
         gate: The object that an update asks before it overwrites state, because a checkpoint may still be reading the
-            state. None if nothing else reads the state.
+            state. None if no checkpoint reads the state.
         spent: The last elements of each subgroup's state before its latest update, with this update's hyperparameters.
             From them, `UpdateRule.spent` computes how DeepSpeed would have changed the gradient. Some of DeepSpeed's
             CPU ops overwrite a gradient's last elements when they apply it, and ebbtide's updates do not. The dict is
@@ -51,11 +40,11 @@ class OpBodies:
         states: Sequence[SubgroupState],
         rule: UpdateRule,
         threads: int,
-        store: StateStore | None,
+        store: ExtentStore | None,
     ) -> None:
         self._device, self._lanes, self._states = device, lanes, states
         self._rule, self._threads, self._store = rule, threads, store
-        self.gate: UpdateGate | None = None
+        self.gate: LiveState | None = None
         self.spent = dict[int, Spent]()
         self._stale, self._stale_lock = set[int](), threading.Lock()
 

@@ -14,8 +14,9 @@ from ebbtide.runtime.execution.early_updates import EarlyUpdate, StagedUpdate, S
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.issued_ops import IssuedOps, StepRecord
 from ebbtide.runtime.execution.step_template import GradientOp
-from ebbtide.runtime.execution.subgroup_state import StateStore, SubgroupState
+from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
+from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.simulator.schedule import Lane as LaneName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.update.issue import Issue
@@ -43,7 +44,7 @@ class Executor(IssuedOps):
         threads: int,
         rule: UpdateRule,
         gradients: Sequence[GradientOp] = (),
-        store: StateStore | None = None,
+        store: ExtentStore | None = None,
         arrival: Sequence[int] | None = None,
     ) -> None:
         """Start the threads and streams that run the copies and updates of a plan.

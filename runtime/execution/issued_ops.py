@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.clock import Mark
 from ebbtide.runtime.devices.lane import Completion
-from ebbtide.runtime.execution.subgroup_state import StateStore, SubgroupState
+from ebbtide.runtime.execution.subgroup_state import SubgroupState
+from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.update.recipes import RECIPES
 
@@ -46,7 +47,7 @@ class IssuedOps:
         history: The operations of each of the latest steps, oldest step first.
     """
 
-    def __init__(self, device: Device, states: list[SubgroupState], store: StateStore | None) -> None:
+    def __init__(self, device: Device, states: list[SubgroupState], store: ExtentStore | None) -> None:
         self.device, self.states, self.store = device, states, store
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         self._stored = frozenset(s.index for s in states if RECIPES[s.placement].state == "storage")

@@ -345,9 +345,8 @@ class Session:
         self._register({i: self.engine.saved_state(i) for i in self.plan.issue_order})
 
     def _register(self, tensors: dict[int, tuple[torch.Tensor, ...]]) -> None:
-        register = getattr(self.executor.bodies.gate, "register_all", None)
-        if callable(register):
-            register(tensors)
+        if self.executor.bodies.gate is not None:
+            self.executor.bodies.gate.register_all(tensors)
 
     # -- the end -----------------------------------------------------------------------------
 

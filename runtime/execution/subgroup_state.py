@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from ebbtide.runtime.devices.base import Device
+from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.simulator.plan import ParameterLocation, Placement
 from ebbtide.simulator.update.holding import slot_elements
 from ebbtide.simulator.update.recipes import RECIPES
@@ -93,59 +93,6 @@ class StagingSlot:
         return sum(part.nbytes for part in (*self.parts, self.wire) if part is not None)
 
 
-class StateStore(Protocol):
-    """The interface of a store that keeps subgroups' optimizer state on drives.
-
-    Any thread may call it, but only one thread at a time for a given subgroup.
-    """
-
-    def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's initial optimizer state to the drive. Return tensors that always show the
-        subgroup's latest state on the drive.
-        """
-        ...
-
-    def read(self, subgroup: int, into: Sequence[torch.Tensor]) -> None:
-        """Read a subgroup's optimizer state from the drive into the tensors ``into``. Return when all of it
-        is read.
-        """
-        ...
-
-    def check_restored(self, subgroups: Collection[int] | None = None) -> None:
-        """Check restored optimizer state on the drive against its stored hashes.
-
-        Subgroups that an update has read since are skipped, because reading compares the hashes too.
-        """
-        ...
-
-    def tick(self) -> int:
-        """Begin a new version of the optimizer state on drives, which the update that is being started will
-        write.
-
-        Return the version's number.
-        """
-        ...
-
-    def write(self, subgroup: int, source: Sequence[torch.Tensor], version: int | None = None) -> None:
-        """Write a subgroup's new optimizer state to the drives. Return when it is written.
-
-        State that is committed, or that is to be committed, is not overwritten. Code that reads the store afterwards
-        gets the new state.
-
-        Args:
-            version: Number that `tick` returned for the update that computed the new state. None if the state was not
-                computed by an update, but set by other code, such as a checkpoint load.
-        """
-        ...
-
-    def take_adopted(self) -> set[int]:
-        """Return the subgroups whose optimizer state the latest checkpoint load left in its place on the drive.
-
-        Training continues with this state. It was not copied, and need not be written to the drive again.
-        """
-        ...
-
-
 def place(
     device: Device,
     index: int,
@@ -154,7 +101,7 @@ def place(
     before: Buffers,
     *,
     apart: bool = False,
-    store: StateStore | None = None,
+    store: ExtentStore | None = None,
 ) -> SubgroupState:
     """Move a subgroup's tensors to the memory that a plan names. Tensors that are already there stay.
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.engine import TrainingEngine
-from ebbtide.runtime.execution.subgroup_state import Buffers, StateStore, SubgroupState, place, place_parameters
+from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState, place, place_parameters
+from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.simulator.plan import ParameterLocation, Placement, Plan
 from ebbtide.simulator.update.recipes import RECIPES
 
@@ -30,7 +31,7 @@ class Movement:
 
     engine: TrainingEngine
     device: Device
-    store: StateStore | None
+    store: ExtentStore | None
     states: list[SubgroupState | None]
 
     def move_out(self, plan: Plan) -> None:

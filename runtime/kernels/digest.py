@@ -50,17 +50,10 @@ class Digest:
     sketch: tuple[float, ...]
 
     def packed(self) -> str:
-        """Return this digest of a tensor as one text for a file. `unpacked` reads the text."""
+        """Return this digest of a tensor as one text for a file. `ebbtide.tuner.verify.run` reads the text."""
         return struct.pack(
             LAYOUT, self.hash, self.narrow, self.bits, self.not_finite, self.squares, self.largest, *self.sketch
         ).hex()
-
-
-def unpacked(text: str) -> Digest:
-    """Parse a tensor's digest from the text that `Digest.packed` wrote."""
-    first = struct.unpack(LAYOUT, bytes.fromhex(text))
-    whole, narrow, bits, not_finite, squares, largest = first[:6]
-    return Digest(whole, narrow, bits, not_finite, squares, largest, first[6:])
 
 
 class _Digest(ctypes.Structure):

@@ -55,10 +55,6 @@ def _cpu_model() -> str:
     return "".join(line for line in lines[:40] if line.startswith(known))
 
 
-def _build() -> Path:
-    return build(_SOURCE)
-
-
 def build(source: Path) -> Path:
     """Compile one of ebbtide's C++ files, once per machine, and return the path of the shared library.
 
@@ -91,7 +87,7 @@ def load() -> Any:
     Raises:
         MissingCompilerError: There is no compiler, or it refused the source.
     """
-    library = ctypes.CDLL(str(_build()))
+    library = ctypes.CDLL(str(build(_SOURCE)))
     pointer, integer, count = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     library.ebbtide_update.argtypes = [
         ctypes.c_char_p,

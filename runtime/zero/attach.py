@@ -33,7 +33,6 @@ from ebbtide.runtime.zero.checks.guard import (
 from ebbtide.runtime.zero.checks.other_steps import warn_of_late_gradients, warn_of_other_steps
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.runtime.zero.host_memory import check_host_memory, on_the_host
-from ebbtide.runtime.zero.steady import keep_flowing
 from ebbtide.runtime.zero.storing import storing_plan
 from ebbtide.runtime.zero.subgroup_size import (
     DEEPSPEEDS_SUBGROUP,
@@ -319,10 +318,32 @@ def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overla
         stage12.take_over(optimizer, plan, device, rule, overlap_forward=overlap_forward)
     optimizer._module_of = weakref.ref(engine.module)
     session: Session = optimizer._ebbtide
-    keep_flowing(engine)
+    _keep_flowing(engine)
     _record_forward(engine.module, session.recorder)
     _report(session)
     return session
+
+
+def _keep_flowing(engine: Any) -> None:
+    """Stop DeepSpeed's `ThroughputTimer` from synchronizing the GPU, until the engine is destroyed.
+
+    The timer synchronizes twice per step, which prevents all overlap of updates with forward. Without synchronization,
+    the timer's samples per second come from the host's clock, and are wrong for the first steps only. ZeRO still waits
+    for the end of backward and for the gradient norm, but updates need both anyway.
+    """
+    timer = getattr(engine, "tput_timer", None)
+    if timer is None or not getattr(timer.config, "synchronized", False):
+        return
+    timer.config.synchronized = False
+    destroy = engine.destroy
+
+    def destroy_and_restore(*args: Any, **kwargs: Any) -> None:
+        try:
+            destroy(*args, **kwargs)
+        finally:
+            timer.config.synchronized = True
+
+    engine.destroy = destroy_and_restore
 
 
 def _record_forward(module: torch.nn.Module, recorder: Recorder) -> None:

@@ -2,7 +2,8 @@
 own.
 """
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ class FlatPartitions(FlatState):
         return Buffers(self.state(subgroup), gradient, wire)
 
 
-class HostSums(MutableMapping[int, torch.Tensor | None]):
+class HostSums(UserDict[int, torch.Tensor | None]):
     """A replacement of DeepSpeed's ``accumulated_grads_in_cpu``, a dict from parameter id to the sum of micro-batches'
     gradients.
 
@@ -162,26 +163,12 @@ class HostSums(MutableMapping[int, torch.Tensor | None]):
     """
 
     def __init__(self, known: Mapping[int, torch.Tensor | None], read: Callable[[int], torch.Tensor]) -> None:
-        self._sums, self._read = dict(known), read
+        super().__init__(known)
+        self._read = read
 
     def __getitem__(self, key: int) -> torch.Tensor:
-        known = self._sums[key]
+        known = super().__getitem__(key)
         return self._read(key) if known is None else known
-
-    def __setitem__(self, key: int, value: torch.Tensor | None) -> None:
-        self._sums[key] = value
-
-    def __delitem__(self, key: int) -> None:
-        del self._sums[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._sums
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._sums)
-
-    def __len__(self) -> int:
-        return len(self._sums)
 
 
 def _copy(to: State, source: State) -> None:

@@ -88,8 +88,7 @@ class Windows(GradientBuffers[ZeroSlice]):
         if not (boundary or self.states[piece.subgroup].sum is not None):
             self._keep_previous(piece)
         if alone and piece.summed and piece.apart is None and not piece.held:
-            for arrival in self.arrived(piece.subgroup):  # one of a step that was skipped
-                arrival.wait_host()
+            self._wait_arrived(piece)  # a gradient of a step that was skipped
             piece.apart = self._host_buffer(piece).clone()
         total = self._take(piece, gradient, first=first, boundary=boundary, alone=alone)
         if not alone:
@@ -110,12 +109,15 @@ class Windows(GradientBuffers[ZeroSlice]):
             return self._spares[piece.subgroup].narrow(0, piece.offset, elements)
         return super()._sum_so_far(piece, elements)
 
+    def _wait_arrived(self, piece: ZeroSlice) -> None:
+        for arrival in self.arrived(piece.subgroup):
+            arrival.wait_host()
+
     def sum_so_far(self, piece: ZeroSlice) -> torch.Tensor:
         """Wait for gradient copies in progress, and return the gradient sum to which the next micro-batch is added.
         The caller must not write to the sum.
         """
-        for arrival in self.arrived(piece.subgroup):
-            arrival.wait_host()
+        self._wait_arrived(piece)
         return self._sum_so_far(piece, piece.elements)
 
     # -- what the window before left ---------------------------------------------------------
@@ -218,8 +220,7 @@ class Windows(GradientBuffers[ZeroSlice]):
         if piece.unsent:
             self.ops.send(piece.subgroup, piece.offset, self._host_buffer(piece), self._held(piece), summed=False)
             piece.unsent = False
-        for arrival in self.arrived(piece.subgroup):
-            arrival.wait_host()
+        self._wait_arrived(piece)
         if piece.apart is not None:  # another plan has been since
             self._host_buffer(piece).copy_(piece.apart)
             piece.apart = None
@@ -268,8 +269,7 @@ class Windows(GradientBuffers[ZeroSlice]):
 
     def _widen(self, piece: ZeroSlice) -> torch.Tensor:
         dtype = self.states[piece.subgroup].p.dtype
-        for arrival in self.arrived(piece.subgroup):
-            arrival.wait_host()
+        self._wait_arrived(piece)
         buffer, previous = self._host_buffer(piece), self._previous(piece)
         return (buffer if previous is None else previous).to(buffer.device, dtype, copy=True)
 

@@ -278,4 +278,4 @@ def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
     with pytest.raises(host.MissingCompilerError, match="install g\\+\\+, or set CXX"):
-        host._build()
+        host.build(host._SOURCE)

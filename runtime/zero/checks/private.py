@@ -13,6 +13,7 @@ import torch
 from ebbtide.runtime.zero.checks.private_names import STAGE3, STAGE12, TESTED
 from ebbtide.simulator.plan import ParameterLocation
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, gathered
+from packaging.version import Version
 
 BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
 # Before it, Lion's vector loop mangles what it should take the sign of, and Adagrad's scalar loop
@@ -31,8 +32,6 @@ def check_version() -> None:
         UnsupportedDeepSpeedError: The version is outside the tested range. The message names the version and the range.
     """
     installed, (first, limit) = _installed(), TESTED
-    from packaging.version import Version
-
     if not Version(first) <= installed < Version(limit):
         raise UnsupportedDeepSpeedError(
             f"deepspeed must be >= {first} and < {limit}, but got {installed}: install a version "
@@ -40,9 +39,8 @@ def check_version() -> None:
         )
 
 
-def _installed() -> Any:
+def _installed() -> Version:
     import deepspeed
-    from packaging.version import Version
 
     return Version(deepspeed.__version__)
 
@@ -52,8 +50,6 @@ def mended_since(optimizer: str) -> str:
 
     The sentence is empty if no version fixes the error, or if the installed version has the fix.
     """
-    from packaging.version import Version
-
     first = MENDED.get(optimizer)
     if first is None or _installed() >= Version(first):
         return ""
@@ -70,8 +66,6 @@ def check_members(optimizer: Any) -> None:
         UnsupportedDeepSpeedError: Members are missing, or ZeRO-1 or 2 needs a newer DeepSpeed. The message has
             the names or the version.
     """
-    from packaging.version import Version
-
     installed = _installed()
     partitioned = hasattr(optimizer, "fp16_partitioned_groups_flat")
     if not partitioned and installed < Version(BELOW_STAGE_3):
