@@ -52,13 +52,10 @@ def initialize(
         if request.checkpoint is None:
             return original(*args, **kwargs)
         request = replace(request, plan=None)
-    options = {name: value for name, value in call.items() if name not in _CONFIGS}
-    if source is not None:
-        options["args"] = without(call["args"], source)
     # Without the key, so that DeepSpeed's config checks never meet it; copied, since the plan's
     # sub_group_size is written into it.
     stock = {name: copy.deepcopy(value) for name, value in config.items() if name != KEY}
-    return _under(original, request, stock, options)
+    return _under(original, request, stock, without_config(call, source))
 
 
 def _under(
@@ -122,15 +119,15 @@ def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     return True
 
 
-def without(args: Any, name: str) -> Any:
-    """Return a copy of the script's parsed arguments that names no DeepSpeed config file: the attribute is
-    None.
-
-    DeepSpeed accepts only one config, and ebbtide passes its own changed config separately.
+def without_config(call: Mapping[str, Any], source: str | None) -> dict[str, Any]:
+    """Return the arguments of a call of ``deepspeed.initialize`` without the config, so that another can be passed.
 
     Args:
-        name: Name of the attribute that holds the path of the config file.
+        source: Attribute of the script's parsed arguments that held the config, if any. It is None in a copy of them,
+            because DeepSpeed accepts only one config.
     """
-    mine = copy.copy(args)
-    setattr(mine, name, None)
-    return mine
+    options = {name: value for name, value in call.items() if name not in _CONFIGS}
+    if source is not None:
+        options["args"] = copy.copy(call["args"])
+        setattr(options["args"], source, None)
+    return options

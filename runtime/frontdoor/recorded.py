@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.frontdoor.hook import KEY
-from ebbtide.runtime.frontdoor.initialize import config_of, read, without
+from ebbtide.runtime.frontdoor.initialize import config_of, read, without_config
 from ebbtide.runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
 from ebbtide.runtime.zero.pieces import pieces, settle
 from ebbtide.simulator.page import versions
@@ -38,13 +38,8 @@ def initialize(
         return original(*args, **kwargs)
     facts = {"key": config.get(KEY) is not None, "offload": offloads(config), "config": _plain(config)}
     made = for_side(config, job.side)
-    if made is not None:
-        options = {k: v for k, v in call.items() if k not in ("config", "config_params")}
-        if source is not None:
-            options["args"] = without(call["args"], source)
-        result = original(config=made, **options)
-    else:
-        result = original(*args, **kwargs)
+    changed = None if made is None else {"config": made, **without_config(call, source)}
+    result = original(*args, **kwargs) if changed is None else original(**changed)
     if getattr(result[0], "optimizer", None) is not None and not _Recorder.started:
         _Recorder(result[0], job, facts, done)
     return result

@@ -8,6 +8,7 @@ limit and CPU quota.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,11 +96,13 @@ def memory_limit(root: Path | None = None) -> tuple[int | None, int]:
     of its parents, in version 2 or 1. Page cache that the kernel can drop does not count as used.
     """
     limits = []
-    for folder, limit, usage, prefix in _memory_folders(root or ROOT):
-        bytes_ = _number(folder / limit)
+    for folder, first in _groups(root or ROOT, "memory"):
+        names = ("limit_in_bytes", "usage_in_bytes", "total_") if first else ("max", "current", "")
+        limit, usage, prefix = names
+        bytes_ = _number(folder / f"memory.{limit}")
         if bytes_ is not None and bytes_ < _NO_LIMIT:
             cache = _cache_bytes(folder / "memory.stat", prefix)
-            limits.append((bytes_, max(0, (_number(folder / usage) or 0) - cache)))
+            limits.append((bytes_, max(0, (_number(folder / f"memory.{usage}") or 0) - cache)))
     return min(limits, key=lambda pair: pair[0] - pair[1], default=(None, 0))
 
 
@@ -109,36 +112,23 @@ def _cache_bytes(path: Path, prefix: str) -> int:
     return sum(int(words[1]) for words in lines if len(words) == 2 and words[0] in names)
 
 
-def _memory_folders(root: Path) -> list[tuple[Path, str, str, str]]:
-    result = []
-    base = root / "sys/fs/cgroup"
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Yield the folders of this process's control group and of its parents, each with whether it is of version 1."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        top, names = base, ("memory.max", "memory.current", "")
-        if "memory" in controllers.split(","):
-            top, names = base / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        elif controllers:
+        first = controller in controllers.split(",")
+        if controllers and not first:
             continue
+        top = root / "sys/fs/cgroup" / (controller if first else "")
         folder = top / path.lstrip("/")
-        inside = [folder, *folder.parents]
-        result += [(f, *names) for f in inside if f == top or f.is_relative_to(top)]
-    return result
+        yield from ((f, first) for f in (folder, *folder.parents) if f == top or f.is_relative_to(top))
 
 
 def cpu_quota(root: Path | None = None) -> float | None:
     """Return how many CPUs this process's control group and its parents allow at a time. None without a
     quota.
     """
-    root, quotas = root or ROOT, list[float | None]()
-    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        base = root / "sys/fs/cgroup"
-        top = base / "cpu" if "cpu" in controllers.split(",") else base
-        if controllers and top == base:
-            continue
-        folder = top / path.lstrip("/")
-        inside = [f for f in [folder, *folder.parents] if f == top or f.is_relative_to(top)]
-        quotas += map(_quota_of, inside)
+    quotas = (_quota_of(folder) for folder, _ in _groups(root or ROOT, "cpu"))
     return min((q for q in quotas if q is not None), default=None)
 
 

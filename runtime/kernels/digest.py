@@ -19,7 +19,6 @@ LANES, TABLE = 16, 1024
 LAYOUT = f"<QQQq{2 + LANES}d"
 SMALL = 1 << 17  # elements: below, a second thread costs more than it brings
 PIECE_BYTES = 1 << 24  # brought to the host at once
-_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MASK = (1 << 64) - 1
 
 
@@ -97,9 +96,9 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
     Raises:
         ValueError: The dtype or the strides cannot be hashed.
     """
-    if piece.dtype not in _KINDS or not piece.is_contiguous():
+    if piece.dtype not in host.DTYPES or not piece.is_contiguous():
         raise ValueError(
-            f"a hashed tensor must be contiguous and of one of the dtypes {tuple(_KINDS)}, but got "
+            f"a hashed tensor must be contiguous and of one of the dtypes {tuple(host.DTYPES)}, but got "
             f"{piece.dtype} with strides {piece.stride()}"
         )
     if piece.dtype != torch.float32:
@@ -112,8 +111,8 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
     out = _Digest()
     error = _library().ebbtide_digest(
         piece.data_ptr(),
-        _KINDS[piece.dtype],
-        -1 if narrow is None else _KINDS[narrow],
+        host.DTYPES[piece.dtype],
+        -1 if narrow is None else host.DTYPES[narrow],
         piece.numel(),
         start,
         threads if piece.numel() > SMALL else 1,

@@ -28,7 +28,7 @@ _FLAGS = [
     "-fno-trapping-math",
     "-ffp-contract=off",
 ]
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class MissingCompilerError(RuntimeError):
@@ -149,9 +149,9 @@ def host_update(
         _addresses(source or state),
         _addresses(state),
         grad.data_ptr(),
-        _DTYPES[grad.dtype],
+        DTYPES[grad.dtype],
         out.data_ptr() if out is not None else None,
-        _DTYPES[out.dtype] if out is not None else -1,
+        DTYPES[out.dtype] if out is not None else -1,
         grad.numel(),
         scalars.ctypes.data,
         step.variant,
@@ -171,7 +171,7 @@ def _check(state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor 
         tensors["out"] = out
     length = state[0].numel()
     for name, tensor in tensors.items():
-        dtypes = (torch.float32,) if name.startswith("state") else tuple(_DTYPES)
+        dtypes = (torch.float32,) if name.startswith("state") else tuple(DTYPES)
         if tensor.dtype not in dtypes:
             raise ValueError(f"{name} must have one of the dtypes {dtypes}, but got {tensor.dtype}")
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.numel() != length:
@@ -188,9 +188,9 @@ def norm(tensor: torch.Tensor) -> float:
     If the order in which torch adds squares is unknown on this machine, torch computes the norm.
     """
     lanes = _norm_lanes()
-    if lanes == 0 or not tensor.is_contiguous() or tensor.dtype not in _DTYPES:
+    if lanes == 0 or not tensor.is_contiguous() or tensor.dtype not in DTYPES:
         return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
-    result: float = load().ebbtide_norm(tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.numel(), lanes)
+    result: float = load().ebbtide_norm(tensor.data_ptr(), DTYPES[tensor.dtype], tensor.numel(), lanes)
     return result
 
 

@@ -145,12 +145,6 @@ class OwnStepRule(UpdateRule):
     def step(self, group: Group, number: int) -> UpdateStep:
         raise NotImplementedError("see next_step")
 
-    def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        raise NotImplementedError(
-            "ebbtide asked for the arguments of DeepSpeed's CPU op, but DeepSpeed has no such op for an optimizer "
-            "whose own step() computes the update. Report this as a defect of ebbtide"
-        )
-
 
 def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
     """Return the bytes of optimizer state that an optimizer keeps per element of a master parameter, without the

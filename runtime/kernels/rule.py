@@ -171,12 +171,13 @@ class UpdateRule(ABC):
             number: Number of the step, from 1.
         """
 
-    @abstractmethod
     def stock_arguments(self, group: Group) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Return the arguments that only this optimizer's DeepSpeed op takes, as two tuples.
 
-        The first tuple is for the op's function ``create_NAME``, the second for ``NAME_update``.
+        The first tuple is for the op's function ``create_NAME``, the second for ``NAME_update``. A rule without such an
+        op need not implement this method.
         """
+        raise NotImplementedError
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:
         """Set the update rule to its state after ``number`` optimizer steps, as if they had run in this process.

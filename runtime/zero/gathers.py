@@ -20,6 +20,7 @@ class Gathers:
 
     Attributes:
         partitions: A table of the memory (host or GPU) that holds each parameter's partition.
+        together: The launcher of gathers on several ranks.
         shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, which stock DeepSpeed
             keeps gathered between steps. False while DeepSpeed saves or loads a checkpoint, because all parameters must
             be partitioned during this time.
@@ -30,7 +31,7 @@ class Gathers:
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
         self._optimizer = optimizer
         self.partitions = Partitions(optimizer)
-        self._together = CollectiveGathers(self.partitions)
+        self.together = CollectiveGathers(self.partitions)
         self.shows = True
         self.moved = False
         self._at_rest = False
@@ -62,7 +63,7 @@ class Gathers:
         self._undo.append(gate_gathers(self._module.parameters(), wait, fetch))
         self._undo.append(private.wait_one_by_one(self._module))
         if self._optimizer.partition_count > 1:
-            begins = self._together.module_begins
+            begins = self.together.module_begins
             self._undo.append(private.before_modules(self._optimizer, begins))
         for parameter, _ in self._stand_ins:
             self._undo.append(_gate_copies(parameter, self._before_copy))
@@ -155,31 +156,12 @@ class Gathers:
         if small:
             small[0].all_gather(small)
 
-    def stay_gathered(self, stay: bool) -> None:
-        """Set the precision of the next gathers of small parameters to the precision that stock DeepSpeed would use.
-
-        Stock DeepSpeed gathers small parameters at the end of a step, and after a save or load of a checkpoint. These
-        gathers use the parameters' own precision. If DeepSpeed then releases the small parameters, forward gathers them
-        again, in the precision of ``torch_autocast``.
-
-        Args:
-            stay: True if stock DeepSpeed would not have released the small parameters. The next gathers then use the
-                parameters' own precision. If False, they use the precision of ``torch_autocast``.
-        """
-        self._together.stay_gathered(stay)
-
     def before(self, params: Iterable[Any], executor: Executor) -> None:
         """Wait for the updates of the given parameters, which are about to be gathered."""
         params = [param for param in params if hasattr(param, "ds_id")]
         executor.wait_parameters(self.partitions.subgroups(params))
         # Who asks for one that is gathered already may be the only rank that does.
-        self._together.gathered([p for p in params if private.is_partitioned(p)])
-
-    def updates_launched(self) -> None:
-        """Record that updates of all parameters have been launched. Later parameter gathers then wait for
-        the updates.
-        """
-        self._together.updates_launched()
+        self.together.gathered([p for p in params if private.is_partitioned(p)])
 
     def fetch(
         self, params: list[Any], gather: Callable[[list[Any]], private.Handle], executor: Executor
@@ -198,7 +180,7 @@ class Gathers:
             return self.partitions.fetch(params, executor)
         if any(map(private.is_swapped, params)):
             return None
-        return self._together.fetch(params, gather, executor)
+        return self.together.fetch(params, gather, executor)
 
 
 def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]:

@@ -75,11 +75,7 @@ class PlannedZero:
         raise NotImplementedError
 
     def any_rank(self, flag: bool) -> bool:
-        import deepspeed.comm as dist
-
-        flags = torch.tensor([flag], dtype=torch.uint8, device=private.training_device())
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags.item())
+        return bool(private.largest_of_ranks([flag]).item())
 
     def _finite_norms(self) -> dict[int, bool]:
         self._norms_to_host()

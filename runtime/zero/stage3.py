@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from deepspeed.comm import ReduceOp
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.passes import Place
@@ -82,12 +83,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     def has_overflow(self, partition_gradients: bool = True) -> bool:
         """Return whether any gradient on any rank is infinite or NaN, for training in fp16."""
         del partition_gradients
-        import deepspeed.comm as dist
-
-        bad = [not self._sums_finite()]
-        flag = torch.tensor(bad, dtype=torch.uint8, device=private.training_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.dp_process_group)
-        self._model_parallel_all_reduce(tensor=flag, op=dist.ReduceOp.MAX)
+        flag = private.largest_of_ranks([not self._sums_finite()], self.dp_process_group)
+        self._model_parallel_all_reduce(tensor=flag, op=ReduceOp.MAX)
         return bool(flag.item())
 
     def _sums_finite(self) -> bool:
@@ -129,7 +126,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             own.update(self._gradient_scale(scaled_norm))
             own.recorder.issue_ends()
             if own.plan.overlap_forward:
-                self._gathers.updates_launched()
+                self._gathers.together.updates_launched()
                 self._gathers.stand_in()
             else:
                 own.executor.wait_all()
@@ -138,12 +135,12 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         own.recorder.step_ends()
 
     def _partition_all_parameters(self) -> None:
-        self._gathers.stay_gathered(False)
+        self._gathers.together.stay_gathered(False)
         super()._partition_all_parameters()
 
     def empty_partition_cache(self) -> None:
         super().empty_partition_cache()
-        self._gathers.stay_gathered(False)
+        self._gathers.together.stay_gathered(False)
 
     def _swap_out(self) -> None:
         for index in self._swapped:
@@ -158,7 +155,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         """
         self.reset_cpu_buffers()
         self.invalidate_secondary_tensor()
-        self._gathers.stay_gathered(True)
+        self._gathers.together.stay_gathered(True)
         self.timers.log(timer_names)
         if not self._ebbtide.plan.overlap_forward:
             self._gathers.show_persistent()
@@ -262,7 +259,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         (``self.embedding.weight``).
         """
         self._gathers.shows = True
-        self._gathers.stay_gathered(True)
+        self._gathers.together.stay_gathered(True)
         if self._ebbtide.plan.overlap_forward:
             self.invalidate_secondary_tensor()
             # Ranks' plans may differ, and to show them is collective.

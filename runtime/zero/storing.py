@@ -10,7 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.execution.stored import free_host_bytes
 from ebbtide.runtime.hardware.launcher import rank
@@ -40,7 +39,8 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
     optimizer, before = engine.optimizer, stored_before(folder)
     room, count = host_room_bytes(optimizer), len(sizes)
     choices = [before & frozenset(range(count))] if before else [spaced(count, n) for n in range(count + 1)]
-    chosen, slots = _of_all_ranks(*_first_that_fits(engine, rule, sizes, room, choices))
+    number, slots = _first_that_fits(engine, rule, sizes, room, choices)
+    chosen, fewer = private.largest_of_ranks([number, -slots]).tolist()
     stored = choices[min(chosen, len(choices) - 1)]
     logger.info(
         "ebbtide: optimizer state of %d of %d subgroups is stored in folder %s, because %s",
@@ -49,7 +49,7 @@ def storing_plan(engine: Any, rule: UpdateRule, sizes: tuple[int, ...], folder: 
         folder,
         "an earlier run stored it there" if before else f"host memory has room for {room / GIB:.2f} GiB of this rank",
     )
-    made = _plan(engine, sizes, stored, slots)
+    made = _plan(engine, sizes, stored, -fewer)
     return made.model_copy(update={"storage_dir": str(folder)})
 
 
@@ -97,14 +97,6 @@ def _first_that_fits(
     tried = product(range(len(choices)), range(HOST_SLOTS, 0, -1))
     fitting = ((n, slots) for n, slots in tried if fits(choices[n], slots))
     return next(fitting, (len(choices) - 1, 1))
-
-
-def _of_all_ranks(number: int, slots: int) -> tuple[int, int]:
-    import deepspeed.comm as dist
-
-    most = torch.tensor([number, -slots], dtype=torch.int64, device=private.training_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return int(most[0].item()), -int(most[1].item())
 
 
 def spaced(count: int, stored: int) -> frozenset[int]:

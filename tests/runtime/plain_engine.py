@@ -83,9 +83,6 @@ class TorchAdamW(UpdateRule):
     def step(self, group, number):
         return TorchStep(number)
 
-    def stock_arguments(self, group):
-        raise NotImplementedError("no op of DeepSpeed's has these bits")
-
 
 class _TorchKernel:
     def update(self, state, grad, out, step, scale, tail, stream):

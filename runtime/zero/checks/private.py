@@ -4,7 +4,7 @@
 tested range, and a DeepSpeed that lacks a member that its version should have.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -92,18 +92,33 @@ def has_experts(model: Any) -> bool:
     return any(isinstance(module, MoE) for module in model.modules())
 
 
-def on_cuda() -> bool:
-    """Return whether DeepSpeed trains on CUDA in this process."""
+def _accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
 
-    return bool(get_accelerator()._name == "cuda")
+    return get_accelerator()
+
+
+def on_cuda() -> bool:
+    """Return whether DeepSpeed trains on CUDA in this process."""
+    return bool(_accelerator()._name == "cuda")
 
 
 def training_device() -> torch.device:
     """Return the device on which DeepSpeed computes the model."""
-    from deepspeed.accelerator import get_accelerator
+    return torch.device(_accelerator().current_device_name())
 
-    return torch.device(get_accelerator().current_device_name())
+
+def largest_of_ranks(values: Sequence[int], group: Any = None) -> torch.Tensor:
+    """Return for each value the largest one of all ranks, on DeepSpeed's device. This is a collective call.
+
+    Args:
+        group: Process group of the ranks. None means all ranks.
+    """
+    import deepspeed.comm as dist
+
+    largest = torch.tensor(values, dtype=torch.int64, device=training_device())
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest
 
 
 # -- ZeRO-3: what differs between versions -------------------------------------------------------
@@ -188,11 +203,15 @@ def partition_count(optimizer: Any) -> int:
     return int(optimizer.partition_count)
 
 
-def is_partitioned(param: Any) -> bool:
-    """Return whether a parameter is partitioned, so that it has no values until it is gathered."""
+def _status() -> Any:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-    return bool(param.ds_status == ZeroParamStatus.NOT_AVAILABLE)
+    return ZeroParamStatus
+
+
+def is_partitioned(param: Any) -> bool:
+    """Return whether a parameter is partitioned, so that it has no values until it is gathered."""
+    return bool(param.ds_status == _status().NOT_AVAILABLE)
 
 
 def parameter_location(optimizer: Any) -> ParameterLocation:
@@ -361,22 +380,16 @@ def in_own_precision(params: Iterable[Any]) -> Iterator[None]:
 
 def empty_cache() -> None:
     """Return PyTorch's unused GPU memory to the driver."""
-    from deepspeed.accelerator import get_accelerator
-
-    get_accelerator().empty_cache()
+    _accelerator().empty_cache()
 
 
 def current_stream() -> Any:
     """Return the stream that is current on the device on which DeepSpeed trains."""
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator().current_stream()
+    return _accelerator().current_stream()
 
 
 def on_stream(stream: Any) -> AbstractContextManager[None]:
-    from deepspeed.accelerator import get_accelerator
-
-    return get_accelerator().stream(stream)
+    return _accelerator().stream(stream)
 
 
 def mark_in_flight(params: Iterable[Any]) -> None:
@@ -385,12 +398,10 @@ def mark_in_flight(params: Iterable[Any]) -> None:
     Raises:
         RuntimeError: One of the parameters is already gathered or being gathered.
     """
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     for param in params:
-        if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
+        if param.ds_status != _status().NOT_AVAILABLE:
             raise RuntimeError(f"the parameter must be partitioned (ZeRO-3), but got {param.ds_summary()}")
-        param.ds_status = ZeroParamStatus.INFLIGHT
+        param.ds_status = _status().INFLIGHT
 
 
 def mark_partitioned(params: Iterable[Any]) -> None:
@@ -398,13 +409,9 @@ def mark_partitioned(params: Iterable[Any]) -> None:
 
     `mark_in_flight` sets the status to "being gathered".
     """
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     for param in params:
-        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        param.ds_status = _status().NOT_AVAILABLE
 
 
 def mark_available(param: Any) -> None:
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
-    param.ds_status = ZeroParamStatus.AVAILABLE
+    param.ds_status = _status().AVAILABLE
