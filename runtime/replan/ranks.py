@@ -71,19 +71,29 @@ def masks_of_this_host() -> list[list[int]]:
     return [cores for there, cores in every if there == host]
 
 
-def by_the_first(make: Callable[[], T]) -> T:
+class FirstRankError(RuntimeError):
+    """An error: a rank that should do something for others failed. The message has its number and its error."""
+
+
+def by_the_first(make: Callable[[], T], *, of_each_host: bool = False) -> T:
     """Call a function on rank 0 only, and return its result on every rank. This is a collective call.
 
+    Args:
+        of_each_host: True to call the function on the first rank of each host. Every rank gets the result of its host.
+
     Raises:
-        RuntimeError: The function failed on rank 0. Raised on every rank.
+        FirstRankError: The function failed on a rank. Raised on every rank.
     """
     if alone():
         return make()
     with ranks_group() as group:
-        mine = _made_or_why_not(make) if dist.get_rank() == 0 else None
-        made, problem = gathered_in(mine, group)[0]
-    if problem:
-        raise RuntimeError(f"rank 0 could not plan for all ranks: {problem}")
+        hosts = gathered_in(socket.gethostname() if of_each_host else "", group)
+        first = hosts.index(hosts[dist.get_rank()])
+        every = gathered_in(_made_or_why_not(make) if dist.get_rank() == first else (None, ""), group)
+    for rank, (_, problem) in enumerate(every):
+        if problem:
+            raise FirstRankError(f"rank {rank}: {problem}")
+    made: T = every[first][0]
     return made
 
 
