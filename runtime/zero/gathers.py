@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.collective import CollectiveGathers
 from ebbtide.runtime.zero.fetches import Fetches, Partitions
@@ -48,19 +47,15 @@ class Gathers:
             first[subgroup] = min(first[subgroup], place.get(ds_id, len(place)))
         return first
 
-    def gate(self, wait: Callable[[Iterable[Any]], None], fetch: Fetch) -> Callable[[], None]:
-        """Make every ZeRO-3 gather wait for the updates of its parameters. Return a function that undoes this.
+    def gate(self) -> None:
+        """Make every ZeRO-3 gather wait for the updates of its parameters, until `open` is called.
 
         Stock DeepSpeed keeps small parameters gathered after a step. Under a plan they may be partitioned, so that a
         ``state_dict()`` or a copy of the model would lack their values. On a single rank, this method therefore also
         makes every ``state_dict()`` and every copy gather the small parameters first. On several ranks it does not,
         since all ranks would have to take part in the gather.
-
-        Args:
-            wait: Function that waits for the updates of the given parameters.
-            fetch: Function that may copy parameters to the GPU instead of gathering them (see `gate_gathers`).
         """
-        self._undo.append(gate_gathers(self._module.parameters(), wait, fetch))
+        self._undo.append(gate_gathers(self._module.parameters(), self._before, self._fetch))
         self._undo.append(private.wait_one_by_one(self._module))
         if self._optimizer.partition_count > 1:
             begins = self.together.module_begins
@@ -71,7 +66,6 @@ class Gathers:
             # No bound method: a copy of the module would hold a copy of the whole optimizer.
             hook = module.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
             self._undo.append(hook.remove)
-        return self.open
 
     def open(self) -> None:
         """Remove all hooks that make DeepSpeed's parameter gathers wait for updates."""
@@ -156,16 +150,16 @@ class Gathers:
         if small:
             small[0].all_gather(small)
 
-    def before(self, params: Iterable[Any], executor: Executor) -> None:
-        """Wait for the updates of the given parameters, which are about to be gathered."""
+    def _before(self, params: Iterable[Any]) -> None:
+        own = self._optimizer._ebbtide
+        if own.closed:
+            return
         params = [param for param in params if hasattr(param, "ds_id")]
-        executor.wait_parameters(self.partitions.subgroups(params))
+        own.executor.wait_parameters(self.partitions.subgroups(params))
         # Who asks for one that is gathered already may be the only rank that does.
         self.together.gathered([p for p in params if private.is_partitioned(p)])
 
-    def fetch(
-        self, params: list[Any], gather: Callable[[list[Any]], private.Handle], executor: Executor
-    ) -> Fetches | None:
+    def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> Fetches | None:
         """Start to make the given ZeRO-3 parameters available in GPU memory: by a copy on a single rank, by a gather on
         several ranks.
 
@@ -176,11 +170,14 @@ class Gathers:
         Args:
             gather: DeepSpeed's own gather.
         """
+        own = self._optimizer._ebbtide
+        if own.closed:
+            return None
         if self._optimizer.partition_count == 1:
-            return self.partitions.fetch(params, executor)
+            return self.partitions.fetch(params, own.executor)
         if any(map(private.is_swapped, params)):
             return None
-        return self.together.fetch(params, gather, executor)
+        return self.together.fetch(params, gather, own.executor)
 
 
 def _gate_copies(parameter: Any, wait: Callable[[], None]) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-3 optimizer under a plan, with bit-identical results."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -161,16 +161,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             self._gathers.show_persistent()
 
     # -- readers and writers -----------------------------------------------------------------
-
-    def await_parameters(self, params: Iterable[Any]) -> None:
-        """Wait for the updates of the given parameters, which are about to be gathered."""
-        own = self._ebbtide
-        if not own.closed:
-            self._gathers.before(params, own.executor)
-
-    def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> private.Handle | None:
-        own = self._ebbtide
-        return None if own.closed else self._gathers.fetch(params, gather, own.executor)
 
     def wait(self) -> None:
         """Wait until every update has ended, and gather the small ZeRO-3 parameters. Raise errors of background
@@ -384,7 +374,7 @@ def take_over(
         stage3_buffers.hand_back(optimizer)
         raise
     optimizer.resume_rule()
-    optimizer._gathers.gate(optimizer.await_parameters, optimizer._fetch)
+    optimizer._gathers.gate()
 
 
 def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:

@@ -300,7 +300,7 @@ WAITERS = {
     "execution/gradients.py: _sum_up": "a sum is added to while it leaves",
     "execution/gradient_ops.py: fetch_sum": "a sum is read before it is there",
     "execution/gradient_ops.py: _submit": "a gradient is copied before it is there",
-    "zero/gathers.py: before": "readers wait for nothing",
+    "zero/gathers.py: _before": "readers wait for nothing",
     "zero/collective.py: launch": "a parameter is read before it is copied",
     "zero/fetches.py: bring": "a parameter is copied to where another is still read",
     "zero/fetches.py: wait": "a parameter is read before it is copied",
