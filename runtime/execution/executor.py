@@ -218,7 +218,7 @@ class Executor(IssuedOps):
         self._ready.clear()
         self._complete.clear()
         self._jobs = jobs
-        self._version = self.store.tick() if self.store is not None and self._stored else 0
+        self._version = self.store.tick() if self.store is not None and self.stored else 0
         barrier = Completion.done(self.device.current_event())
         begun = [*self._beside, *self.gradients.take_parts()]
         record = StepRecord(iteration, self.device.mark(barrier.event), begun)
@@ -251,7 +251,7 @@ class Executor(IssuedOps):
             case OpKind.STATE_WRITE:
                 return partial(self.bodies.state_write, self._host_slot(subgroup), self._version)
             case OpKind.UPDATE_HOST:
-                slot = self._host_slot(subgroup) if subgroup in self._stored else None
+                slot = self._host_slot(subgroup) if subgroup in self.stored else None
                 return partial(self.bodies.update_host, slot, self._parameter_out(subgroup), self._jobs[subgroup])
             case OpKind.UPDATE_HOST_EARLY:
                 out = self.early_updates.wires[subgroup]
@@ -323,7 +323,7 @@ class Executor(IssuedOps):
         subgroups = list(subgroups)
         self.drop_early_updates(subgroups)
         for subgroup in subgroups:
-            if self.store is not None and subgroup in self._stored:
+            if self.store is not None and subgroup in self.stored:
                 if subgroup in self._reads:
                     self._reads[subgroup].wait_host()  # the next step's
                 self.store.write(subgroup, self.states[subgroup].state)

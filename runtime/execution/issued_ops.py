@@ -45,12 +45,13 @@ class IssuedOps:
 
     Attributes:
         history: The operations of each of the latest steps, oldest step first.
+        stored: Subgroups with optimizer state on a drive.
     """
 
     def __init__(self, device: Device, states: list[SubgroupState], store: ExtentStore | None) -> None:
         self.device, self.states, self.store = device, states, store
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
-        self._stored = frozenset(s.index for s in states if RECIPES[s.placement].state == "storage")
+        self.stored = frozenset(s.index for s in states if RECIPES[s.placement].state == "storage")
         # Since the latest launch: all ops of updates, and what has completed the latest of each subgroup.
         self._issued: list[IssuedOp] = []
         self._latest = dict[int, Completion]()
@@ -87,7 +88,7 @@ class IssuedOps:
             if op.subgroup == subgroup and op.kind in STATE_ENDS:
                 completion.wait_host()
                 break
-        if self.store is not None and subgroup in self._stored:
+        if self.store is not None and subgroup in self.stored:
             self.store.check_restored([subgroup])
 
     def wait_all(self) -> None:
@@ -110,7 +111,7 @@ class IssuedOps:
 
         Operations on subgroups whose state is on a drive continue.
         """
-        _wait(pair for pair in (*self._own, *self._ahead) if pair[0].subgroup not in self._stored)
+        _wait(pair for pair in (*self._own, *self._ahead) if pair[0].subgroup not in self.stored)
         self._latest_fetch.wait_host()
 
     def wait_under_way(self) -> None:

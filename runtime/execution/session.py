@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,7 +63,12 @@ class Session:
         self.closed = False
         self._lost: Exception | None = None  # why no plan runs any more
         self._store: ExtentStore | None = None
-        self.stored = StoredSteps(lambda: self._store, lambda: frozenset(self._on_storage()), self._wait_all)
+        # Each asks the plan that runs then.
+        self.stored = StoredSteps(
+            lambda: self._store,
+            lambda: self.executor.stored,
+            lambda: self.executor.wait_all(),  # noqa: PLW0108
+        )
         self.pausing = PauseRule()
         self._expected_step: tuple[list[UpdateStep], float] | None = None  # of the coming step
         # Ranks gather together: where one waits for its updates and another does not, both would
@@ -152,13 +157,6 @@ class Session:
         else:
             self.executor.wait_all()
             self.stored.check_restored()
-
-    def _wait_all(self) -> None:
-        self.executor.wait_all()  # of the plan that runs then
-
-    def _on_storage(self) -> Iterable[int]:
-        states = self.executor.states
-        return (s.index for s in states if RECIPES[s.placement].state == "storage")
 
     # -- a step ------------------------------------------------------------------------------
 
