@@ -9,21 +9,18 @@ from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 
 
-def choose_device(kind: str = "auto", *, on_cuda: bool | None = None, masks: Sequence[Collection[int]] = ()) -> Device:
+def choose_device(kind: str, *, on_cuda: bool, masks: Sequence[Collection[int]] = ()) -> Device:
     """Return the object that carries out a plan on a CUDA GPU, on an emulated GPU, or without a GPU.
 
     Args:
         kind: ``cuda``, ``emulated``, ``unified`` (no GPU: GPU memory is host memory), or ``auto``. ``auto`` selects
             ``cuda`` if training runs on CUDA, otherwise ``unified``.
-        on_cuda: True if training runs on CUDA, as the training framework decides. If None, training is assumed to run
-            on CUDA if CUDA is available.
+        on_cuda: True if training runs on CUDA, as the training framework decides.
         masks: The CPU cores that each rank on this host may use, in the order of ranks.
 
     Raises:
         ValueError: The kind is unknown, CUDA is missing, or PyTorch is built for ROCm.
     """
-    if on_cuda is None:
-        on_cuda = torch.cuda.is_available()
     if kind == "auto":
         kind = "cuda" if on_cuda else "unified"
     if kind == "cuda" and torch.version.hip is not None:
