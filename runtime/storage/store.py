@@ -279,19 +279,18 @@ class ExtentStore:
                 )
             return self._versions.tick()
 
-    def announce(self, version: int | None = None, subgroups: Collection[int] = ()) -> int:
-        """Protect one version of the optimizer state on the drives, so that no update overwrites it. Return the
+    def announce(self, subgroups: Collection[int] = ()) -> int:
+        """Protect the latest version of the optimizer state on the drives, so that no update overwrites it. Return the
         version's number.
 
         The protection ends when the version is committed or abandoned. Call this before the next update is launched. It
         never blocks.
 
         Args:
-            version: Number of the version. None selects the latest version that has begun.
             subgroups: Subgroups that belong to the version. Empty selects all.
         """
         with self._condition:
-            return self._versions.announce(version, subgroups)
+            return self._versions.announce(subgroups)
 
     def abandon(self, version: int) -> None:
         """Give up the commit of a version of the optimizer state on the drives, so that later updates may
@@ -377,7 +376,7 @@ class ExtentStore:
         with self._condition:
             return list(self._versions.steps)
 
-    def restore(self, step: int | None = None, name: str = "") -> StepRecord:
+    def restore(self, name: str = "") -> StepRecord:
         """Let training continue from the optimizer state that was committed to the drives at an earlier step.
 
         The state is not read now. The first read of each subgroup compares the subgroup's state with the hash that was
@@ -385,7 +384,7 @@ class ExtentStore:
         its hashes.
 
         Args:
-            step, name: Number or name of the committed step. None and an empty name select the newest committed step.
+            name: Name of the committed step. An empty name selects the newest committed step.
 
         Raises:
             StorageError: There is no such step.
@@ -396,11 +395,11 @@ class ExtentStore:
             while any(held.reads for held in subgroups):  # the next step's
                 self._progress.wait(waiting, "the reads in progress must end", "they did not")
             steps = self._versions.steps
-            found = [s for s in steps if (s.name == name if name else step in (None, s.step))]
+            found = [s for s in steps if name in ("", s.name)]
             if not found:
                 raise StorageError(
                     f"the step to restore must be one of {[s.step for s in steps]}, which "
-                    f"{self._blocks} holds, but got {name or step}"
+                    f"{self._blocks} holds, but got {name}"
                 )
             self._versions.restore(found[0])
             for one in found[0].extents:

@@ -131,19 +131,16 @@ class Versions:
         self.due = self._clock = self._clock + 1
         return self._clock
 
-    def announce(self, version: int | None, subgroups: Collection[int]) -> int:
-        """Protect a version of the optimizer state on drives from being overwritten. Return the version's number.
+    def announce(self, subgroups: Collection[int]) -> int:
+        """Protect the latest version of the state on drives from being overwritten. Return the version's number.
 
         The protection ends when the version is committed or abandoned.
 
         Args:
-            version: Number of the version. None selects the latest version.
             subgroups: Subgroups that belong to the version. Empty selects all.
         """
-        due = self.due if version is None else version
-        version = self._clock if version is None else version
-        self.announced[version] = Announced(version, due, frozenset(subgroups or self.subgroups))
-        return version
+        self.announced[self._clock] = Announced(self._clock, self.due, frozenset(subgroups or self.subgroups))
+        return self._clock
 
     def begin(self, version: int | None) -> int:
         """Return the version number for a write of a subgroup's optimizer state to the drives.

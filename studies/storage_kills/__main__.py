@@ -157,8 +157,9 @@ def train(folder: Path, files: Files, progress: Progress) -> None:
         for subgroup in range(len(ELEMENTS)):
             store.write(subgroup, first_state(subgroup), 0)
     commit = None
-    for version, step in enumerate(range(done + 1, STEPS + 1), start=1):
-        store.announce(version)
+    for step in range(done + 1, STEPS + 1):
+        store.tick()
+        version = store.announce()
         for subgroup, buffer in enumerate(buffers):
             store.read(subgroup, buffer)
             update(rule, buffer, subgroup, step)
@@ -201,14 +202,13 @@ def inspect(trial: Trial, folder: Path, progress: Progress, expected: dict[int, 
     """
     store = opened(folder)
     try:
-        steps = [record.step for record in store.steps]
-        newest = max(steps, default=0)
+        newest = max((record.step for record in store.steps), default=0)
         if newest < progress.committed:
             trial.lost.append(f"step {progress.committed} was committed, {newest} is there")
         trial.steps_lost = max(0, progress.finished - newest)
         trial.resumed_step = newest
-        for step in steps:
-            store.restore(step)
+        for record in store.steps:
+            store.restore(record.name)
             for subgroup, elements in enumerate(ELEMENTS):
                 state = tuple(torch.empty(elements) for _ in range(3))
                 try:
@@ -216,8 +216,8 @@ def inspect(trial: Trial, folder: Path, progress: Progress, expected: dict[int, 
                 except StorageError as error:
                     trial.torn.append(str(error))
                     continue
-                if digest(state) != expected[step][subgroup]:
-                    trial.differing.append(f"subgroup {subgroup} at step {step}")
+                if digest(state) != expected[record.step][subgroup]:
+                    trial.differing.append(f"subgroup {subgroup} at step {record.step}")
     finally:
         store.close()
 

@@ -49,13 +49,19 @@ def write_all(store, version, number=None):
         store.write(subgroup, state(subgroup, version if number is None else number), version)
 
 
+def begun(store):
+    """Begin the next version of the optimizer state in a store, and protect it until its commit. Return its number."""
+    store.tick()
+    return store.announce()
+
+
 def step(store, number):
     """Write the optimizer state of all subgroups to a store on a drive as one step, and commit the step under
     the given number.
     """
-    store.announce(number)
-    write_all(store, number)
-    commit(store, number, number, f"data of {number}")
+    version = begun(store)
+    write_all(store, version, number)
+    commit(store, version, number, f"data of {number}")
 
 
 def commit(store, version, number, data=""):

@@ -15,7 +15,7 @@ from ebbtide.runtime.storage.errors import StorageError
 
 from tests import prepared
 from tests.runtime.checkpoint.conftest import FaultyFiles
-from tests.runtime.storage.conftest import ELEMENTS, commit, equal, read, state, step, write_all
+from tests.runtime.storage.conftest import ELEMENTS, begun, commit, equal, read, state, step, write_all
 
 TWO = (2.0, 1.0)
 NAMED = ("pwrite", "preadv", "fdatasync", "fsync", "allocate", "rename", "open", "truncate")
@@ -59,12 +59,11 @@ def whole(stores, done):
     """
     stores.close()
     store = stores.open(TWO, block_bytes=16_384)
-    found = [record.step for record in store.steps]
-    assert max(found, default=0) >= max(done, default=0)
-    for number in found:
-        store.restore(number)
+    assert max((record.step for record in store.steps), default=0) >= max(done, default=0)
+    for record in store.steps:
+        store.restore(record.name)
         for subgroup in ELEMENTS:
-            assert equal(read(store, subgroup), state(subgroup, number))
+            assert equal(read(store, subgroup), state(subgroup, record.step))
 
 
 FULL = ("pwrite", "allocate", "open", "mkdir", "rename")
@@ -98,7 +97,7 @@ def test_any_system_call_may_fail(tmp_path, stores, error, names):
 def test_after_a_failed_write_nothing_is_committed_any_more(stores):
     store = stores.open(files=(files := FaultyFiles()))
     step(store, 1)
-    store.announce(2)
+    begun(store)
     files.at = len(files.calls)
     with pytest.raises(StorageError, match="EIO"):
         store.write(0, state(0, 2), 2)
@@ -204,7 +203,7 @@ def test_a_drive_that_hangs_is_an_error_in_time(stores):
     with pytest.raises(StorageError, match=r"no block of subgroup 0 .* \(limit: 0.3 s\): the drive hangs"):
         store.write(0, state(0, 2))
     with pytest.raises(StorageError, match="cannot be used"):
-        commit(store, store.announce(2), 2)
+        commit(store, begun(store), 2)
     files.go.set()
     store = stores.reopen()
     store.restore()
@@ -217,7 +216,7 @@ def test_versions_beside_a_failing_commit_stay(stores):
     """
     store = stores.open(files=(files := FaultyFiles()))
     step(store, 1)
-    store.announce(2)
+    begun(store)
     write_all(store, 2)
     files.at, files.lasting = len(files.calls) + 1, True  # the first one is fdatasync
     with pytest.raises(StorageError):

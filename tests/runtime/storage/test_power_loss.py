@@ -37,7 +37,8 @@ def run(files, keep):
         if version == 2:
             store.grow({GROWN: (4 * ELEMENTS[GROWN],)})
         there = [s for s in ELEMENTS if version > 1 or s != GROWN]
-        store.announce(version, there)
+        store.tick()
+        assert store.announce(there) == version
         for subgroup in there:
             store.write(subgroup, state(subgroup, version), version)
         commit(store, version, version)
@@ -50,7 +51,7 @@ def check(root, commits, keep):
     try:
         assert max((s.step for s in store.steps), default=0) >= commits
         for record in store.steps:
-            store.restore(record.step)
+            store.restore(record.name)
             held = {one.subgroup for one in record.extents}
             assert held == set(ELEMENTS) - ({GROWN} if record.step == 1 else set())
             for subgroup in held:

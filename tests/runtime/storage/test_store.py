@@ -15,7 +15,19 @@ from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import StepRecord
 from ebbtide.runtime.storage.versions import Retention
 
-from tests.runtime.storage.conftest import ELEMENTS, SIZES, aligned, commit, empty, equal, read, state, step, write_all
+from tests.runtime.storage.conftest import (
+    ELEMENTS,
+    SIZES,
+    aligned,
+    begun,
+    commit,
+    empty,
+    equal,
+    read,
+    state,
+    step,
+    write_all,
+)
 
 WEIGHTS = [(1.0,), (1.0, 1.0), (5.0, 2.0, 0.5)]
 
@@ -86,7 +98,7 @@ def test_kept_steps_stay_while_others_are_written(stores, keep):
     assert [s.step for s in store.steps] == [4, 3, 2, 1][:keep]
     for record in store.steps:
         assert record.data == f"data of {record.step}"
-        store.restore(record.step)
+        store.restore(record.name)
         for subgroup in ELEMENTS:
             assert equal(read(store, subgroup), state(subgroup, record.step))
 
@@ -107,9 +119,10 @@ def test_a_resumed_run_goes_on_and_forgets_what_it_passed_over(stores):
     for number in (1, 2):
         step(store, number)
     store = stores.reopen(keep=2)
-    assert store.restore(1).step == 1
+    oldest = store.steps[-1].name
+    assert store.restore(oldest).step == 1
     write_all(store, 1)  # the state of step 2, again
-    store.restore(1)
+    store.restore(oldest)
     for subgroup in ELEMENTS:
         assert equal(read(store, subgroup), state(subgroup, 1))
     step(store, 2)
@@ -117,13 +130,13 @@ def test_a_resumed_run_goes_on_and_forgets_what_it_passed_over(stores):
     store = stores.reopen(keep=2)
     assert [s.step for s in store.steps] == [2, 1]
     with pytest.raises(StorageError, match=r"one of \[2, 1\], which"):
-        store.restore(7)
+        store.restore("another")
 
 
 def test_an_announced_version_is_not_recycled_until_its_commit(stores):
     store = stores.open()
     step(store, 1)
-    store.announce(2)
+    assert begun(store) == 2
     write_all(store, 2)
     late = threading.Thread(target=write_all, args=(store, 3))
     late.start()
@@ -141,7 +154,7 @@ def test_an_announced_version_is_not_recycled_until_its_commit(stores):
 
 def test_a_commit_waits_for_its_versions_writes(stores):
     store = stores.open()
-    store.announce(1)
+    assert begun(store) == 1
     done = threading.Event()
     late = threading.Thread(target=lambda: (commit(store, 1, 1), done.set()))
     late.start()
@@ -155,7 +168,7 @@ def test_a_commit_waits_for_its_versions_writes(stores):
 
 def test_what_is_never_written_fails_the_commit_in_time(stores):
     store = stores.open(deadline_s=0.2)
-    store.announce(1)
+    assert begun(store) == 1
     store.write(0, state(0, 1), 1)
     with pytest.raises(StorageError, match=r"version 1 must .* 0.2 s, but .*\[1, 2\]"):
         commit(store, 1, 1)
@@ -164,7 +177,7 @@ def test_what_is_never_written_fails_the_commit_in_time(stores):
 def test_a_commit_that_never_comes_fails_the_write_in_time(stores):
     store = stores.open(deadline_s=0.2)
     step(store, 1)
-    store.announce(2)
+    assert begun(store) == 2
     write_all(store, 2)
     with pytest.raises(StorageError, match=r"free space within 0.2 s, but versions \[2\]"):
         write_all(store, 3)
@@ -225,7 +238,7 @@ def test_a_flipped_bit_is_found_at_the_first_read_and_the_step_before_is_there(s
     store.restore()
     with pytest.raises(DamagedError, match=r"subgroup 0 .* is damaged: its hash"):
         read(store, 0)
-    store.restore(1)
+    store.restore(store.steps[-1].name)
     for subgroup in ELEMENTS:
         assert equal(read(store, subgroup), state(subgroup, 1))
     step(store, 2)
@@ -266,7 +279,7 @@ def test_commits_come_one_after_the_other(stores):
     files = Paused()
     store, threads = stores.open((1.0,), keep=2, files=files), []
     for number in (1, 2):
-        store.announce(number)
+        assert begun(store) == number
         write_all(store, number)
         threads.append(threading.Thread(target=commit, args=(store, number, number)))
         threads[-1].start()
