@@ -16,7 +16,7 @@ from ebbtide.runtime.storage.store import ExtentStore
 from studies.storage_kills import __main__ as command
 
 def careless(self, subgroup):  # the extent that the newest step names
-    self._raise_failure()
+    self._progress.raise_failure()
     return 0
 
 ExtentStore._free_extent = careless
