@@ -211,6 +211,7 @@ def only_rank(deepspeed_ops):
 
     become_only_rank()
     deepspeed.init_distributed()
+    torch.nn.Parameter.__repr__ = object.__repr__  # each engine of DeepSpeed formats all its parameters for a log
     deepspeed.utils.nvtx.enable_nvtx = False  # marks for a profiler, thousands in each training step
     yield
     if torch.distributed.is_initialized():

@@ -21,7 +21,7 @@ from ebbtide.profiler.workload import WARMUP_STEPS, _backward_s, _base_bytes, wo
 from ebbtide.simulator import Layer, MemoryPoint
 from torch import nn
 
-from studies.bench.byte_gpt import Batches, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.runtime.contract.training import start
 
 BATCHES = Batches(2, 32)
@@ -29,7 +29,7 @@ BATCHES = Batches(2, 32)
 
 @pytest.fixture
 def engine(only_rank):
-    live = start()
+    live = start(ByteGPT(SIZES["tiny"]))
     yield live
     live.destroy()
 

@@ -10,7 +10,7 @@ from ebbtide.profiler.watcher import units
 from ebbtide.profiler.workload import _own_gradient_path_s
 
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
-from tests.runtime.contract.training import start, train
+from tests.runtime.contract.training import SUBGROUP, start, train
 
 
 def test_units_are_the_blocks_and_what_is_beside_them():
@@ -32,7 +32,7 @@ def test_a_live_engine(only_rank, accumulation):
 
     workload = profile_engine(engine, one_step, iterations=2)
     assert workload.subgroups == tuple(engine.optimizer.fp16_partitioned_groups_flat_numel)
-    assert workload.subgroup_size == 20_000
+    assert workload.subgroup_size == SUBGROUP
     assert sum(layer.params for layer in workload.layers) == workload.params
     assert [layer.name for layer in workload.layers][:3] == ["bytes_in", "positions", "blocks.0"]
     assert workload.gradient_accumulation_steps == accumulation

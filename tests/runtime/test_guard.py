@@ -16,7 +16,7 @@ from ebbtide.runtime.zero.host_memory import check_host_memory, needed_bytes
 from ebbtide.simulator import Plan, PlanError
 
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
-from tests.runtime.contract.training import start
+from tests.runtime.contract.training import SUBGROUP, start
 
 
 def config(**zero):
@@ -170,25 +170,25 @@ def test_plans_for_something_else_are_refused_and_training_can_go_on(only_rank):
     count = len(engine.optimizer.fp16_partitioned_groups_flat)
     sizes = [int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel]
     host = Plan.runs(["host"] * count)
-    longer = Plan(subgroup_size=20_000, placement=Plan.runs(["host"] * (count + 2)))
+    longer = Plan(subgroup_size=SUBGROUP, placement=Plan.runs(["host"] * (count + 2)))
     with pytest.raises(
         PlanError, match=f"placement of the engine's {count} subgroups, but sets the placement of {count + 2}"
     ):
         ebbtide.runtime.attach(engine, longer)
-    other = Plan(subgroup_size=30_000, placement=host, subgroups=[n + 1 for n in sizes])
-    with pytest.raises(PlanError, match=r"set zero_optimization\.sub_group_size to 30000"):
+    other = Plan(subgroup_size=20_000, placement=host, subgroups=[n + 1 for n in sizes])
+    with pytest.raises(PlanError, match=r"set zero_optimization\.sub_group_size to 20000"):
         ebbtide.runtime.attach(engine, other)
-    turned = Plan(subgroup_size=20_000, placement=host, subgroups=sizes[::-1])
+    turned = Plan(subgroup_size=SUBGROUP, placement=host, subgroups=sizes[::-1])
     assert sizes != sizes[::-1]
     with pytest.raises(PlanError, match="the order or the groups of the parameters differ"):
         ebbtide.runtime.attach(engine, turned)
-    less = Plan(subgroup_size=20_000, placement=host, subgroups=[n - 1 for n in sizes])
+    less = Plan(subgroup_size=SUBGROUP, placement=host, subgroups=[n - 1 for n in sizes])
     with pytest.raises(PlanError, match="its trainable parameters or the number of ranks differ"):
         ebbtide.runtime.attach(engine, less)
     train(engine, 2)
-    ebbtide.runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
+    ebbtide.runtime.attach(engine, Plan(subgroup_size=SUBGROUP, placement=host))
     with pytest.raises(ConfigError, match="must be DeepSpeed's own ZeRO optimizer"):
-        ebbtide.runtime.attach(engine, Plan(subgroup_size=20_000, placement=host))
+        ebbtide.runtime.attach(engine, Plan(subgroup_size=SUBGROUP, placement=host))
     train(engine, 2)
     engine.destroy()
 

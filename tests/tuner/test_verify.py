@@ -629,10 +629,10 @@ for step in range(100):
 
 @pytest.mark.slow
 def test_an_unchanged_script_is_identical_under_its_plan(only_rank, child_environment, tmp_path):
-    from studies.bench.byte_gpt import ds_config
+    from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
     from tests.runtime.contract.training import SUBGROUP, plan_for, start
 
-    engine = start()
+    engine = start(ByteGPT(SIZES["tiny"]))
     plan = plan_for(engine, ["host", "device", "resident"]).model_dump(mode="json")
     engine.destroy()
     config = ds_config(2, SUBGROUP, learning_rate=1e-3)

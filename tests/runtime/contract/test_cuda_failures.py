@@ -100,7 +100,7 @@ def test_the_state_after_a_failed_attach_is_stocks(fake):
     fake.runtime.refuses_after = 10
     with pytest.raises(MemoryError):
         ebbtide.runtime.attach(engine, plan_for(engine, MIX), device=CudaDevice())
-    more, more_norms = train(engine, 3, first=3)
+    more, more_norms = train(engine, 1, first=3)
     result = state_of(engine), torch.stack(losses + more), norms + more_norms
     engine.destroy()
     assert_same(result, stock("clipping"))

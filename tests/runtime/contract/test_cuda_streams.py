@@ -315,7 +315,7 @@ def test_a_switch_keeps_deepspeeds_flat_buffers_locked(fake):
     switch_plan(ours, plan_for(ours, ["resident", "device"]))
     assert all(flat.is_pinned() for flats in ours.optimizer._flat._flats for flat in flats)
     fake.counts.clear()
-    more, more_norms = train(ours, 3, first=3)
+    more, more_norms = train(ours, 1, first=3)
     assert fake.counts["pageable"] == 0
     result = state_of(ours), torch.stack(losses + more), norms + more_norms
     ours.destroy()
@@ -326,7 +326,7 @@ def test_another_plan_in_the_middle(fake):
     ours = attached(engine_for("clipping"), ["host"])
     losses, norms = train(ours, 3)
     switch_plan(ours, plan_for(ours, MIX, locations=LOCATIONS))
-    more, more_norms = train(ours, 3, first=3)
+    more, more_norms = train(ours, 1, first=3)
     result = state_of(ours), torch.stack(losses + more), norms + more_norms
     ours.destroy()
     assert_same(result, stock("clipping"))

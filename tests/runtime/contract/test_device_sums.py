@@ -64,18 +64,17 @@ def chosen(engine):
     return {i for i, s in enumerate(engine.optimizer._ebbtide.plan.summed_on_device) if s}
 
 
-@pytest.mark.parametrize("sums", [1, 99])
-@pytest.mark.parametrize(("stage", "accumulation"), [(3, 2), (3, 3), (3, 8), (2, 3)])
+@pytest.mark.parametrize(("stage", "accumulation", "sums"), [(3, 2, 1), (3, 3, 99), (2, 3, 99)])
 def test_no_sum_crosses_before_the_last_micro_batch(stage, accumulation, sums):
     options = {"stage": stage, "accumulation": accumulation, "clipping": 0.05}
     engine = attached(start(**options), MIX, DEVICE, device_sums=sums)
     seen, stay = crossings(engine), chosen(engine)
     pieces = engine.optimizer._ebbtide.gradient_buffers.by_subgroup
     assert len(stay) == 1 if sums == 1 else len(stay) > 1
-    assert_same(outcome(engine, 3 * accumulation), stock(3, **options))
+    assert_same(outcome(engine, 2 * accumulation), stock(2, **options))
     assert not [s for kind, s in seen if kind is OpKind.GRADIENT_H2D and s in stay]
     location = [s for kind, s in seen if kind is OpKind.GRADIENT_D2H and s in stay]
-    assert len(location) == 3 * sum(len(pieces[s]) for s in stay)
+    assert len(location) == 2 * sum(len(pieces[s]) for s in stay)
 
 
 @pytest.mark.parametrize(("stage", "extra"), [(1, {}), (2, {}), (2, FP32_SUMS)])
@@ -123,7 +122,7 @@ def test_precisions(precision, monkeypatch):
         dtype = "fp16" if precision == "fp16" else "bf16"
         return start(precision=dtype, accumulation=2, extra=extra)
 
-    steps = 24 if precision == "fp16" else 6
+    steps = 14 if precision == "fp16" else 6
     ours = outcome(attached(new(), MIX, DEVICE, device_sums=99), steps)
     assert_same(ours, outcome(new(), steps))
     if precision == "fp16":
@@ -322,7 +321,7 @@ def test_a_device_that_is_full_keeps_as_many_as_it_can_and_says_so_once(caplog):
     assert len(said) == 1
     assert "memory for only 0 of" not in said[0]
     assert sum(engine.optimizer._ebbtide.plan.summed_on_device) == len(chosen(engine)) < plan.subgroup_count
-    assert_same(outcome(engine, 6), stock(3, **options))
+    assert_same(outcome(engine, 4), stock(2, **options))
 
 
 @pytest.mark.parametrize(

@@ -167,7 +167,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
     RL trainers call `offload_states` around a rollout. Steps before, during and after the offload are
     compared bit for bit.
     """
-    expected = outcome(start(stage=stage))
+    expected = outcome(start(stage=stage), 6)
     engine = start(stage=stage)
     device = PageLocking(2**26)
     plan = plan_for(engine, ["resident", "device", "host"])

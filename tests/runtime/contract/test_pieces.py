@@ -34,7 +34,7 @@ from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, atta
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
 MIX = ["host", "device", "resident"]
-LARGE = 70_000  # elements: two of DeepSpeed's subgroups
+LARGE = 40_000  # elements: two of DeepSpeed's subgroups
 SHORT_LIVED = {
     "stage3_max_live_parameters": 1,
     "stage3_max_reuse_distance": 0,
@@ -45,7 +45,7 @@ MANY_LAYERS = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)
 CUT = {
     "subgroups": {},
     "one": {"subgroup_size": 10**9},
-    "hard": {"clipping": 0.01},
+    "hard": {"clipping": 0.001},
     "l2": CASES["l2_adam"],
     "groups": {"parameters": two_groups},
     "buckets": CASES["small_buckets"],
@@ -120,7 +120,7 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
     elsewhere = cut(coarse(), ["resident", "host"], locations=["host", "device", "host"])
     for resumed in (coarse(), elsewhere):
         resumed.load_checkpoint(str(tmp_path))
-        ours = outcome(resumed, 3, first=3)
+        ours = outcome(resumed, 1, first=3)
         assert_same(ours, (stock()[0], stock()[1][3:], stock()[2][3:]))
 
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
     train(ours, 1)
     ours.load_checkpoint(str(tmp_path))
     assert not any(w.numel() for w in ours.optimizer.__dict__["fp16_partitioned_groups_flat"])
-    assert_same(outcome(ours, 3, first=3), (stock()[0], stock()[1][3:], stock()[2][3:]))
+    assert_same(outcome(ours, 1, first=3), (stock()[0], stock()[1][3:], stock()[2][3:]))
 
 
 def look(engine, number):
@@ -227,10 +227,10 @@ def test_state_and_parameters_go_away_and_come_back(device):
         parts = [p.ds_tensor for p in engine.module.parameters()]
         assert all(any(s.wire.data_ptr() <= p.data_ptr() < e for s, e in zip(states, ends, strict=True)) for p in parts)
 
-    result = outcome(ours, 6, each=each)
+    result = outcome(ours, 4, each=each)
     assert_same(result, stock())
     if not ours.optimizer._ebbtide.device.unified:
-        assert locations == [{"device"}, {"host"}, {"host"}, {"device"}, {"device"}, {"device"}]
+        assert locations == [{"device"}, {"host"}, {"host"}, {"device"}]
     assert ours.optimizer._ebbtide.plan.placements == before.placements
 
 

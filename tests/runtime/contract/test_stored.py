@@ -19,11 +19,12 @@ from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator import Plan, PlanError
 
-from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
+from studies.bench.byte_gpt import ByteGPT, ds_config
 from tests.machines import node
 from tests.runtime.contract.test_bits import EVERY_PASS, stock
 from tests.runtime.contract.training import (
     DEVICES,
+    ONE_BLOCK,
     SUBGROUP,
     assert_same,
     attached,
@@ -36,7 +37,7 @@ from tests.runtime.contract.training import (
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 LAST = list(DEVICES)[-1]
-FREE_BYTES = 650_000  # not all fits beside two slots of the largest subgroup
+FREE_BYTES = 410_000  # not all fits beside two slots of the largest subgroup
 ON_HOST = {"offload_param": {"device": "cpu"}, **EVERY_PASS}
 
 
@@ -48,8 +49,9 @@ def stock_with(options):
     return outcome(start(**ALL_STORED[options]))
 
 
-@pytest.mark.parametrize("host_slots", [1, 2, 9])
-@pytest.mark.parametrize("options", ALL_STORED)
+@pytest.mark.parametrize(
+    ("options", "host_slots"), [("default", 1), ("default", 9), ("clips hard", 2), ("on the host", 1)]
+)
 def test_all_of_it_stored(options, host_slots):
     ours = attached(start(**ALL_STORED[options]), ["stored"], LAST, host_slots=host_slots)
     assert_same(outcome(ours), stock_with(options))
@@ -188,7 +190,7 @@ def on_a_drive(folder, plan, **fields):
     config["zero_optimization"]["offload_optimizer"] = nvme
     config["aio"] = {"block_size": 1048576}
     torch.manual_seed(0)
-    model = ByteGPT(SIZES["tiny"])
+    model = ByteGPT(ONE_BLOCK)
     return ebbtide.runtime.initialize(
         model=model, model_parameters=model.parameters(), config=config, plan=plan, **fields
     )[0]
@@ -207,12 +209,12 @@ def known_machine(monkeypatch):
 
 
 def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
-    plan = plan_for(start(subgroup_size=30_000), ["stored", "host"], 30_000)
+    plan = plan_for(start(subgroup_size=15_000), ["stored", "host"], 15_000)
     engine = on_a_drive(tmp_path, plan.model_copy(update={"storage_dir": None}))
     assert engine.optimizer._ebbtide.plan.count("stored") > 0
     assert [p.name for p in tmp_path.iterdir()] == ["ebbtide_state"]
     # Stock adds its norm up by subgroup: of other subgroups its last bit may be another.
-    assert_same(outcome(engine), outcome(start(subgroup_size=30_000)))
+    assert_same(outcome(engine), outcome(start(subgroup_size=15_000)))
 
 
 def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_machine, monkeypatch):
@@ -230,7 +232,7 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
     # Where DeepSpeed had masters, their gradients, and those that accumulate.
     room = FREE_BYTES + (4 + 4 + 2) * sum(made.subgroups)
     assert session.host_bytes() <= room
-    losses, _ = train(engine, 6, each=lambda e, _: e.save_checkpoint(tmp_path / "ck"))
+    losses, _ = train(engine, 4, each=lambda e, _: e.save_checkpoint(tmp_path / "ck"))
     assert session.watch is not None  # it has planned
     assert session.host_bytes() <= room
     engine.destroy()
@@ -239,8 +241,8 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
     assert again.optimizer._ebbtide.plan.placements == made.placements
     again.load_checkpoint(tmp_path / "ck")
     stock = start()
-    assert torch.equal(torch.stack(losses), torch.stack(train(stock, 6)[0]))
-    assert_same(outcome(again, 6, first=6), outcome(stock, 6, first=6))
+    assert torch.equal(torch.stack(losses), torch.stack(train(stock, 4)[0]))
+    assert_same(outcome(again, 2, first=4), outcome(stock, 2, first=4))
 
 
 def test_of_a_config_for_a_drive_slots_take_no_more_than_storing_saves(tmp_path, known_machine, monkeypatch):

@@ -65,8 +65,9 @@ def reads_in_a_window():
 WHERE = [(1, DEVICE), (2, DEVICE), (3, DEVICE), (2, next(iter(DEVICES)))]
 
 
-@pytest.mark.parametrize(("stage", "device"), WHERE)
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("stage", "device", "accumulation"), [*((*where, 1) for where in WHERE), *((*where, 2) for where in WHERE[1:3])]
+)
 def test_loops_that_drop_or_repeat_a_backward(accumulation, stage, device):
     def new():
         return start(stage=stage, accumulation=accumulation)
@@ -175,8 +176,9 @@ def test_the_gradient_of_what_nobody_uses_is_looked_at_once(monkeypatch):
 MASTERS_16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("loop", ["bs" * 22, "bbs bs bs bbs bs bs bs bbs", "bs bz bs bbs bz bs bs"])
+@pytest.mark.parametrize(
+    ("loop", "stage"), [("bs" * 22, 1), ("bbs bs bs bbs bs bs bs bbs", 2), ("bs bz bs bbs bz bs bs", 1)]
+)
 def test_masters_of_16_bits_add_up_in_the_gradient_that_is_applied(loop, stage):
     """Check that training with 16-bit master weights under ZeRO-1 and 2 has the same results under a plan as with
     stock DeepSpeed, bit for bit, also if some steps do not use all parameters.
@@ -249,9 +251,11 @@ def stock_with_experts(routes, grad_dtype, stage):
 
 
 @pytest.mark.parametrize(("stage", "device"), WHERE[1:])
-@pytest.mark.parametrize("grad_dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("routes", [ROUTES, RARE], ids=["often", "rare"])
-@pytest.mark.parametrize("sums", [0, 99])
+@pytest.mark.parametrize(
+    ("routes", "grad_dtype", "sums"),
+    [(ROUTES, "bf16", 99), (ROUTES, "fp32", 0), (RARE, "bf16", 0), (RARE, "fp32", 99)],
+    ids=["often, on the device", "often, fp32", "rare", "rare, fp32, on the device"],
+)
 def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device, sums):
     """Check that a model with experts that some micro-batches do not use trains under a plan as with stock DeepSpeed.
 
@@ -264,8 +268,7 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
     assert_same(ours, stock_with_experts(routes, grad_dtype, stage))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("device", list(DEVICES))
+@pytest.mark.parametrize(("stage", "device"), WHERE)
 def test_no_backward_allocates_host_memory(stage, device, monkeypatch):
     """Check that no backward pass under a plan allocates host memory.
 

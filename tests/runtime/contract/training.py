@@ -11,6 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import ebbtide.runtime
@@ -26,7 +27,8 @@ from ebbtide.simulator.update.order import order_of
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
 
-SUBGROUP = 20_000
+SUBGROUP = 10_000
+ONE_BLOCK = replace(SIZES["tiny"], layers=1)
 DEVICES = {"unified": Device, "emulated": EmulatedDevice}
 if torch.cuda.is_available():
     from ebbtide.runtime.devices.cuda import CudaDevice
@@ -84,14 +86,14 @@ def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: 
 
 
 def start(model: torch.nn.Module | None = None, parameters: Any = None, **config: Any) -> Any:
-    """Return a DeepSpeed engine on a tiny byte GPT, always with the same initial weights."""
+    """Return a DeepSpeed engine on a byte GPT of one block, always with the same initial weights."""
     import deepspeed
     from packaging.version import Version
 
     if config.get("stage", 3) < 3 and Version(deepspeed.__version__) < Version(BELOW_STAGE_3):
         pytest.skip(f"plans for ZeRO-1 and 2 need DeepSpeed >= {BELOW_STAGE_3}")
     torch.manual_seed(0)
-    model = model if model is not None else ByteGPT(SIZES["tiny"])
+    model = model if model is not None else ByteGPT(ONE_BLOCK)
     settings = {"micro_batch": 2, "subgroup_size": SUBGROUP, "learning_rate": 1e-3}
     extra = copy.deepcopy(config.pop("extra", {}))  # DeepSpeed 0.18.6 pops keys out of it
     made = {**ds_config(**{**settings, **config}), **extra}
@@ -108,9 +110,19 @@ def delays(seed: int, longest_s: float = 0.004) -> Callable[[Any], None]:
 
 
 def train(
-    engine: Any, steps: int = 6, first: int = 0, each: Callable[[Any, int], None] | None = None, batches: Any = None
+    engine: Any,
+    steps: int | None = None,
+    first: int = 0,
+    each: Callable[[Any, int], None] | None = None,
+    batches: Any = None,
 ) -> tuple[list[torch.Tensor], list[float]]:
-    """Train some micro-batches on an engine, and return the losses and gradient norms."""
+    """Train some micro-batches on an engine, and return the losses and gradient norms.
+
+    Args:
+        steps: Number of micro-batches. By default 4, or those of two steps if these are more: DeepSpeed records the
+            order of the modules in the first two, and buffers of early updates change places with each step.
+    """
+    steps = max(4, 2 * engine.gradient_accumulation_steps()) if steps is None else steps
     batches = batches or Batches(2, SIZES["tiny"].sequence)
     losses, norms = [], []
     for number in range(first, first + steps):

@@ -26,6 +26,7 @@ from ebbtide.simulator.update.steps import Slot, Wait
 from studies.bench.bits import state_of
 from tests.runtime.contract.test_bits import MIX, Switching, engine_for
 from tests.runtime.contract.test_early_updates import at_a_bound_that_some_steps_reach
+from tests.runtime.contract.test_pieces import LARGE
 from tests.runtime.contract.test_windows import loop_of
 from tests.runtime.contract.training import plan_for, start, train
 from tests.runtime.evidence.happens_before import Order
@@ -108,10 +109,10 @@ CASES = {
         never_paused,
         {**EARLY_KINDS, "staging_slots": 1, "prefetch": 1},
     ),
-    "pieces, early updates": (lambda: start(clipping=0.0, subgroup_size=70_000), None, PIECES),
-    "pieces, early updates, readers": (lambda: start(clipping=0.0, subgroup_size=70_000), read_between, PIECES),
+    "pieces, early updates": (lambda: start(clipping=0.0, subgroup_size=LARGE), None, PIECES),
+    "pieces, early updates, readers": (lambda: start(clipping=0.0, subgroup_size=LARGE), read_between, PIECES),
     "pieces, early updates of which some are wrong": (
-        lambda: start(clipping=at_a_bound_that_some_steps_reach(), subgroup_size=70_000),
+        lambda: start(clipping=at_a_bound_that_some_steps_reach(), subgroup_size=LARGE),
         never_paused,
         {**PIECES, "staging_slots": 1, "prefetch": 1},
     ),

@@ -13,8 +13,8 @@ from ebbtide.runtime.frontdoor import hook
 from ebbtide.runtime.frontdoor.request import RequestError
 from ebbtide.runtime.zero.stage3 import EbbtideStage3
 
-from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
-from tests.runtime.contract.training import SUBGROUP, assert_same, outcome, plan_for, start
+from studies.bench.byte_gpt import ByteGPT, ds_config
+from tests.runtime.contract.training import ONE_BLOCK, SUBGROUP, assert_same, outcome, plan_for, start
 
 PATTERN = ["host", "device", "resident"]
 
@@ -43,7 +43,7 @@ def initialize(config=None, **options):
     import deepspeed
 
     torch.manual_seed(0)
-    model = ByteGPT(SIZES["tiny"])
+    model = ByteGPT(ONE_BLOCK)
     options.setdefault("model_parameters", model.parameters())
     return deepspeed.initialize(model=model, config=config, **options)[0]
 

@@ -40,7 +40,7 @@ def front_door(only_rank, libraries):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", trainers.TRAINERS)
-def test_same_bits_and_losses_after_20_steps(front_door, name):
+def test_same_bits_and_losses(front_door, name):
     assert trainers.compare(name) == []
 
 

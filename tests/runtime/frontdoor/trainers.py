@@ -24,7 +24,7 @@ import torch
 from studies.bench.bits import differences, state_of
 from studies.bench.many_engines import freeze_heap, remember_processor
 
-STEPS = 20
+STEPS = 8
 SUBGROUP = 2048  # a rank of two has one of each placement
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 PATTERN = ("host", "device", "resident")
@@ -338,7 +338,7 @@ def settle_imports() -> None:
 
 
 if __name__ == "__main__":
-    STEPS = 6  # as many ranks as share a core: all 20 are one rank's
+    STEPS = 6  # as many ranks as share a core
     settle_imports()
     ebbtide.runtime.enable()
     different = [line for name in sys.argv[2:] for line in compare(name)]
