@@ -43,8 +43,8 @@ class FlatOffloadLoop(StockLoop):
     All updates run on the CPU after the gradient norm, and no other op runs at the same time.
     """
 
-    def __init__(self, workload: Workload, flat: FlatOptions | None = None) -> None:
-        self.flat = flat or FlatOptions()
+    def __init__(self, workload: Workload, flat: FlatOptions) -> None:
+        self.flat = flat
         options = StockOptions(
             gradients="asynchronous" if self.flat.pinned else "unpinned",
             pageable_parameters=False,

@@ -9,8 +9,8 @@ from ebbtide.simulator.plan import Placement, Plan, Way
 from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
-from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOptions, SentBack
-from ebbtide.simulator.schedules.infinity import InfinityLoop, InfinityOptions, Location, StateLocation
+from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOptions
+from ebbtide.simulator.schedules.infinity import InfinityLoop, InfinityOptions
 from ebbtide.simulator.schedules.no_offload import DeviceLoop
 from ebbtide.simulator.schedules.stock import StockLoop
 from ebbtide.simulator.schedules.stock_options import Gradients, OverflowCheck, StockOptions
@@ -59,6 +59,9 @@ def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule
 def _options(builder: Callable[..., Schedule]) -> Mapping[str, tuple[type | str, ...]]:
     hints = get_type_hints(builder)
     del hints["workload"], hints["return"]
+    if builder in _OPTIONS_OF:
+        del hints["options"]
+        hints |= get_type_hints(_OPTIONS_OF[builder])
     return {name: get_args(hint) or (hint,) for name, hint in hints.items()}
 
 
@@ -202,51 +205,24 @@ def superoffload(workload: Workload, iterations: int = 3, ratio: float = 1.0, cl
     return _stock(workload, "superoffload", options, iterations)
 
 
-def zero_offload(
-    workload: Workload,
-    iterations: int = 3,
-    pinned: bool = True,
-    parameters: SentBack = "pinned_16_bit",
-    torch_adam: bool = False,
-) -> Schedule:
+def zero_offload(workload: Workload, iterations: int = 3, **options: Any) -> Schedule:
     """Return the schedule of DeepSpeed's ZeRO-1 or 2 offload. All updates run on the CPU after the gradient norm.
 
     Args:
-        pinned: False for copies through unpinned memory. Training waits for each of them.
-        parameters: Way in which new parameters are copied to the GPU. It depends on DeepSpeed's version
-            (`FlatOptions`).
+        options: Fields of `FlatOptions`.
     """
-    loop = FlatOffloadLoop(workload, FlatOptions(pinned, parameters, torch_adam))
+    loop = FlatOffloadLoop(workload, FlatOptions(**options))
     loop.run(iterations)
     return loop.schedule(iterations, "zero_offload")
 
 
-def zero_infinity(
-    workload: Workload,
-    iterations: int = 3,
-    optimizer: StateLocation = "nvme",
-    parameters: Location = "cpu",
-    activations: Location = "device",
-    pipelined: bool = False,
-    pinned: bool = True,
-    pinned_parameters: bool = True,
-    async_gradients: bool = True,
-    torch_adam: bool = False,
-    overflow_check: OverflowCheck = "host_fp16",
-) -> Schedule:
-    """Return the schedule of ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe."""
-    options = InfinityOptions(
-        optimizer,
-        parameters,
-        activations,
-        pipelined,
-        pinned,
-        pinned_parameters,
-        async_gradients,
-        torch_adam,
-        overflow_check,
-    )
-    loop = InfinityLoop(workload, options)
+def zero_infinity(workload: Workload, iterations: int = 3, **options: Any) -> Schedule:
+    """Return the schedule of ZeRO-3 with parameters or activations in host memory, or optimizer state on NVMe.
+
+    Args:
+        options: Fields of `InfinityOptions`.
+    """
+    loop = InfinityLoop(workload, InfinityOptions(**options))
     loop.run(iterations)
     return loop.schedule(iterations, "zero_infinity")
 
@@ -338,6 +314,7 @@ def spread(staged: int, count: int) -> list[Placement]:
     return ["device" if (i + 1) * staged // count > i * staged // count else "host" for i in range(count)]
 
 
+_OPTIONS_OF: Mapping[Callable[..., Schedule], type] = {zero_offload: FlatOptions, zero_infinity: InfinityOptions}
 STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
     builder.__name__: builder
     for builder in (
