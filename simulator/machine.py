@@ -1,13 +1,11 @@
 """The data type of a machine: rates and capacities of one node of a cluster, and how the node's ranks share them."""
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from ebbtide.simulator.page import Page
+from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.quantity import THREADED, Quantity, Rate, RateName
 from ebbtide.simulator.rules import RuleError, spelled, suggestion
 from ebbtide.simulator.shown import Shown
@@ -395,7 +393,7 @@ class Machine(Shown, Page):
         )
         facts = {name: values[name] for name in names}
         facts |= {f"{s.removesuffix('_bytes')}_gib": round(values[s] / 2**30) for s in sizes}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(facts)
 
 
 RATES: Mapping[str, Rate] = {

@@ -1,12 +1,15 @@
-"""The base class of plans, profiles and other pydantic models that are stored as one JSON file, and a function for the
-versions of installed packages, which such files record.
+"""The base class of plans, profiles and other pydantic models that are stored as one JSON file, and functions for what
+such files record: hashes, and versions of installed packages.
 """
 
+import hashlib
+import json
 import os
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -57,6 +60,11 @@ def _write(path: Path, content: str | bytes) -> None:
         path.write_bytes(content)
     else:
         path.write_text(content, encoding="utf-8")
+
+
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """Return a hash of a dict of JSON values as 16 characters. The order of the keys has no influence."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @cache

@@ -1,7 +1,5 @@
 """The plan file: where and when the optimizer state of each subgroup is updated, and how checkpoints are written."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator import plan_schema
 from ebbtide.simulator.limits import lacks
-from ebbtide.simulator.page import Page
+from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.plan_schema import SCHEMA_VERSION as SCHEMA_VERSION
 from ebbtide.simulator.plan_schema import Ways
 from ebbtide.simulator.prediction import PHASES, Prediction
@@ -389,7 +387,7 @@ class Plan(Shown, Page):
         hash.
         """
         body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions", "about"})
-        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(body)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -95,13 +95,15 @@ class Timeline(Shown):
         This is the time from the end of one iteration's last backward pass to the end of the next one's. If the
         timeline has a single iteration, return the seconds from the first start to the last end of its ops.
         """
-        ends = self._backward_ends()
+        ends = self.backward_ends
         if len(ends) < 2:
             return self.makespan_s
         first = 1 if len(ends) > 2 else 0
         return (ends[-1] - ends[first]) / (len(ends) - 1 - first)
 
-    def _backward_ends(self) -> list[float]:
+    @property
+    def backward_ends(self) -> list[float]:
+        """Return the end of the last backward pass of each iteration of a timeline, in seconds."""
         ends: dict[int, float] = {}
         for span in self.spans:
             if span.kind == OpKind.BACKWARD:

@@ -2,13 +2,11 @@
 and its settings.
 """
 
-import hashlib
-import json
 from functools import cached_property
 from typing import Any, Literal, Self
 
 from ebbtide.simulator.layer import Layer, MemoryPoint
-from ebbtide.simulator.page import Page
+from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.shown import Shown
@@ -428,7 +426,7 @@ class Workload(Shown, Page):
             facts["optimizer"] = self.optimizer
         if self.zero_stage != 3:  # likewise
             facts["zero_stage"] = self.zero_stage
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(facts)
 
 
 def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> bool:

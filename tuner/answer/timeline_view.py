@@ -89,12 +89,8 @@ def window(timeline: Timeline) -> tuple[float, float]:
     In a measured timeline, the iteration is one of about average length. If the timeline has no whole
     iteration, return the start and end of the timeline.
     """
-    ends: dict[int, float] = {}
-    for span in timeline.spans:
-        if span.kind == OpKind.BACKWARD:
-            ends[span.iteration] = max(ends.get(span.iteration, 0.0), span.end_s)
-    ordered = [ends[i] for i in sorted(ends)]
-    pairs = [pair for pair in pairwise(ordered[1:] if len(ordered) > 2 else ordered) if pair[1] > pair[0]]
+    ends = timeline.backward_ends
+    pairs = [pair for pair in pairwise(ends[1:] if len(ends) > 2 else ends) if pair[1] > pair[0]]
     if pairs:
         typical_s = timeline.iteration_s
         return min(reversed(pairs), key=lambda pair: abs(pair[1] - pair[0] - typical_s))
