@@ -22,9 +22,6 @@ _NAMES: Mapping[Memory, str] = {
 }
 
 
-_SHOWN: Mapping[str, str] = {"device": "GPU", "host": "host"}
-
-
 def size(size_bytes: float) -> str:
     """Return a number of bytes as text for people, in GiB, MiB or bytes."""
     if size_bytes >= 0.1 * GIB:
@@ -113,7 +110,7 @@ class Limits:
         }
         left = {name: _margin_bytes(workload, name, size, margin) for name, size in available.items()}
         explained = [
-            f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {_SHOWN[name]} memory are kept "
+            f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {MEMORIES[name]} are kept "
             f"free: {why} (--memory-margin)"
             for name, (left_free, why) in left.items()
             if name == "host" or not machine.unified_memory

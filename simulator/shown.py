@@ -60,7 +60,22 @@ class Shown:
         There is one bar for each row of the table that notebooks show for the object (`records`). The values of the
         columns that `drawn` names are stacked in the bar.
         """
-        return bars(self.records(), self.drawn(), self.in_short(), ax)
+        import matplotlib.pyplot as plt
+
+        records = self.records()
+        if ax is None:
+            _, ax = plt.subplots(figsize=(8, 1 + 0.3 * len(records)), layout="constrained")
+        names = [str(next(iter(row.values()))) for row in records]
+        left = [0.0] * len(records)
+        for column in self.drawn():
+            lengths = [float(row[column] or 0.0) for row in records]
+            ax.barh(range(len(records)), lengths, left=left, label=column)
+            left = [start + length for start, length in zip(left, lengths, strict=True)]
+        ax.set_yticks(range(len(records)), names)
+        ax.invert_yaxis()
+        ax.set_title(self.in_short(), fontsize=10)
+        ax.legend()
+        return ax
 
 
 def table(records: Records) -> str:
@@ -75,28 +90,6 @@ def table(records: Records) -> str:
     more = len(records) - MOST_ROWS
     rest = f"<p>{more} more rows: to_frame()</p>" if more > 0 else ""
     return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{rest}"
-
-
-def bars(records: Records, columns: Sequence[str], title: str, ax: Axes | None = None) -> Axes:
-    """Draw a bar for each row of a table, such as a plan's memory, and return the matplotlib axes.
-
-    The values of the given columns are stacked in a bar.
-    """
-    import matplotlib.pyplot as plt
-
-    if ax is None:
-        _, ax = plt.subplots(figsize=(8, 1 + 0.3 * len(records)), layout="constrained")
-    names = [str(next(iter(row.values()))) for row in records]
-    left = [0.0] * len(records)
-    for column in columns:
-        lengths = [float(row[column] or 0.0) for row in records]
-        ax.barh(range(len(records)), lengths, left=left, label=column)
-        left = [start + length for start, length in zip(left, lengths, strict=True)]
-    ax.set_yticks(range(len(records)), names)
-    ax.invert_yaxis()
-    ax.set_title(title, fontsize=10)
-    ax.legend()
-    return ax
 
 
 def _text(value: Any) -> str:

@@ -25,11 +25,9 @@ def peaks_by_kind(held: Held, ops: Floats, simulated: SimResult) -> ByKind:
     """
     peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}
     columns = {"device": (kernel.DEVICE_ALLOC, kernel.DEVICE_FREE), "host": (kernel.HOST_ALLOC, kernel.HOST_FREE)}
-    for memory in TIERS:
-        if memory in columns:
-            taken = _at_peak(ops, simulated, *columns[memory])
-            for kind, size in zip(KINDS, taken, strict=True):
-                peaks[memory][kind] += size
+    for memory, (alloc, free) in columns.items():
+        for kind, size in zip(KINDS, _at_peak(ops, simulated, alloc, free), strict=True):
+            peaks[memory][kind] += size
     return {m: {kind: n for kind, n in kinds.items() if n} for m, kinds in peaks.items()}
 
 

@@ -261,7 +261,7 @@ def _run(
 
     rows: list[dict[str, Any]] = []
     with Parallel(n_jobs=n_jobs) as pool, _Bar(len(points), shown) as bar:
-        size = POINTS_PER_TASK * max(1, _workers(pool))
+        size = POINTS_PER_TASK * max(1, int(pool._effective_n_jobs()))
         try:
             for first in range(0, len(points), size):
                 part = points[first : first + size]
@@ -270,11 +270,6 @@ def _run(
         except KeyboardInterrupt:
             return rows, True
     return rows, False
-
-
-def _workers(pool: Any) -> int:
-    count = pool._effective_n_jobs()
-    return int(count)
 
 
 class _Bar:
