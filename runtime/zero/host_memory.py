@@ -69,7 +69,7 @@ def check_host_memory(
         on_the_host(plan) if own else plan,
         _gradient_bytes(config),
         wire_bytes=_wire_bytes(config),
-        optimizer=_KEPT_APART if own else _optimizer(config),
+        optimizer=_KEPT_APART if own else _optimizer(config, client),
         stage=stage,
         micro_batches=_micro_batches(config),
     )
@@ -148,6 +148,7 @@ def _wire_bytes(config: dict[str, Any]) -> int:
     return 2 if enabled else 4
 
 
-def _optimizer(config: dict[str, Any]) -> OptimizerState:
-    name = str((config.get("optimizer") or {}).get("type", "")).lower()
+def _optimizer(config: dict[str, Any], client: Any) -> OptimizerState:
+    rule = rule_class(client)
+    name = rule.name if rule is not None else str((config.get("optimizer") or {}).get("type", "")).lower()
     return OPTIMIZERS.get(name, ADAM)

@@ -14,6 +14,7 @@ from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
 from ebbtide.runtime.zero.checks.private import UnsupportedDeepSpeedError
 from ebbtide.runtime.zero.host_memory import check_host_memory, needed_bytes
 from ebbtide.simulator import Plan, PlanError
+from ebbtide.simulator.update.optimizer import OPTIMIZERS
 
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
 from tests.runtime.contract.training import SUBGROUP, start
@@ -242,6 +243,18 @@ def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
     monkeypatch.setenv("LOCAL_SIZE", "2")
     with pytest.raises(ConfigError, match=r"111.76 GiB for 2 rank"):
         check_host_memory(plan, config(), needed)
+
+
+def test_the_state_of_a_script_s_own_optimizer_is_what_memory_must_hold():
+    """Check that memory for Lion's one moment is enough if the script makes the optimizer, and DeepSpeed's config names
+    none. Adam has two moments.
+    """
+    plan = Plan(subgroup_size=10**9, subgroups=(10**9,), placement=Plan.runs(["host"]))
+    client = type("DeepSpeedCPULion", (), {})()
+    needed = needed_bytes(plan, 2, optimizer=OPTIMIZERS["lion"])
+    check_host_memory(plan, config(), needed, client)
+    with pytest.raises(ConfigError, match="host memory must hold"):
+        check_host_memory(plan, config(), needed - 1, client)
 
 
 def test_initialize_asks_before_it_allocates(monkeypatch):
