@@ -39,11 +39,11 @@ def config_with(key, **options):
     return {**made, "ebbtide": key}
 
 
-def initialize(config=None, **options):
+def initialize(config=None, size=ONE_BLOCK, **options):
     import deepspeed
 
     torch.manual_seed(0)
-    model = ByteGPT(ONE_BLOCK)
+    model = ByteGPT(size)
     options.setdefault("model_parameters", model.parameters())
     return deepspeed.initialize(model=model, config=config, **options)[0]
 

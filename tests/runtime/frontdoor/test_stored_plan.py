@@ -10,17 +10,18 @@ from ebbtide.profiler import profile_engine
 from ebbtide.simulator import Plan
 from ebbtide.tuner.cli import main
 
-from studies.bench.byte_gpt import Batches, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.machines import node
 from tests.runtime.contract.training import assert_same, outcome, start
 from tests.runtime.frontdoor.test_front_door import config_with, front_door, initialize
 
 __all__ = ["front_door"]  # a fixture
+TWO_BLOCKS = SIZES["tiny"]  # enough subgroups that memory holds a part of them
 
 
 def profiled(folder):
     """Profile an engine of stock DeepSpeed, and write the workload and machine files that `tune plan` reads."""
-    engine, batches, numbers = start(), Batches(2, 32), iter(range(10**6))
+    engine, batches, numbers = start(ByteGPT(TWO_BLOCKS)), Batches(2, 32), iter(range(10**6))
     work = profile_engine(engine, lambda e: train_step(e, batches.at(next(numbers))), 2)
     engine.destroy()
     work = work.model_copy(update={"memory_peaks": {}})
@@ -44,7 +45,7 @@ def planned(folder, *more):
         "--gpu-memory",
         f"{device + 4 * work.params}B",
         "--host-memory",
-        f"{12 * work.params}B",
+        f"{10 * work.params}B",
         "-o",
         f"{folder}/plan.json",
         *more,
@@ -61,13 +62,13 @@ def test_a_plan_of_tune_plan_that_stores_trains_with_stocks_bits(front_door, tmp
     assert 0 < made.count("stored") < made.subgroup_count  # memory keeps what it can
     assert made.storage_shares == {str(folder): 0.5 for folder in folders}
     assert "Drives rated for 600 TB last" in said
-    engine = initialize(config_with({"plan": str(tmp_path / "plan.json"), "device": "emulated"}))
+    engine = initialize(config_with({"plan": str(tmp_path / "plan.json"), "device": "emulated"}), TWO_BLOCKS)
     assert engine.optimizer._ebbtide.plan.placements == made.placements
     ours = outcome(engine)
     held = [sum(p.stat().st_size for p in Path(f).rglob("*.extents")) for f in folders]
     assert all(made.prediction.storage_bytes * 0.4 <= size for size in held)
     assert sum(held) <= made.prediction.storage_bytes + 2 * 3 * 4096 * made.count("stored")
-    assert_same(ours, outcome(start()))
+    assert_same(ours, outcome(start(ByteGPT(TWO_BLOCKS))))
 
 
 def test_a_config_that_offloads_to_a_drive_is_what_tune_plan_reads(front_door, tmp_path):
@@ -82,6 +83,6 @@ def test_a_config_that_offloads_to_a_drive_is_what_tune_plan_reads(front_door, t
     made, _ = planned(tmp_path, "--ds-config", str(tmp_path / "ds.json"), "--emit-deepspeed", str(emitted))
     assert made.count("stored") > 0
     assert made.storage_dir == str(tmp_path / "drive" / "ebbtide_state")
-    engine = initialize(json.loads(emitted.read_text()))
+    engine = initialize(json.loads(emitted.read_text()), TWO_BLOCKS)
     assert engine.optimizer._ebbtide.plan.count("stored") == made.count("stored")
-    assert_same(outcome(engine), outcome(start()))
+    assert_same(outcome(engine), outcome(start(ByteGPT(TWO_BLOCKS))))
