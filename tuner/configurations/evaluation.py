@@ -2,13 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator import Machine, Workload, build_strategy
-from ebbtide.simulator.analysis.expected import expected
-from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.models.architecture import architecture
@@ -184,12 +183,7 @@ class Question:
             if sizes and plan.subgroup_size != c.sub_group_size:
                 c, work = c.changed(sub_group_size=plan.subgroup_size), work.cut_as(plan)
             options = {"plan": plan}
-        result = simulate_fast(build_strategy(name, work, **options), self._on)
-        if plan is not None:
-            right, again = result, partial(build_strategy, name, work)
-            result = expected(
-                work, self._on, plan, lambda p: right if p is plan else simulate_fast(again(plan=p), self._on)
-            )
+        result = simulated(name, work, self._on, limits, options).result
         return self._outcome(c, work, limits, result, result.iteration_s, plan)
 
     def _outcome(
