@@ -30,10 +30,8 @@ from ebbtide.tuner.progress import told_after
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from ebbtide.simulator.engines.compiled import SimResult
     from ebbtide.simulator.limits import Limits
     from ebbtide.simulator.machine import Machine
-    from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.schedule import Schedule
     from ebbtide.simulator.timeline import Timeline
     from ebbtide.simulator.update.pausing import StepTimes
@@ -155,16 +153,9 @@ def _figures(
 
 def _step_times(work: Workload, machine: Machine, options: Mapping[str, Any]) -> StepTimes | None:
     from ebbtide.simulator.analysis.expected import step_times
-    from ebbtide.simulator.engines.compiled import simulate_fast
-    from ebbtide.simulator.schedules.strategies import build_strategy
+    from ebbtide.simulator.analysis.many_plans import PlanSweep
 
-    if "plan" not in options:
-        return None
-
-    def run(plan: Plan) -> SimResult:
-        return simulate_fast(build_strategy("ebbtide", work, plan=plan), machine)
-
-    return step_times(work, machine, options["plan"], run)
+    return step_times(work, machine, options["plan"], PlanSweep(work, machine).result) if "plan" in options else None
 
 
 def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:
