@@ -68,11 +68,8 @@ class StoredState(Protocol):
     The state stays on the drives. A checkpoint does not copy it.
     """
 
-    @property
-    def subgroups(self) -> Callable[[], Collection[int]]:
-        """Return a function. Each call of the function returns the subgroups that have their optimizer state on a
-        drive at that time.
-        """
+    def subgroups(self) -> Collection[int]:
+        """Return the subgroups that have their optimizer state on a drive at the time of the call."""
         ...
 
     def committed_apart(self) -> AbstractContextManager[None]:

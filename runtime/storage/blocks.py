@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 from ebbtide.runtime.checkpoint.format.manifest import block_hash
-from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, memory_at, padded
+from ebbtide.runtime.checkpoint.format.memory import ALIGNMENT, padded, view_at
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
 from ebbtide.runtime.storage.layout import Block, Layout
@@ -83,7 +83,7 @@ class BlockMover:
             ctypes.memmove(bounce.address(), address, block.size_bytes)
             data = bounce.view(padded(block.size_bytes))
         else:
-            data = memoryview(memory_at(address, block.size_bytes)).cast("B")
+            data = view_at(address, block.size_bytes)
         hashed = block_hash(data[: block.size_bytes])
         self.files[block.drive].write(data, start)
         return hashed
@@ -92,7 +92,7 @@ class BlockMover:
         straight = _straight(block, address)
         data = bounce.view(padded(block.size_bytes))
         if straight:
-            data = memoryview(memory_at(address, block.size_bytes)).cast("B")
+            data = view_at(address, block.size_bytes)
         self.files[block.drive].read(data, start)
         hashed = block_hash(data[: block.size_bytes]) if check else ""
         if not straight:

@@ -12,7 +12,7 @@ import torch
 from ebbtide.runtime.checkpoint.errors import ManifestError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import block_hash
-from ebbtide.runtime.checkpoint.format.memory import memory_at, padded
+from ebbtide.runtime.checkpoint.format.memory import padded, view_at
 from ebbtide.runtime.storage.blocks import hashes_of_tensors
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
@@ -121,8 +121,7 @@ class StepReader:
             wanted = [b for b in blocks if b.tensor < most]
             hashes = []
             for block in wanted:
-                held = memory_at(buffer.data_ptr(), padded(block.size_bytes))
-                data = memoryview(held).cast("B")
+                data = view_at(buffer.data_ptr(), padded(block.size_bytes))
                 start = self._layout.start(block.drive, subgroup, record.extent) + block.offset
                 self._opened[block.drive].read(data, start)
                 hashes.append(block_hash(data[: block.size_bytes]))

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ebbtide.runtime.checkpoint.format.memory import memory_at
+from ebbtide.runtime.checkpoint.format.memory import view_at
 from ebbtide.runtime.hardware.background import free, native_work
 from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.waiting import Telling
@@ -31,7 +31,7 @@ class Bounce:
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def view(self, size_bytes: int) -> memoryview:
-        return memoryview(memory_at(self.address(), size_bytes)).cast("B")
+        return view_at(self.address(), size_bytes)
 
 
 class Transfer:

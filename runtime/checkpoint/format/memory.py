@@ -130,6 +130,11 @@ def memory_at(address: int, size_bytes: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * size_bytes).from_address(address)
 
 
+def view_at(address: int, size_bytes: int) -> memoryview:
+    """Return the host memory of `memory_at` as bytes, which files can be read into and written from."""
+    return memoryview(memory_at(address, size_bytes)).cast("B")
+
+
 class Slots:
     """A set of aligned host buffers of equal size, to which checkpoints copy bytes before they write them. Thread-safe.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
-from ebbtide.runtime.checkpoint.format.memory import memory_at
+from ebbtide.runtime.checkpoint.format.memory import view_at
 from ebbtide.runtime.checkpoint.format.plain_data import ON_STORAGE, plain_classes
 from ebbtide.runtime.checkpoint.format.tree import of_the_kind, replace_tensors, tensors_of
 
@@ -205,7 +205,7 @@ def _read_chunk(descriptor: int, to: torch.Tensor, offset: int) -> None:
         _read_chunk(descriptor, passing, offset)
         to.copy_(passing)
         return
-    view = memoryview(memory_at(to.data_ptr(), to.numel())).cast("B")
+    view = view_at(to.data_ptr(), to.numel())
     end = offset + Files().read_into(descriptor, view, offset)
     if end < offset + len(view):
         raise ValueError(f"the checkpoint file was truncated: it ends at byte {end}, in the middle of a tensor")

@@ -11,7 +11,7 @@ from ebbtide.runtime.checkpoint.errors import Cancelled, CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.blocks import Block, PlannedFile, State, cut
 from ebbtide.runtime.checkpoint.format.manifest import FileRecord, block_hash
-from ebbtide.runtime.checkpoint.format.memory import Slots, memory_at
+from ebbtide.runtime.checkpoint.format.memory import Slots, view_at
 from ebbtide.runtime.checkpoint.format.output import OutputFile, Pace
 from ebbtide.simulator.plan import READY_BLOCKS
 
@@ -239,7 +239,7 @@ class BlockWriter:
             block.gather(bounce)
             address = bounce
         try:
-            data = memoryview(memory_at(address, block.padded_bytes)).cast("B")
+            data = view_at(address, block.padded_bytes)
             block.hash = block_hash(data[: block.size_bytes])
             self._in_turn(block, data)
         finally:
