@@ -216,7 +216,8 @@ def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
         grid = {"machine": MACHINE, "model": MODEL, "strategies": ["ebbtide"], "changes": changes}
         acknowledged.append(server.call("/jobs/what-if", grid)["id"])
         if number % KILL_EVERY == 0:
-            kills += _kill_while_running(server)
+            _kill_while_running(server)
+            kills += 1
     states = _wait_for(server, acknowledged)
     done = {job for job, state in states.items() if state["state"] == "done"}
     waiting = sum(state["state"] in OPEN for state in states.values())
@@ -235,10 +236,8 @@ def kill_during_jobs(server: Server, rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _kill_while_running(server: Server) -> int:
-    """Kill the server of ebbtide's HTTP service while a job runs, and start it again. Return 1, the number
-    of kills.
-    """
+def _kill_while_running(server: Server) -> None:
+    """Kill the server of ebbtide's HTTP service while a job runs, and start it again."""
     deadline_s = time.perf_counter() + JOBS_LIMIT_S
     while not any(job["state"] == "running" for job in server.call("/jobs")["jobs"]):
         if time.perf_counter() > deadline_s:
@@ -248,7 +247,6 @@ def _kill_while_running(server: Server) -> int:
         time.sleep(0.01)
     server.kill()
     server.start()
-    return 1
 
 
 def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:

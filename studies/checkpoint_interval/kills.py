@@ -21,13 +21,13 @@ from studies.checkpoints.interval_run import Training, read_notes, train, under
 QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 
 
-def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures, busy: str = "wait") -> float:
+def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures) -> float:
     """Return the expected goodput (useful training per time) of training with a checkpoint every ``steps``
     steps.
 
     The time for which a checkpoint waits for the previous one to be written is included.
     """
-    every, paid = cost.at_interval(steps, iteration_s, busy)
+    every, paid = cost.at_interval(steps, iteration_s, "wait")
     return expected_goodput(iteration_s, paid, failures, every)
 
 

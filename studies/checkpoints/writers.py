@@ -16,6 +16,7 @@ from ebbtide.profiler.memory import host_peak_bytes
 from ebbtide.simulator.plan import BLOCK_BYTES
 
 WARM_STEPS = 3
+RAW_THREADS = 2  # that write beside the writers
 IN_TURN = 15  # checkpoints whose rate is measured beside the disk's
 
 
@@ -359,7 +360,7 @@ def _restore(writer: Writer, folder: Path, tag: str) -> float:
     return time.perf_counter() - begin
 
 
-def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2, *, cached: bool = False) -> float:
+def raw_write_bytes_per_s(folder: Path, workload: Workload, *, cached: bool = False) -> float:
     """Return the bytes per second at which threads write a file of a checkpoint's size with O_DIRECT.
 
     They write aligned blocks, and the time includes the final fsync.
@@ -370,15 +371,15 @@ def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2, *,
     """
     size = max(BLOCK_BYTES, workload.checkpoint_bytes // BLOCK_BYTES * BLOCK_BYTES)
     path = folder / "raw"
-    memory = mmap.mmap(-1, threads * BLOCK_BYTES if cached else size)
+    memory = mmap.mmap(-1, RAW_THREADS * BLOCK_BYTES if cached else size)
     pattern = os.urandom(1 << 16)
     for _ in range(0, len(memory), len(pattern)):
         memory.write(pattern)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
     try:
         begin = time.perf_counter()
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(_stripe(descriptor, memory, size, threads), range(threads)))
+        with ThreadPoolExecutor(RAW_THREADS) as pool:
+            list(pool.map(_stripe(descriptor, memory, size), range(RAW_THREADS)))
         os.fsync(descriptor)
         return size / (time.perf_counter() - begin)
     finally:
@@ -387,10 +388,10 @@ def raw_write_bytes_per_s(folder: Path, workload: Workload, threads: int = 2, *,
         os.sync()  # filesystems discard what was deleted at their next commit: not beside others
 
 
-def _stripe(descriptor: int, memory: mmap.mmap, size: int, threads: int) -> Callable[[int], None]:
+def _stripe(descriptor: int, memory: mmap.mmap, size: int) -> Callable[[int], None]:
     def write(number: int) -> None:
         with memoryview(memory) as view:
-            for offset in range(number * BLOCK_BYTES, size, threads * BLOCK_BYTES):
+            for offset in range(number * BLOCK_BYTES, size, RAW_THREADS * BLOCK_BYTES):
                 at = offset if len(view) == size else number * BLOCK_BYTES
                 os.pwrite(descriptor, view[at : at + BLOCK_BYTES], offset)
 

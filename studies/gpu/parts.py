@@ -6,15 +6,6 @@ from studies.gpu import contract, smoke, speed
 from studies.gpu.comparison import compare
 from studies.gpu.suite import Figures, Suite
 
-
-def peers(suite: Suite) -> Figures:
-    """Train the same model with ebbtide and, in turn, with all other offloading systems of the comparison.
-
-    All get the same GPU memory and the same random seeds. Return the results of `compare`.
-    """
-    return compare(suite)
-
-
 # What says most comes first. Each section is a process with a record of its own; together they fit
 # the minutes of their part.
 SECTIONS: dict[str, Callable[[Suite], Figures]] = {
@@ -28,7 +19,7 @@ SECTIONS: dict[str, Callable[[Suite], Figures]] = {
     "ablation": speed.ablation,
     "efficiency": speed.efficiency,
     "fidelity": speed.fidelity,
-    "peers": peers,
+    "peers": compare,
     "parameter_offload": speed.parameter_offload,
     "checkpoint_stall": speed.checkpoint_stall,
 }

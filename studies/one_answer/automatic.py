@@ -23,7 +23,7 @@ from ebbtide.simulator import Machine, OpKind, Plan, Schedule, Workload, build_s
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import SimResult, compile_schedule, simulate_fast, timeline
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
-from ebbtide.simulator.plan import ParameterLocation, Way
+from ebbtide.simulator.plan import Way
 from ebbtide.simulator.schedules.buckets import bucket_of
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.steps import HOST_SLOTS
@@ -32,21 +32,18 @@ WAITED_FOR = (OpKind.GRADIENT_D2H, OpKind.PARAMETER_FETCH)
 PASSES = (OpKind.FORWARD, OpKind.BACKWARD)
 
 
-def automatic(
-    job: Workload, machine: Machine, *, stores: bool = False, location: ParameterLocation = "device"
-) -> tuple[float, float]:
+def automatic(job: Workload, machine: Machine, *, stores: bool = False) -> tuple[float, float]:
     """Predict the iteration time of a job under the plan that ``"plan": "auto"`` makes for it, in two ways.
 
     Args:
         stores: True if DeepSpeed's config offloads optimizer state to a drive.
-        location: Memory in which DeepSpeed's config keeps the 16-bit parameters.
 
     Returns:
         Two times in seconds, for the same plan. The first is the prediction of ebbtide's runtime, from observations
         of some training steps. The second comes from a simulation of the full workload.
     """
     work = _cut(job, whole=stores)
-    first = host_plan(work.subgroup_size or max(work.subgroups), len(work.subgroups), location)
+    first = host_plan(work.subgroup_size or max(work.subgroups), len(work.subgroups), "device")
     room = _host_room_bytes(work, machine)
     if stores:
         first = _storing(work, first, room)

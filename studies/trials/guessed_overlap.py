@@ -120,12 +120,12 @@ def measure_early_updates(
     }
 
 
-def clipping(rate: float, seed: int = 0) -> Callable[[int], bool]:
+def clipping(rate: float) -> Callable[[int], bool]:
     """Return a function that takes the number of a training step and returns True if the step clips.
 
     Each step clips with probability ``rate``. The steps that clip are the same for every plan.
     """
-    return lambda number: Random(f"{seed} {number}").random() < rate
+    return lambda number: Random(f"0 {number}").random() < rate
 
 
 def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) -> Guessed:
