@@ -19,7 +19,6 @@ the median over the rounds. For comparison, ``predicted_whole_s`` predicts a run
 to the host as a whole, after backward has done all layers of the subgroup.
 """
 
-import logging
 import random
 import statistics
 from dataclasses import replace
@@ -61,8 +60,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()
-    become_only_rank()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    become_only_rank(quiet=True)
     if args.many_layers:
         scale = QUICK if args.quick else 1.0
         with reduced_beside():
@@ -181,10 +179,7 @@ def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[f
         statistics.median(100 * (s / p - 1) for s, p in zip(seconds, some, strict=True)) for some in (predicted, whole)
     )
     return {
-        **{kind: plan.count(kind) for kind in ("host", "device", "resident")},
-        "staging_slots": plan.staging_slots,
-        "prefetch": plan.prefetch,
-        "overlap_forward": plan.overlap_forward,
+        **_facts(plan),
         "passes_s": [work.forward_s + work.backward_s for work in works],
         "predicted_s": statistics.median(predicted),
         "executed_s": statistics.median(seconds),
@@ -194,6 +189,11 @@ def _row_of(plan: Plan, works: list[Workload], machine: Machine, seconds: list[f
         "predicted_whole_s": statistics.median(whole),
         "error_whole_pct": error_whole,
     }
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    counts = {kind: plan.count(kind) for kind in ("host", "device", "resident")}
+    return counts | {name: getattr(plan, name) for name in ("staging_slots", "prefetch", "overlap_forward")}
 
 
 def _joined(work: Workload) -> Workload:
@@ -297,12 +297,8 @@ def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Mach
     predicted, from_given = (simulate(build_schedule(work, plan), m) for m in machines)
     result = bench.measure(plan, steps)
     error = result.iteration_s / predicted.iteration_s - 1
-    counts = {kind: plan.count(kind) for kind in ("host", "device", "resident")}
     return {
-        **counts,
-        "staging_slots": plan.staging_slots,
-        "prefetch": plan.prefetch,
-        "overlap_forward": plan.overlap_forward,
+        **_facts(plan),
         "predicted_s": predicted.iteration_s,
         "executed_s": result.iteration_s,
         "error_pct": 100 * error,

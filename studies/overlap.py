@@ -20,8 +20,7 @@ with early updates, and with the time of the best plan without early updates. In
 steps clip. No number of this study is a GPU measurement.
 """
 
-import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +31,12 @@ from rich.progress import track
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
-from studies.trials.emulated_training import Bench, Measured, stock_state
+from studies.trials.emulated_training import Bench, stock_state
 from studies.trials.guessed_overlap import UPDATE_RATIOS, many_layers, measure_early_updates
 from studies.trials.paced_model import Setting
 
 STRIDES = (2, 3)
 RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 of it
-
-
-@dataclass(frozen=True)
-class Row:
-    """The times of one plan executed on the emulated device, in seconds.
-
-    ``over_floor`` is the iteration time divided by the lower bound, which no plan can beat.
-    """
-
-    name: str
-    iteration_s: float
-    predicted_s: float
-    forward_s: float
-    backward_s: float
-    step_s: float
-    over_floor: float
 
 
 def main() -> None:
@@ -67,8 +50,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()
-    become_only_rank()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    become_only_rank(quiet=True)
     setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
     figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
     passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else many_layers()
@@ -80,18 +62,21 @@ def main() -> None:
 def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str, Any]:
     """Execute several plans in turn on one engine, and compare their iteration times with the lower bound.
 
-    The parameters and optimizer state at the end are compared with those of stock DeepSpeed, bit by bit.
+    The parameters and optimizer state at the end are compared with those of stock DeepSpeed, bit by bit. The value
+    ``over_floor`` of a plan is its iteration time divided by the lower bound, which no plan can beat.
     """
     bench = Bench(setting)
     work, machine = bench.workload(steps), setting.machine()
     given = setting.workload(*setting.given_s)
     floor_s = lower_bound(given, machine).iteration_s
-    rows = []
+    rows = dict[str, dict[str, float]]()
     for name, plan in track(plans(work, machine).items(), description="executing plans"):
         result = bench.measure(plan, steps)
-        rows.append(_row(name, plan, result, work, machine, floor_s))
+        predicted = simulate(build_schedule(work, plan), machine)
+        over_floor = result.iteration_s / floor_s
+        rows[name] = {**result.seconds, "predicted_s": predicted.iteration_s, "over_floor": over_floor}
         if name == "ebbtide" and trace is not None:
-            result.timeline.to_perfetto(trace, simulate(build_schedule(work, plan), machine))
+            result.timeline.to_perfetto(trace, predicted)
     same = differences(bench.close(), stock_state(setting, bench.steps)) == ()
     return {
         "device_kind": "emulated",
@@ -100,10 +85,10 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
         "layers_measured_over_given": (work.forward_s + work.backward_s) / (given.forward_s + given.backward_s),
         "steps_per_plan": steps,
         "bit_identical": same,
-        "iteration_over_floor": rows[0].over_floor,
-        "stride_over_floor": min(r.over_floor for r in rows if r.name.startswith("stride")),
-        "twin_flow_over_floor": min(r.over_floor for r in rows if r.name.startswith("Twin")),
-        "rows": [asdict(row) for row in rows],
+        "iteration_over_floor": rows["ebbtide"]["over_floor"],
+        "stride_over_floor": min(row["over_floor"] for name, row in rows.items() if name.startswith("stride")),
+        "twin_flow_over_floor": min(row["over_floor"] for name, row in rows.items() if name.startswith("Twin")),
+        "rows": [{"name": name, **row} for name, row in rows.items()],
     }
 
 
@@ -134,19 +119,6 @@ def plans(work: Workload, machine: Machine) -> dict[str, Plan]:
         flow = ["resident"] * residents + ["host"] * (count - residents)
         result[f"Twin-Flow, ratio {ratio}"] = in_turn(flow, 0)
     return result
-
-
-def _row(name: str, plan: Plan, found: Measured, work: Workload, machine: Machine, floor_s: float) -> Row:
-    predicted_s = simulate(build_schedule(work, plan), machine).iteration_s
-    return Row(
-        name,
-        found.iteration_s,
-        predicted_s,
-        found.forward_s,
-        found.backward_s,
-        found.step_s,
-        found.iteration_s / floor_s,
-    )
 
 
 if __name__ == "__main__":

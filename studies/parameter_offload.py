@@ -13,7 +13,6 @@ as fit into a given amount of memory. They are spaced evenly over the subgroups,
 (`ebbtide.tuner.placements.locations`). No number of this study is a GPU measurement.
 """
 
-import logging
 from dataclasses import asdict
 from typing import Any
 
@@ -42,8 +41,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
     args = parser.parse_args()
-    become_only_rank()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    become_only_rank(quiet=True)
     setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
     publish("parameter_offload", args.json, measure(setting, args.steps))
 
@@ -82,7 +80,7 @@ def measure(setting: Setting, steps: int) -> dict[str, Any]:
         "speedup_over_stock": found["stock"].iteration_s / all_away.iteration_s,
         "speedup_of_share": all_away.iteration_s / share.iteration_s,
         "predicted_over_measured": predicted["all on the host"] / all_away.iteration_s,
-        "rows": [_row(name, one, predicted.get(name)) for name, one in found.items()],
+        "rows": [{"name": n, "predicted_s": predicted.get(n), **one.seconds} for n, one in found.items()],
     }
 
 
@@ -167,17 +165,6 @@ class StockBench(Bench):
         state = state_of(self.engine)
         self.engine.destroy()
         return state
-
-
-def _row(name: str, found: Measured, predicted_s: float | None) -> dict[str, Any]:
-    return {
-        "name": name,
-        "iteration_s": found.iteration_s,
-        "predicted_s": predicted_s,
-        "forward_s": found.forward_s,
-        "backward_s": found.backward_s,
-        "step_s": found.step_s,
-    }
 
 
 if __name__ == "__main__":

@@ -82,7 +82,6 @@ class Trial:
         return self.fired and not self.wrong
 
 
-T = TypeVar("T")
 OneTrial = TypeVar("OneTrial", bound=Trial)
 
 
@@ -111,7 +110,7 @@ def until_fired(kill: Kill, attempt: Callable[[Any, Path], OneTrial], folder: Pa
     return trial
 
 
-def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
+def campaign(trials: Iterable[OneTrial], count: int, console: Console) -> list[OneTrial]:
     """Run all kill trials of a study one after the other, and return the list of their outcomes.
 
     The progress and every failed outcome are printed.
@@ -119,8 +118,8 @@ def campaign(trials: Iterable[T], count: int, console: Console) -> list[T]:
     done = []
     for number, trial in enumerate(trials, start=1):
         done.append(trial)
-        if not trial.sound:  # type: ignore[attr-defined]
-            console.print(number, asdict(trial))  # type: ignore[call-overload]
+        if not trial.sound:
+            console.print(number, asdict(trial))
         elif number % 10 == 0:
             console.print(f"{number} of {count} kills")
     return done

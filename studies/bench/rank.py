@@ -1,19 +1,25 @@
 """Setup of a training job with a single rank, for a study that was started without torchrun."""
 
 import atexit
+import logging
 import os
 import warnings
 
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 
-def become_only_rank() -> None:
+def become_only_rank(*, quiet: bool = False) -> None:
     """Make this process the only rank of a job, unless a launcher such as torchrun has set up its ranks.
 
     The environment variables that torch.distributed reads are set, with a port that is free now, so
     that several studies can run at the same time. torch's warnings about renamed collectives are
     silenced, because DeepSpeed calls the old names at every step.
+
+    Args:
+        quiet: True to silence DeepSpeed's log too, except for errors.
     """
+    if quiet:
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if "RANK" in os.environ:
         return

@@ -15,7 +15,6 @@ three kinds of steps, weighted by how often each kind occurs. So a short disturb
 number of this study is a GPU measurement.
 """
 
-import logging
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -112,8 +111,7 @@ def main() -> None:
         "--quick", action="store_true", help="run only the parts with 10%% and 100%% clipped steps, for tests"
     )
     args = parser.parse_args()
-    become_only_rank()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    become_only_rank(quiet=True)
     base = Setting(layers=8, hidden=128).scaled(args.factor)
     asked = sequences(args.steps)
     if args.quick:

@@ -106,7 +106,8 @@ def main() -> None:
         default=len(JOBS),
         help="use only this number of training jobs, from the start of the study's list (default: all jobs)",
     )
-    publish("one_answer", parser.parse_args().json, measure(JOBS[: parser.parse_args().jobs]))
+    args = parser.parse_args()
+    publish("one_answer", args.json, measure(JOBS[: args.jobs]))
 
 
 def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:

@@ -83,14 +83,11 @@ def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
         gap(*random_pair(rng), offload_parameters=True)
         for _ in track(range(pairs), description="comparing plans for random machines and workloads with lower bounds")
     ]
-    gaps = sorted(row["gap_pct"] for row in rows)
-    seconds = [row["planning_s"] for row in rows]
+    gaps, seconds = ([row[key] for row in rows] for key in ("gap_pct", "planning_s"))
     return {
         "pairs": pairs,
         "seed": seed,
-        "median_gap_pct": statistics.median(gaps),
-        "p90_gap_pct": float(np.quantile(gaps, 0.9)),
-        "max_gap_pct": gaps[-1],
+        **_spread(gaps),
         "gap_to": "the proven lower bound (ebbtide.simulator.analysis.bound)",
         "pairs_within_2_pct": sum(g <= 2 for g in gaps),
         "pairs_proven_optimal": sum(g <= PROVEN_PCT for g in gaps),
@@ -114,16 +111,19 @@ def real_models(some: Iterable[tuple[dict[str, Any], Workload, Machine]], machin
         what | gap(workload, node, offload_parameters=True)
         for what, workload, node in track(pairs, description="Computing plans for Llama and Qwen models")
     ]
-    gaps = sorted(row["gap_pct"] for row in rows)
+    gaps = [row["gap_pct"] for row in rows]
     return {
         "machine": machine,
         "pairs": len(rows),
-        "median_gap_pct": statistics.median(gaps),
-        "p90_gap_pct": float(np.quantile(gaps, 0.9)),
-        "max_gap_pct": gaps[-1],
+        **_spread(gaps),
         "pairs_within_3_pct": sum(g <= 3 for g in gaps),
         "rows": rows,
     }
+
+
+def _spread(gaps: list[float]) -> dict[str, float]:
+    quantiles = {"median_gap_pct": statistics.median(gaps), "p90_gap_pct": float(np.quantile(gaps, 0.9))}
+    return quantiles | {"max_gap_pct": max(gaps)}
 
 
 def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:

@@ -15,7 +15,6 @@ bound is the longest of four times: reading alone, writing alone, both at once, 
 import argparse
 import itertools
 import json
-import logging
 import os
 import statistics
 import subprocess
@@ -280,8 +279,7 @@ def run(name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] 
     Args:
         plan: Plan of ebbtide. If None, the variant's name selects a plan, or stock DeepSpeed.
     """
-    become_only_rank()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    become_only_rank(quiet=True)
     engine = _engine(name, size, folder, plan)
     batches, losses = Batches(1, SEQUENCE), []
     losses += [train_step(engine, batches.at(step)).item() for step in range(WARMUP)]
@@ -353,8 +351,7 @@ def predict(
         A dict with the simulated iteration times under both plans, and with the second plan (`durability.predicted`).
     """
     del steps
-    become_only_rank()
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    become_only_rank(quiet=True)
     engine = _engine("stock in memory", size, folder)
     batches, stored = Batches(1, SEQUENCE), _plan(engine, 0.0, folder)
     train = lambda e, number: train_step(e, batches.at(number)).item()

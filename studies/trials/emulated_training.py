@@ -154,6 +154,11 @@ class Measured:
     timeline: Timeline = field(repr=False)
     mean_s: float = 0.0
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return the median times of an iteration and of its phases, as a dict for a row of results."""
+        return {name: getattr(self, name) for name in ("iteration_s", "forward_s", "backward_s", "step_s")}
+
 
 class Bench:
     """One engine on an emulated device that trains under several plans in turn.

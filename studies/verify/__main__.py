@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rich.console import Console
 
 from studies.bench.console import study_parser, tables
 from studies.bench.record import write_record
-from studies.verify.judging import Case, Group, plain
+from studies.verify.judging import Case, Group
 from studies.verify.rounds import ROUNDS
 from studies.verify.versions import known_versions
 
@@ -167,7 +168,7 @@ def summary(
         "overhead_pct": max(overheads.values(), default=0.0),
         "overheads_pct": overheads,
         "versions": list(versions),
-        "cases": [plain(case) for case in cases],
+        "cases": [asdict(case) for case in cases],
         "right_pairs": list(right),
     }
 

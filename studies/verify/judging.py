@@ -1,7 +1,7 @@
 """The judgements of `tune verify` on training runs with and without a known defect."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,3 @@ class Group:
         run = read_run(self._folder / folder, name)
         assert run is not None, f"{self._folder / folder} must hold a run"
         return replace(run, name=name)
-
-
-def plain(case: Case) -> dict[str, Any]:
-    return asdict(case)
