@@ -82,6 +82,8 @@ class Lane(StrEnum):
 
 D2H_LANES = frozenset({Lane.D2H, Lane.D2H_GRADIENTS})
 H2D_LANES = frozenset({Lane.H2D, Lane.H2D_PARAMETERS, Lane.H2D_FETCH, Lane.H2D_GRADIENTS})
+# Copies that are not made where GPU memory is host memory.
+FREE_WHERE_UNIFIED = (OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H)
 
 
 # What a byte of memory is for. "buckets": DeepSpeed's, and what a profile does not explain;

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # The phase of the training loop to which an op's time, and the wait before it, belongs.
-_PHASE = {
+PHASE = {
     OpKind.IDLE: "loop",
     OpKind.FORWARD: "forward",
     OpKind.BACKWARD: "backward",
@@ -25,7 +25,7 @@ _PHASE = {
     OpKind.NORM: "step",
     OpKind.STEP_END: "step",
 }
-_UPDATES = {
+UPDATES = (
     OpKind.UPDATE_HOST,
     OpKind.UPDATE_HOST_EARLY,
     OpKind.UPDATE_DEVICE,
@@ -33,7 +33,7 @@ _UPDATES = {
     OpKind.STATE_D2H,
     OpKind.PARAMETER_H2D,
     OpKind.PARAMETER_D2H,
-}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,12 @@ class Timeline(Shown):
         previous_end = self._start_of(iteration)
         backward_end = previous_end
         for span in sorted(self._loop_spans(iteration), key=lambda s: s.end_s):
-            phase = _PHASE[span.kind]
+            phase = PHASE[span.kind]
             spent[phase] += max(0.0, span.end_s - previous_end)
             previous_end = max(previous_end, span.end_s)
             if phase == "backward":
                 backward_end = previous_end
-        updates = [s for s in self.spans if s.iteration == iteration and s.kind in _UPDATES]
+        updates = [s for s in self.spans if s.iteration == iteration and s.kind in UPDATES]
         update_end = max((s.end_s for s in updates), default=backward_end)
         return {
             "forward_s": spent["forward"],
@@ -163,7 +163,7 @@ class Timeline(Shown):
             s
             for s in self.spans
             if s.iteration == iteration
-            and s.kind in _PHASE
+            and s.kind in PHASE
             and (s.kind != OpKind.GRADIENT_PASS or s.lane == Lane.COMPUTE)
         ]
 

@@ -29,7 +29,7 @@ from ebbtide.simulator.engines.fair_speeds import (
 from ebbtide.simulator.engines.fair_speeds import Floats as Floats
 from ebbtide.simulator.engines.fair_speeds import Ints as Ints
 from ebbtide.simulator.engines.jit import compiled, uncounted
-from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, OpKind
+from ebbtide.simulator.schedule import D2H_LANES, FREE_WHERE_UNIFIED, H2D_LANES, Lane, OpKind
 
 # Columns of an op's row.
 LANE, KIND, ITERATION, WORK, RATE, LATENCY, DRAM, CORES, DEVICE_SHARE = range(9)
@@ -46,10 +46,7 @@ _UPDATE, _STORAGE, _NETWORK, _STORAGE_READ = (
 )
 _OUT = tuple(LANES.index(lane) for lane in sorted(D2H_LANES))
 _IN = tuple(LANES.index(lane) for lane in sorted(H2D_LANES))
-_GRADIENT_D2H = KINDS.index(OpKind.GRADIENT_D2H)
-_GRADIENT_H2D = KINDS.index(OpKind.GRADIENT_H2D)
-_PARAMETER_H2D = KINDS.index(OpKind.PARAMETER_H2D)
-_PARAMETER_D2H = KINDS.index(OpKind.PARAMETER_D2H)
+_FREE_WHERE_UNIFIED = tuple(KINDS.index(kind) for kind in FREE_WHERE_UNIFIED)
 
 # States of the lanes are remembered with their speeds: most moments of a schedule look like an
 # earlier one. A lane's op falls into one of a few classes of equal demands.
@@ -128,7 +125,7 @@ def _is_copy(lane: int) -> bool:
 @uncounted
 def _alone_s(ops: Floats, i: int, rates: Floats, machine: Floats) -> float:
     kind, lane = int(ops[i, KIND]), int(ops[i, LANE])
-    if machine[M_UNIFIED] and kind in (_GRADIENT_D2H, _GRADIENT_H2D, _PARAMETER_H2D, _PARAMETER_D2H):
+    if machine[M_UNIFIED] and kind in _FREE_WHERE_UNIFIED:
         return 0.0
     if ops[i, WORK] == 0.0:
         return float(ops[i, LATENCY])

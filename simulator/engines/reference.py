@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from ebbtide.simulator.engines.rank_shares import rank_share
 from ebbtide.simulator.engines.sharing import max_min_speeds
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.schedule import D2H_LANES, H2D_LANES, Lane, Op, OpKind, Schedule, Span
+from ebbtide.simulator.schedule import D2H_LANES, FREE_WHERE_UNIFIED, H2D_LANES, Lane, Op, Schedule, Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
 
 _COPY_LANES = D2H_LANES | H2D_LANES
 _LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
-_FREE_WHERE_UNIFIED = {OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H}
 
 
 def simulate(schedule: Schedule, machine: Machine) -> Timeline:
@@ -80,7 +79,7 @@ def latency_of(op: Op, machine: Machine) -> float:
 
 def alone_s(op: Op, machine: Machine) -> float:
     """Return the seconds that an op of a schedule takes on a machine if no other op runs at the same time."""
-    if machine.unified_memory and op.kind in _FREE_WHERE_UNIFIED:
+    if machine.unified_memory and op.kind in FREE_WHERE_UNIFIED:
         return 0.0
     if not op.work:
         return op.latency_s

@@ -9,39 +9,17 @@ import numpy as np
 from ebbtide.simulator.engines.jit import compiled
 from ebbtide.simulator.engines.kernel import ITERATION, KIND, KINDS, LANE, LANES, Floats
 from ebbtide.simulator.schedule import Lane, OpKind
+from ebbtide.simulator.timeline import PHASE, UPDATES
 
 # Columns of a summary row.
 (ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK, LOOP_S, STORED) = range(10)
 SUMMARY_COLUMNS = 10
 WARM_UP = 1  # iterations
-_FORWARD, _BACKWARD, _IDLE, _NORM, _STEP_END, _GRADIENT_PASS = (
-    KINDS.index(kind)
-    for kind in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.IDLE, OpKind.NORM, OpKind.STEP_END, OpKind.GRADIENT_PASS)
-)
+_BACKWARD, _STEP_END = KINDS.index(OpKind.BACKWARD), KINDS.index(OpKind.STEP_END)
 _COMPUTE = LANES.index(Lane.COMPUTE)
-_UPDATE_KINDS = tuple(
-    KINDS.index(kind)
-    for kind in (
-        OpKind.UPDATE_HOST,
-        OpKind.UPDATE_HOST_EARLY,
-        OpKind.UPDATE_DEVICE_EARLY,
-        OpKind.UPDATE_DEVICE,
-        OpKind.STATE_D2H,
-        OpKind.PARAMETER_H2D,
-        OpKind.PARAMETER_D2H,
-    )
-)
-
-
-@compiled
-def _phase(kind: int) -> int:
-    if kind == _IDLE:
-        return LOOP_S
-    if kind == _FORWARD:
-        return FORWARD_S
-    if kind in (_BACKWARD, _GRADIENT_PASS):
-        return BACKWARD_S
-    return STEP_S if kind in (_NORM, _STEP_END) else -1
+_UPDATES = tuple(KINDS.index(kind) for kind in UPDATES)
+_COLUMNS = {"loop": LOOP_S, "forward": FORWARD_S, "backward": BACKWARD_S, "step": STEP_S}
+_PHASE = tuple(_COLUMNS[PHASE[kind]] if kind in PHASE else -1 for kind in KINDS)  # of each kind, its column
 
 
 @compiled
@@ -82,12 +60,13 @@ def _add_phases(ops: Floats, start_s: Floats, end_s: Floats, iteration: int, sum
         if ops[i, ITERATION] != iteration:
             continue
         kind = int(ops[i, KIND])
-        if ops[i, LANE] == _COMPUTE and _phase(kind) >= 0:
-            summary[_phase(kind)] += max(0.0, end_s[i] - previous)
+        phase = _PHASE[kind]
+        if ops[i, LANE] == _COMPUTE and phase >= 0:
+            summary[phase] += max(0.0, end_s[i] - previous)
             previous = max(previous, end_s[i])
-            if _phase(kind) == BACKWARD_S:
+            if phase == BACKWARD_S:
                 backward_end = previous
-        if kind in _UPDATE_KINDS:
+        if kind in _UPDATES:
             update_end = max(update_end, end_s[i])
     summary[UPDATE_S] = max(0.0, update_end - backward_end)
 

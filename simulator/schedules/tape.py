@@ -8,9 +8,8 @@ of its ops waits for, in the same iteration and in the previous one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
 
 from ebbtide.simulator.schedule import Lane, Op, OpKind
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
@@ -67,13 +66,6 @@ def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -
     return loop.places()
 
 
-class _Mark(NamedTuple):
-    what: What
-    part: Part | None = None
-    added_to: bool = False
-    boundary: bool = False
-
-
 class _Recorder(PlannedLoop):
     """A simulated training loop that records its ops, so that the schedule of any plan can be built from them.
 
@@ -82,23 +74,23 @@ class _Recorder(PlannedLoop):
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, locations, overlaps=overlaps)
-        self.marks: dict[int, _Mark] = {}
+        self.marks: dict[int, Place] = {}  # without refs
         self.stand_ins: dict[int, int] = {}  # op -> its number behind the places
 
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
         added_to, boundary = micro_step > 0, micro_step == self.boundary
-        self._mark(_Mark(What.GRADIENT, part, added_to, boundary), after)
+        self._mark(Place(What.GRADIENT, None, (), part, added_to, boundary), after)
 
     def prefetch(self) -> None:
-        self._mark(_Mark(What.PREFETCH), self.backward_done)
+        self._mark(Place(What.PREFETCH, None, ()), self.backward_done)
 
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
-        self._mark(_Mark(What.UPDATES), norm)
+        self._mark(Place(What.UPDATES, None, ()), norm)
         count = len(self.sizes)
         new, ends = ([self._stand_in(first + s) for s in range(count)] for first in (0, count))
         return dict(enumerate(new)), ends
 
-    def _mark(self, mark: _Mark, after: int) -> None:
+    def _mark(self, mark: Place, after: int) -> None:
         self.marks[self.out.add(OpKind.NORM, Lane.COMPUTE, 0.0, after=[after])] = mark
 
     def _stand_in(self, number: int) -> int:
@@ -120,5 +112,5 @@ class _Recorder(PlannedLoop):
             # The interpreter remembers each place's latest op.
             assert all(ref >= number for ref, before in zip(refs, op.after, strict=True) if before < count)
             mark = self.marks.get(count + i)
-            result.append(Place(What.OP, op, refs) if mark is None else Place(mark.what, None, refs, *mark[1:]))
+            result.append(Place(What.OP, op, refs) if mark is None else replace(mark, refs=refs))
         return result
