@@ -49,18 +49,8 @@ def test_simulator_speed(tmp_path, run):
 
 @pytest.mark.slow
 def test_update_phase(tmp_path, only_rank, run):
-    found = run(
-        "update_phase",
-        tmp_path / "u.json",
-        "--size",
-        "4m",
-        "--steps",
-        "2",
-        "--subgroup",
-        "500000",
-        "--kernel-elements",
-        "100000",
-    )
+    words = "--size 4m --steps 2 --subgroup 500000 --kernel-elements 100000"
+    found = run("update_phase", tmp_path / "u.json", *words.split())
     assert found["bit_identical"] is True
     assert found["ebbtide_host_bytes_per_param"] == 14.0
     assert found["stock_host_bytes_per_param"] == 18.0

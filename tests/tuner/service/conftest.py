@@ -28,19 +28,8 @@ class Server:
         self.start()
 
     def start(self):
-        command = [
-            sys.executable,
-            "-m",
-            "ebbtide.tuner.cli",
-            "serve",
-            "--port",
-            "0",
-            "--workers",
-            "1",
-            "--db",
-            str(self.database),
-            *map(str, self.arguments),
-        ]
+        command = [sys.executable, "-m", "ebbtide.tuner.cli", "serve", "--port", "0", "--workers", "1"]
+        command += ["--db", str(self.database), *map(str, self.arguments)]
         self.errors = Path(f"{self.database}.errors")
         with self.errors.open("a") as errors:
             self.process = subprocess.Popen(

@@ -16,15 +16,8 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium: apt-get install chromium to run the page's tests"
 )
 AXE = Path(__file__).parent / "axe" / "axe.min.js"
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
+QUIET = ("gpu", "background-networking", "component-update", "sync")
+FLAGS = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
 KINDS = ("parameters", "gradients", "state", "activations", "buckets", "staging")
 PATIENCE_MS = 300_000  # a browser among other tests; playwright's own is 30 s
 ASKED = "/?model=Llama+3+8B&machine=h100-node"
