@@ -1,11 +1,5 @@
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-import matplotlib.pyplot as plt
 import pytest
 from ebbtide.simulator import Lane, OpKind, Span, Timeline
-from matplotlib.patches import Patch
 
 
 def drawn(spans):
@@ -14,6 +8,9 @@ def drawn(spans):
 
 @pytest.fixture(autouse=True)
 def _close():
+    """Close all figures. Matplotlib is imported here and not while pytest collects, which all workers do."""
+    import matplotlib.pyplot as plt
+
     yield
     plt.close("all")
 
@@ -53,6 +50,8 @@ def test_the_legend_names_each_kind_once_and_the_moments():
             Span(OpKind.NORM, Lane.COMPUTE, 1.0, 1.0),
         ]
     )
+    from matplotlib.patches import Patch
+
     legend = ax.get_legend()
     assert [t.get_text() for t in legend.get_texts()] == ["backward", "norm"]
     assert sum(isinstance(h, Patch) for h in legend.legend_handles) == 1
