@@ -104,13 +104,14 @@ def left_to_run(text, run_before):
 
 def check_that_plans_are_in_force(block, said):
     """Check that every `tune run -- python` command of a page's code block has trained under a plan: the log
-    names the plan once per command.
+    names the plan once per command. Check that `tune verify` has found the training under a plan identical.
     """
     commands = len(re.findall(r"^tune run -- python ", block, re.MULTILINE))
     lines = [line for line in said.splitlines() if re.search(r"\b\d+ subgroups on ", line)]
     assert len(lines) == commands or not commands, said
     assert all("[INFO] ebbtide: " in line for line in lines), lines
     assert not commands or "loss" in said
+    assert not block.startswith("tune verify") or "identical, every bit of 3 steps" in said
 
 
 class Shell:
