@@ -7,7 +7,6 @@ by numba.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, get_args
 
@@ -18,7 +17,7 @@ from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.planned_loop import Part
-from ebbtide.simulator.schedules.tape import Place, What
+from ebbtide.simulator.schedules.tape import Tape, What
 from ebbtide.simulator.update.steps import Bytes, Slot, Step
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED, ways
 from ebbtide.simulator.workload import Workload
@@ -139,10 +138,10 @@ class Program(NamedTuple):
     parts: int
 
     @classmethod
-    def of(cls, tape: Sequence[Place]) -> Self:
-        places = np.zeros((len(tape) + 1, X_COLUMNS), np.int64)
-        rows = np.zeros((len(tape), kernel.OP_COLUMNS))
-        for number, place in enumerate(tape):
+    def of(cls, tape: Tape) -> Self:
+        places = np.zeros((len(tape.places) + 1, X_COLUMNS), np.int64)
+        rows = np.zeros((len(tape.places), kernel.OP_COLUMNS))
+        for number, place in enumerate(tape.places):
             part = place.part or _NO_PART
             of_part = (part.subgroup, part.number, part.elements, part.last)
             places[number, :X_REFS] = (place.what, *of_part, place.added_to, place.boundary)
@@ -152,9 +151,31 @@ class Program(NamedTuple):
                 rows[number] = _row(op, op.work, op.dram_bytes)
                 rows[number, kernel.DEVICE_ALLOC] = op.device_alloc_bytes
                 rows[number, kernel.DEVICE_FREE] = op.device_free_bytes
-        refs = [ref for place in tape for ref in place.refs]
-        parts = 1 + max((place.part.number for place in tape if place.part), default=-1)
-        return cls(places, np.array(refs, dtype=np.int64), rows, parts)
+        refs = np.array([ref for place in tape.places for ref in place.refs], dtype=np.int64)
+        parts = 1 + max((place.part.number for place in tape.places if place.part), default=-1)
+        once = cls(places, refs, rows, parts)
+        return once if tape.times == 1 else once._repeating(tape.first, tape.last, tape.times)
+
+    def _repeating(self, first: int, last: int, times: int) -> Self:
+        """Return a copy in which the entries of one micro-batch stand ``times`` times, one after the other.
+
+        Args:
+            first, last: The entries of the micro-batch are those from number ``first`` to before number ``last``. The
+                micro-batch before it has as many.
+        """
+        counts, size = np.diff(self.places[:, X_REFS]), last - first
+        begin, end = self.places[first, X_REFS], self.places[last, X_REFS]
+        moved = self.refs + (times - 1) * size * (self.refs >= first)  # to the last repetition, or behind it
+        inside = self.refs[begin:end]
+        near = (inside >= first - size) & (inside < last)  # in the same micro-batch, or in the one before
+        turns = [np.where(near, inside + turn * size, moved[begin:end]) for turn in range(times)]
+        order = np.concatenate([np.arange(first), np.tile(np.arange(first, last), times), np.arange(last, counts.size)])
+        places = np.zeros((order.size + 1, X_COLUMNS), np.int64)
+        places[:-1] = self.places[order]
+        places[1:, X_REFS] = np.cumsum(counts[order])
+        places[0, X_REFS] = 0
+        refs = np.concatenate([moved[:begin], *turns, moved[end:]])
+        return self._replace(places=places, refs=refs, rows=self.rows[order])
 
     def paced(self, times: float) -> Self:
         """Return a copy of the recording with the time of each forward and backward multiplied by ``times``."""

@@ -46,16 +46,7 @@ class TrainingLoop(ABC):
             ValueError: There are too many forwards and backwards of layers to simulate in reasonable time and
                 memory.
         """
-        w = self.workload
-        passes = 2 * iterations * w.gradient_accumulation_steps * len(w.layers)
-        if passes > MOST_PASSES:
-            most = max(1, MOST_PASSES // (2 * iterations * len(w.layers)))
-            raise RuleError(
-                f"gradient_accumulation_steps must be at most {most:,} to simulate {iterations} iterations of "
-                f"{len(w.layers):,} layers, but got {w.gradient_accumulation_steps:,}. Lower --accumulation: "
-                "further micro-batches only repeat earlier ones",
-                key="accumulation",
-            )
+        check_passes(self.workload, iterations)
         for iteration in range(iterations):
             self.out.iteration = iteration
             if self.workload.pipeline_idle_s:
@@ -250,3 +241,21 @@ def reduce_parts(workload: Workload, layer: int) -> tuple[int, int]:
     size = workload.layers[layer].network_reduce_bytes
     beside = round(size * workload.reduced_beside)
     return size - beside, beside
+
+
+def check_passes(workload: Workload, iterations: int) -> None:
+    """Refuse a workload with too many forwards and backwards of layers to simulate in reasonable time and memory.
+
+    Raises:
+        ValueError: There are too many forwards and backwards in this number of iterations.
+    """
+    w = workload
+    passes = 2 * iterations * w.gradient_accumulation_steps * len(w.layers)
+    if passes > MOST_PASSES:
+        most = max(1, MOST_PASSES // (2 * iterations * len(w.layers)))
+        raise RuleError(
+            f"gradient_accumulation_steps must be at most {most:,} to simulate {iterations} iterations of "
+            f"{len(w.layers):,} layers, but got {w.gradient_accumulation_steps:,}. Lower --accumulation: "
+            "further micro-batches only repeat earlier ones",
+            key="accumulation",
+        )

@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ebbtide.simulator.schedule import Lane, Op, OpKind
+from ebbtide.simulator.schedules.loop import check_passes
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
 from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.workload import Workload
+
+RECORDED = 4  # micro-batches: the first one, two equal ones, and the last one
 
 
 class What(IntEnum):
@@ -55,15 +58,37 @@ class Place:
     boundary: bool = False
 
 
-def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> list[Place]:
+@dataclass(frozen=True)
+class Tape:
+    """A recorded training iteration, in which one micro-batch may stand for several equal ones.
+
+    Attributes:
+        places: Entries of the recording.
+        first, last: The entries ``places[first:last]`` are those of the micro-batch that stands for several.
+        times: Number of equal micro-batches that it stands for.
+    """
+
+    places: Sequence[Place]
+    first: int = 0
+    last: int = 0
+    times: int = 1
+
+
+def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> Tape:
     """Record one training iteration as a list of ops, with markers in place of the ops that depend on a plan.
+
+    Only the first micro-batches of a step and its last one differ from the others. So at most `RECORDED` micro-batches
+    are recorded, and the last but one of them stands for all that are left out.
 
     Raises:
         ValueError: The workload has more forward and backward passes of layers than `TrainingLoop.run` can simulate.
     """
-    loop = _Recorder(workload, locations, overlaps=overlaps)
+    micro = workload.gradient_accumulation_steps
+    check_passes(workload, 2)
+    few = workload if micro <= RECORDED else workload.model_copy(update={"gradient_accumulation_steps": RECORDED})
+    loop = _Recorder(few, locations, overlaps=overlaps)
     loop.run(2)
-    return loop.places()
+    return Tape(loop.places(), *loop.repeated(), 1 + micro - few.gradient_accumulation_steps)
 
 
 class _Recorder(PlannedLoop):
@@ -76,6 +101,19 @@ class _Recorder(PlannedLoop):
         super().__init__(workload, locations, overlaps=overlaps)
         self.marks: dict[int, Place] = {}  # without refs
         self.stand_ins: dict[int, int] = {}  # op -> its number behind the places
+        self.begun: list[int] = []  # the first op of each micro-batch
+
+    def forward(self, micro_step: int) -> None:
+        self.begun.append(len(self.out.ops))
+        super().forward(micro_step)
+
+    def repeated(self) -> tuple[int, int]:
+        """Return the first entry of the last micro-batch but one in the recording, and the entry after its last one.
+
+        Without stand-ins before them, entries have the numbers of their ops.
+        """
+        last = self.boundary
+        return self.begun[max(0, last - 1)], self.begun[last]
 
     def gradient_reduced(self, part: Part, micro_step: int, after: int) -> None:
         added_to, boundary = micro_step > 0, micro_step == self.boundary

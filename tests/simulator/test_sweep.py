@@ -4,17 +4,22 @@ separate CPU passes, and for the memory by kind.
 
 import random
 
+import numpy as np
 import pytest
 from ebbtide.simulator import build_schedule
 from ebbtide.simulator.analysis.best_setting import under_plan
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
+from ebbtide.simulator.engines.recipe_arrays import Program
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.schedules import tape
+from ebbtide.simulator.schedules.tape import record
 from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
 
 from tests.machines import machine, random_machine, random_workload, workload
+from tests.simulator.any_job import random_job
 from tests.simulator.test_tiers import random_plan
 
 EXACT = {"rel": 1e-9, "abs": 1e-9}
@@ -44,6 +49,20 @@ def test_a_sweep_has_the_results_of_the_schedule_of_a_plan(seed):
         assert got.iteration_s == pytest.approx(expected.iteration_s, **EXACT)
         assert got.phases == pytest.approx(expected.phases, **EXACT)
         assert of.memory(plan) == peaks_by_kind(some.held, compiled.ops, expected)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_micro_batch_that_stands_for_others_gives_the_recording_of_all(seed, monkeypatch):
+    rng = random.Random(seed)
+    work = random_workload(rng, rng.choice([3, 3, 2, 1])) if seed % 2 else random_job(np.random.default_rng(seed))[0]
+    work = work.model_copy(update={"gradient_accumulation_steps": rng.choice([3, 4, 5, 9])})
+    away = work.zero_stage == 3 and rng.random() < 0.7
+    locations = [rng.choice(["device", "host"]) if away else "device" for _ in work.subgroups]
+    few = Program.of(record(work, locations, overlaps=work.zero_stage == 3))
+    monkeypatch.setattr(tape, "RECORDED", 9)
+    every = Program.of(record(work, locations, overlaps=work.zero_stage == 3))
+    for one, other in zip(few, every, strict=True):
+        assert np.array_equal(one, other)
 
 
 @pytest.mark.parametrize("seed", range(4))
