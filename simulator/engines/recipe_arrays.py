@@ -24,6 +24,9 @@ from ebbtide.simulator.workload import Workload
 
 SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = get_args(RateName)
+_LANE_NUMBERS = {lane: number for number, lane in enumerate(kernel.LANES)}
+_KIND_NUMBERS = {kind: number for number, kind in enumerate(kernel.KINDS)}
+_RATE_NUMBERS = {rate: number for number, rate in enumerate(RATES)}
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
 _PASSES = [kernel.KINDS.index(kind) for kind in (OpKind.FORWARD, OpKind.BACKWARD)]
@@ -103,11 +106,17 @@ class RecipeArrays:
         return rows
 
 
-def _row(op: Step | Op, work: float, dram_bytes: float) -> Floats:
-    row = np.zeros(kernel.OP_COLUMNS)
-    row[kernel.LANE], row[kernel.KIND] = kernel.LANES.index(op.lane), kernel.KINDS.index(op.kind)
-    row[kernel.RATE], row[kernel.DEVICE_SHARE] = RATES.index(op.rate), op.device_share
+def _row(op: Step | Op, work: float, dram_bytes: float) -> list[float]:
+    row = [0.0] * kernel.OP_COLUMNS
+    row[kernel.LANE], row[kernel.KIND] = _LANE_NUMBERS[op.lane], _KIND_NUMBERS[op.kind]
+    row[kernel.RATE], row[kernel.DEVICE_SHARE] = _RATE_NUMBERS[op.rate], op.device_share
     row[kernel.WORK], row[kernel.DRAM] = work, dram_bytes
+    return row
+
+
+def _op_row(op: Op) -> list[float]:
+    row = _row(op, op.work, op.dram_bytes)
+    row[kernel.DEVICE_ALLOC], row[kernel.DEVICE_FREE] = op.device_alloc_bytes, op.device_free_bytes
     return row
 
 
@@ -139,25 +148,23 @@ class Program(NamedTuple):
 
     @classmethod
     def of(cls, tape: Tape) -> Self:
+        parts_of = [place.part or _NO_PART for place in tape.places]
         places = np.zeros((len(tape.places) + 1, X_COLUMNS), np.int64)
+        places[:-1, :X_REFS] = [
+            (place.what, part.subgroup, part.number, part.elements, part.last, place.added_to, place.boundary)
+            for place, part in zip(tape.places, parts_of, strict=True)
+        ]
+        places[1:, X_REFS] = np.cumsum([len(place.refs) for place in tape.places])
         rows = np.zeros((len(tape.places), kernel.OP_COLUMNS))
-        for number, place in enumerate(tape.places):
-            part = place.part or _NO_PART
-            of_part = (part.subgroup, part.number, part.elements, part.last)
-            places[number, :X_REFS] = (place.what, *of_part, place.added_to, place.boundary)
-            places[number + 1, X_REFS] = places[number, X_REFS] + len(place.refs)
-            if place.op is not None:
-                op = place.op
-                rows[number] = _row(op, op.work, op.dram_bytes)
-                rows[number, kernel.DEVICE_ALLOC] = op.device_alloc_bytes
-                rows[number, kernel.DEVICE_FREE] = op.device_free_bytes
+        ops = {number: place.op for number, place in enumerate(tape.places) if place.op is not None}
+        rows[[*ops]] = [_op_row(op) for op in ops.values()]
         refs = np.array([ref for place in tape.places for ref in place.refs], dtype=np.int64)
-        parts = 1 + max((place.part.number for place in tape.places if place.part), default=-1)
+        parts = 1 + max((part.number for part in parts_of), default=-1)
         once = cls(places, refs, rows, parts)
         return once if tape.times == 1 else once._repeating(tape.first, tape.last, tape.times)
 
     def _repeating(self, first: int, last: int, times: int) -> Self:
-        """Return a copy in which the entries of one micro-batch stand ``times`` times, one after the other.
+        """Return a copy of the recording with one of its micro-batches repeated, so that it is there ``times`` times.
 
         Args:
             first, last: The entries of the micro-batch are those from number ``first`` to before number ``last``. The

@@ -17,7 +17,7 @@ from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
 from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.workload import Workload
 
-RECORDED = 4  # micro-batches: the first one, two equal ones, and the last one
+RECORDED = 3  # micro-batches: the first one, one that may stand for several, and the last one
 
 
 class What(IntEnum):
@@ -60,12 +60,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Tape:
-    """A recorded training iteration, in which one micro-batch may stand for several equal ones.
+    """A recording of a training iteration. One recorded micro-batch may represent several equal ones.
 
     Attributes:
         places: Entries of the recording.
-        first, last: The entries ``places[first:last]`` are those of the micro-batch that stands for several.
-        times: Number of equal micro-batches that it stands for.
+        first, last: The entries ``places[first:last]`` are those of the micro-batch that represents several.
+        times: Number of equal micro-batches that it represents.
     """
 
     places: Sequence[Place]

@@ -92,7 +92,7 @@ def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
 
     def worse(question, progress, known, **options):
         calls.append(known)
-        found = searched(question, progress, {}, **options)
+        found = searched(question, progress, type(known)(), **options)
         return found if len(calls) == 1 else found[:1]  # the largest subgroups alone
 
     monkeypatch.setattr(decision, "_searches", worse)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ebbtide.simulator.analysis.known_bounds import Bounds
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
@@ -29,7 +30,7 @@ from ebbtide.tuner.placements.first_plans import try_first
 from ebbtide.tuner.placements.fit import roomiest
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
-from ebbtide.tuner.placements.search import Bounds, Search
+from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import best_worth_moving, descend, free_parameters
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
@@ -232,6 +233,19 @@ def without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass
+class _Found:
+    """The results so far of a decision, which its quick part and its full part share.
+
+    Attributes:
+        searches: Plan searches, by the position of their subgroup size in `Question.cuts`.
+        bounds: Lower bounds of the iteration time.
+    """
+
+    searches: dict[int, Search] = field(default_factory=dict)
+    bounds: Bounds = field(default_factory=Bounds)
+
+
 @without_garbage_collection()
 def decide(question: Question, progress: Progress = silently) -> Decision:
     """Decide on the plan and the subgroup size of a training job.
@@ -251,7 +265,7 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     """
     check_length(question.workload)
     check_bytes(question.workload, question.machine, question.limits)
-    found: dict[int, Search] = {}
+    found = _Found()
     if question.effort <= QUICK:
         return _quickly(question, progress, found)
     within, quick = replace(question, effort=QUICK), None
@@ -273,14 +287,13 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
 
 
-def _quickly(question: Question, progress: Progress, found: dict[int, Search], *, last: bool = True) -> Decision:
+def _quickly(question: Question, progress: Progress, found: _Found, *, last: bool = True) -> Decision:
     """Find a plan by a quick plan search, and choose the subgroup size.
 
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the name of the current phase.
-        found: Searches so far, by the position of their subgroup size in ``question.cuts``. They are not repeated. New
-            searches are added.
+        found: Results so far. They are not repeated. New results are added.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
 
     Raises:
@@ -310,7 +323,7 @@ def _decided(question: Question, best: Search) -> Decision:
     return Decision(question, best, fewest(best, fastest))
 
 
-def _searches(question: Question, progress: Progress, found: dict[int, Search], *, last: bool = True) -> list[Search]:
+def _searches(question: Question, progress: Progress, found: _Found, *, last: bool = True) -> list[Search]:
     """Run a short plan search at each subgroup size. Return the searches that found a plan which fits into memory, the
     largest subgroups first.
 
@@ -321,21 +334,20 @@ def _searches(question: Question, progress: Progress, found: dict[int, Search], 
     Args:
         question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the current subgroup size.
-        found: Searches so far, by the number of their subgroup size in ``question.cuts``. They are not repeated. New
-            searches are added.
+        found: Results so far. They are not repeated. New results are added.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
 
     Raises:
         ImpossibleError: No plan fits with any subgroup size.
     """
-    cuts, bounds = question.cuts, Bounds()
+    cuts, searches = question.cuts, found.searches
 
     def best_s(number: int) -> float:
-        if number not in found:
+        if number not in searches:
             progress(number / len(cuts), f"subgroups of {cuts[number].subgroup_size:.0e} elements")
-            coarser = [found[n] for n in sorted(found) if n < number and found[n].fits]
-            found[number] = _search(question, cuts[number], coarser, bounds)
-        return found[number].best_s
+            coarser = [searches[n] for n in sorted(searches) if n < number and searches[n].fits]
+            searches[number] = _search(question, cuts[number], coarser, found.bounds)
+        return searches[number].best_s
 
     if question.effort > QUICK or question.running is not None:
         for number in range(len(cuts)):
@@ -350,10 +362,10 @@ def _searches(question: Question, progress: Progress, found: dict[int, Search], 
         if math.isinf(best_s(number)) and last:
             best_s(len(cuts) - 1)
     # While training runs, joined subgroups only show the way.
-    own = [found[number] for number in (sorted(found) if question.running is None else [len(cuts) - 1])]
-    searches = [search for search in own if search.fits]
-    if searches:
-        return searches
+    own = [searches[number] for number in (sorted(searches) if question.running is None else [len(cuts) - 1])]
+    fitting = [search for search in own if search.fits]
+    if fitting:
+        return fitting
     tried = [peaks for search in own for peaks in search.scores.values()]
     raise ImpossibleError.explain(question.workload, question.limits, tried)
 

@@ -10,6 +10,7 @@ import math
 from functools import partial
 from typing import Any
 
+from ebbtide.simulator.analysis.known_bounds import Bounds
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
@@ -18,7 +19,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import evenly
 from ebbtide.tuner.candidates.moves import HOST, STORED
 from ebbtide.tuner.placements.first_plans import try_first
-from ebbtide.tuner.placements.search import Bounds, Search
+from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import SHARES, spaced
 from ebbtide.tuner.quantities import told_seconds
 
@@ -83,7 +84,7 @@ def move_parameters(search: Search) -> None:
     fewest = 0 if search.fits else _fewest(search, count)
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
     for locations in (spaced(count, n) for n in sorted(numbers)):
-        if math.isinf(best_s) or search.floor_s(locations) < best_s:  # else none can be better
+        if math.isinf(best_s) or search.may_take_less(locations, best_s):  # else none can be better
             seconds = try_first(search, locations)
             best, best_s = (locations, seconds) if seconds < best_s else (best, best_s)
     search.locations = best

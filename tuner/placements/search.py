@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from ebbtide.simulator.analysis.bound import Bound, lower_bound
+from ebbtide.simulator.analysis.bound import Bound
 from ebbtide.simulator.analysis.expected import early_updates_worth, late_s, times_of
+from ebbtide.simulator.analysis.known_bounds import Bounds
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -35,7 +36,6 @@ from numpy.typing import NDArray
 
 MOST_REMEMBERED = 4096  # rows of plans
 LONG, WARM_UP = 12, 5  # iterations of a longer simulation, and those of them that do not count
-Bounds = dict[tuple[Limits, int | None], Bound]  # by elements with parameters on the host
 _STORED_CODES = [PLACEMENT_CODES[placement] for placement in STORED]
 
 
@@ -117,7 +117,7 @@ class Search:
         self._longer = self.sweep.longer(LONG, WARM_UP)
         self._orders = UpdateOrders(workload, machine)
         self._rows: dict[tuple[Any, ...], Row] = {}  # of the plans that were simulated last
-        self._bounds: Bounds = {} if bounds is None else bounds
+        self._bounds = Bounds() if bounds is None else bounds
         # Of the best, of the best that waits for the norm, and of the best with parameters on the device.
         self.best_s = self.plain_s = self.whole_s = math.inf
 
@@ -385,23 +385,26 @@ class Search:
         Raises:
             ValueError: The job does not fit into memory with any plan.
         """
-        away = None if locations is None else 0
-        if locations:
-            pairs = zip(self.workload.subgroups, locations, strict=True)
-            away = sum(size for size, location in pairs if location == "host")
-        key = self.limits, away
-        if key not in self._bounds:
-            self._bounds[key] = lower_bound(self.workload, self.machine, self.limits, away=away)
-        return self._bounds[key]
+        return self._bounds.of(self.workload, self.machine, self.limits, self._away(locations))
 
     def floor_s(self, locations: tuple[ParameterLocation, ...] | None) -> float:
         """Return a lower bound in seconds of the iteration time, given the location of each subgroup's
         16-bit parameters, or for any locations if None. ``inf`` if the job does not fit into memory.
         """
-        try:
-            return self.bound_with(locations).iteration_s
-        except ValueError:
-            return math.inf
+        return self._bounds.seconds(self.workload, self.machine, self.limits, self._away(locations))
+
+    def may_take_less(self, locations: tuple[ParameterLocation, ...], seconds: float) -> bool:
+        """Return True unless every plan takes ``seconds`` or more by the lower bound of the iteration time, given the
+        location of each subgroup's 16-bit parameters.
+        """
+        away = self._away(locations) or 0
+        return self._bounds.may_take_less(self.workload, self.machine, self.limits, away, seconds)
+
+    def _away(self, locations: tuple[ParameterLocation, ...] | None) -> int | None:
+        if locations is None:
+            return None
+        pairs = zip(self.workload.subgroups, locations, strict=False)
+        return sum(size for size, location in pairs if location == "host")
 
 
 def may_update_early(workload: Workload, machine: Machine) -> bool:

@@ -1,0 +1,42 @@
+"""Tests that a plan search's shortcut to a lower bound says what the bound itself says."""
+
+import math
+import random
+
+import pytest
+from ebbtide.simulator.analysis import known_bounds
+from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.presets import preset
+from ebbtide.tuner.placements.decision import Question
+from ebbtide.tuner.service.scenario import MODELS
+
+
+def exact_s(question, limits, away):
+    try:
+        return lower_bound(question.workload, question.machine, limits, away=away).iteration_s
+    except ValueError:
+        return math.inf
+
+
+@pytest.mark.parametrize(("storage", "accumulation"), [({"": 10**12}, 4), (None, 1)])
+def test_the_lines_through_known_bounds_decide_as_the_bound_does(monkeypatch, storage, accumulation):
+    rng, have = random.Random(0), preset("h100-node").with_rates(host_memory_bytes=160 * 2**30)
+    work = Job.of_deepspeed(MODELS["Llama 3 8B"], accumulation=accumulation).workload(have)
+    question, known, solved = Question.of(work, have, storage=storage), known_bounds.Bounds(), []
+
+    def counted(*args, **options):
+        solved.append((args[2], options["away"]))
+        return lower_bound(*args, **options)
+
+    monkeypatch.setattr(known_bounds, "lower_bound", counted)
+    limits = sorted({question.limits.in_memory, question.limits}, key=repr)
+    some = [(one, round(rng.random() * work.params)) for one in limits for _ in range(8)]
+    floors_s = [exact_s(question, *one) for one in some]
+    for factors in ((0.8, 1.25), (0.9999, 1.0001)):
+        for one, floor_s in zip(some, floors_s, strict=True):
+            for seconds in (factor * min(floor_s, 1e6) for factor in factors):
+                assert known.may_take_less(work, have, *one, seconds) == (floor_s < seconds), (one, seconds)
+        if factors[0] < 0.9:
+            assert len(solved) < 0.8 * len(some), "no line through known bounds decided"
+    assert len(solved) == len({*solved}), "a bound was computed twice"
