@@ -227,15 +227,6 @@ def started_by(about: Mapping[str, Any]) -> dict[str, Any]:
     return {name: about[name] for name in _STARTED if about[name] is not None}
 
 
-def _run_so(workload: Workload, about: Mapping[str, Any]) -> Workload:
-    from ebbtide.simulator.estimates.launchers import started
-
-    given = started_by(about)
-    workload = started(workload, **given) if given else workload
-    rate = about.get("clip_rate")
-    return workload if rate is None else workload.model_copy(update={"clip_rate": rate})
-
-
 @dataclass(frozen=True)
 class Trained:
     """The training job that the flags of a ``tune`` command describe.
@@ -273,6 +264,7 @@ def read_trained(
         BadInputError: Neither or both of workload and model are given, a file cannot be used, or a flag has no
             effect.
     """
+    from ebbtide.simulator.estimates.launchers import started
     from ebbtide.simulator.workload import Workload
 
     if (workload is None) == (model is None):
@@ -290,7 +282,8 @@ def read_trained(
     config = read_config(about.get("ds_config"))
     _check_kinds(config, about.get("ds_config"), model)
     if workload is not None:
-        return Trained(_run_so(_read(Workload, workload, "--workload"), about), None, config)
+        ran = {name: about.get(name) for name in _RUN}
+        return Trained(started(_read(Workload, workload, "--workload"), **ran), None, config)
     from ebbtide.simulator.estimates.job import Job
 
     assert model is not None

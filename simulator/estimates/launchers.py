@@ -30,10 +30,22 @@ def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: i
     return omp_threads
 
 
-def started(workload: Workload, launcher: Launcher = "deepspeed", omp_threads: int | None = None) -> Workload:
+def started(
+    workload: Workload, launcher: Launcher | None = None, omp_threads: int | None = None, clip_rate: float | None = None
+) -> Workload:
     """Return a copy of the workload for another launcher, with the number of OpenMP threads that this launcher sets.
 
     The number decides how fast DeepSpeed updates on the CPU.
+
+    Args:
+        launcher: Program that starts the ranks. None: the workload's number of threads stays, unless ``omp_threads``
+            is given.
+        omp_threads: ``OMP_NUM_THREADS`` as set by the user. None: not set.
+        clip_rate: Fraction of steps that clip gradients or overflow. None: the workload's own.
     """
-    threads = stock_threads(launcher, omp_threads, workload.ranks_per_node)
-    return workload.model_copy(update={"stock_threads": threads})
+    changes: dict[str, float | None] = {}
+    if launcher is not None or omp_threads is not None:
+        changes["stock_threads"] = stock_threads(launcher or "deepspeed", omp_threads, workload.ranks_per_node)
+    if clip_rate is not None:
+        changes["clip_rate"] = clip_rate
+    return workload.model_copy(update=changes) if changes else workload

@@ -63,8 +63,8 @@ class Described:
                     "--model, --workload or the column 'model' of a CSV must describe what ran, but got none"
                 )
             work = self.job.workload(machine)
-        elif how := {name: self.shape[name] for name in _STARTED if name in self.shape}:
-            work = started(work, **how)
+        else:
+            work = started(work, **{name: self.shape.get(name) for name in _STARTED})
         if "sub_group_size" in self.options:
             work = work.recut(int(self.options["sub_group_size"]))
         options = {k: v for k, v in self.options.items() if k != "sub_group_size"}

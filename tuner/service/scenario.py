@@ -95,19 +95,14 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
     workload = scenario.workload
     if isinstance(workload, str):
         raise RuleError(f"workload must be a name that GET /api/v1/models lists, but got {workload!r}", key="workload")
-    workload = job_of(scenario).workload(machine) if workload is None else _run_so(workload, scenario)
+    if workload is None:
+        workload = job_of(scenario).workload(machine)
+    else:
+        workload = started(workload, scenario.launcher, scenario.omp_threads, scenario.clip_rate)
     if scenario.subgroup_size is not None:
         _check_cut(workload.params, scenario.subgroup_size)
         workload = workload.recut(scenario.subgroup_size)
     return workload
-
-
-def _run_so(workload: Workload, scenario: Scenario) -> Workload:
-    if given := started_by(scenario):
-        workload = started(workload, **given)
-    if scenario.clip_rate is None:
-        return workload
-    return workload.model_copy(update={"clip_rate": scenario.clip_rate})
 
 
 def _check_cut(params: int, subgroup_size: int) -> None:
