@@ -19,10 +19,17 @@ import math
 import sys
 import time
 
+from rich.console import Console
+
 from studies.bench.byte_gpt import SIZES
-from studies.bench.console import publish, study_parser
+from studies.bench.console import study_parser, tables
+from studies.bench.record import write_record
 from studies.gpu.comparison import PEERS, compare
-from studies.gpu.suite import Suite
+from studies.gpu.suite import Figures, Suite
+
+# What the table shows of a row, which also has the machine, the versions and the command.
+TIMES = ("iteration_s", "forward_s", "backward_s", "step_s", "tokens_per_s", "speedup")
+SHOWN = ("name", *TIMES, "device_peak_bytes", "host_peak_bytes", "loss", "exact", "bit_identical", "best")
 
 
 def main() -> None:
@@ -42,9 +49,20 @@ def main() -> None:
     figures = compare(suite, args.only)
     if emulated:
         figures["device_kind"] = "emulated"
-    publish("peers", args.json, figures)
+    write_record(args.json, "peers", figures)
+    show(figures)
     if figures["correct"] is False:
         sys.exit("ebbtide's bits differ from stock's")
+
+
+def show(figures: Figures) -> None:
+    """Print a table of the offloading systems that ran, and why the others failed."""
+    ran = [{key: row[key] for key in SHOWN if key in row} for row in figures["rows"] if "failed" not in row]
+    console = Console(width=170)
+    console.print(*tables("peers", figures | {"rows": ran}))
+    for row in figures["rows"]:
+        if "failed" in row:
+            console.print(f"{row['variant']} failed: {row['failed']}")
 
 
 def _arguments() -> argparse.Namespace:
