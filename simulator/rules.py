@@ -6,8 +6,7 @@ a name, such as "RTX 4090" for "rtx4090", and suggest similar names for a misspe
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, Protocol, get_args
 
@@ -49,19 +48,6 @@ class Broken(NamedTuple):
         if not self.rule.startswith("must ") or not self.key:
             return self.rule
         return f"{self.key} {self.rule}" + ("" if self.value is None else f", but got {self.value}")
-
-
-@contextmanager
-def under(name: str) -> Iterator[None]:
-    """Put a prefix and a dot before the field name in each `RuleError` that is raised within this context.
-
-    So the error names a field of an inner object by its full path.
-    """
-    try:
-        yield
-    except RuleError as error:
-        error.key = f"{name}.{error.key}" if error.key else name
-        raise
 
 
 def cut(text: str, most: int = 1000) -> str:

@@ -9,11 +9,11 @@ import sqlite3
 
 import numpy as np
 import pytest
-from ebbtide.simulator import Machine, ModelError, Plan, Workload, preset
+from ebbtide.simulator import Machine, Plan, Workload, preset
 from ebbtide.simulator.analysis import many_plans
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.plan import CheckpointPlan
-from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain, under
+from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain
 from ebbtide.tuner.placements.search import LONG
 from ebbtide.tuner.service.pool import Lane, WorkerError
 from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
@@ -325,12 +325,6 @@ def test_of_alternatives_the_nearest_is_told():
     rows = {row.key: row for row in broken(caught.value, given)}
     assert rows["machine.cpu_cores"].told == "machine.cpu_cores must be a whole number, but got 'many'"
     assert "machine" not in rows
-
-
-def test_fields_of_what_is_nested_are_named_from_outside():
-    with pytest.raises(ModelError) as caught, under("scenario"):
-        raise ModelError("wings must be 2", "wings")
-    assert caught.value.key == "scenario.wings"
 
 
 def test_an_answer_is_tried_again_when_its_worker_ends():
