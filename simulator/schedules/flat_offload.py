@@ -47,7 +47,6 @@ class FlatOffloadLoop(StockLoop):
         self.flat = flat
         options = StockOptions(
             gradients="asynchronous" if self.flat.pinned else "unpinned",
-            pageable_parameters=False,
             torch_adam=self.flat.torch_adam,
             overflow_check="device",
         )

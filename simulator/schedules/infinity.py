@@ -16,9 +16,9 @@ from ebbtide.simulator.schedules.stock import StockLoop
 from ebbtide.simulator.schedules.stock_options import (
     HOST_GRADIENT_BYTES,
     PAGEABLE_PASSES,
-    Gradients,
     OverflowCheck,
     StockOptions,
+    copies_of_gradients,
 )
 from ebbtide.simulator.update.footprint import fetched_for, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
@@ -65,17 +65,6 @@ class InfinityOptions:
                 key="options.pipelined",
             )
 
-    @property
-    def gradients(self) -> Gradients:
-        """Return the name of the method by which the simulated DeepSpeed run copies gradients to the host.
-
-        The name is a value of `StockOptions.gradients`, and follows from the options ``pinned`` and
-        ``async_gradients``.
-        """
-        if self.pinned:
-            return "stock" if self.async_gradients else "widened_on_host"
-        return "unpinned" if self.async_gradients else "unpinned_widened_on_host"
-
 
 class InfinityLoop(StockLoop):
     """The simulated training loop of ZeRO-3 offload with copies of parameters and activations to and from the host.
@@ -85,9 +74,8 @@ class InfinityLoop(StockLoop):
     """
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:
-        stock = StockOptions(
-            gradients=options.gradients, torch_adam=options.torch_adam, overflow_check=options.overflow_check
-        )
+        gradients = copies_of_gradients(pinned=options.pinned, asynchronous=options.async_gradients)
+        stock = StockOptions(gradients=gradients, torch_adam=options.torch_adam, overflow_check=options.overflow_check)
         super().__init__(workload, stock)
         self.where = options
         self.writes: list[int] = []  # of the latest step

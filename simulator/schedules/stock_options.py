@@ -50,6 +50,18 @@ UNPINNED: tuple[Gradients, ...] = ("unpinned", "unpinned_widened_on_host")
 WIDENED_ON_HOST: tuple[Gradients, ...] = ("widened_on_host", "unpinned_widened_on_host")
 
 
+def copies_of_gradients(*, pinned: bool, asynchronous: bool) -> Gradients:
+    """Return the way in which gradients reach host memory, as a value of `StockOptions.gradients`.
+
+    Args:
+        pinned: True if host buffers are pinned.
+        asynchronous: True if the GPU converts gradients to fp32, and backward does not wait for the copies.
+    """
+    if pinned:
+        return "stock" if asynchronous else "widened_on_host"
+    return "unpinned" if asynchronous else "unpinned_widened_on_host"
+
+
 @dataclass(frozen=True, slots=True)
 class StockOptions:
     """The options that distinguish the offload strategies of DeepSpeed's ZeRO-3 from one another.

@@ -13,7 +13,7 @@ from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOption
 from ebbtide.simulator.schedules.infinity import InfinityLoop, InfinityOptions
 from ebbtide.simulator.schedules.no_offload import DeviceLoop
 from ebbtide.simulator.schedules.stock import StockLoop
-from ebbtide.simulator.schedules.stock_options import Gradients, OverflowCheck, StockOptions
+from ebbtide.simulator.schedules.stock_options import OverflowCheck, StockOptions, copies_of_gradients
 from ebbtide.simulator.workload import Workload
 
 LARGEST_STRIDE = 100  # published runs have some that are larger than their number of subgroups
@@ -112,7 +112,7 @@ def zero3_offload(
         overflow_check: Place where gradients are checked for an overflow. It depends on DeepSpeed's version
             (`StockOptions`).
     """
-    gradients: Gradients = "stock" if async_gradients else "widened_on_host"
+    gradients = copies_of_gradients(pinned=True, asynchronous=async_gradients)
     options = StockOptions(gradients=gradients, torch_adam=torch_adam, overflow_check=overflow_check)
     return _stock(workload, "zero3_offload", options, iterations)
 
@@ -128,7 +128,7 @@ def zero3_offload_unpinned(
 
     Backward waits for each copy from and to unpinned memory.
     """
-    gradients: Gradients = "unpinned" if async_gradients else "unpinned_widened_on_host"
+    gradients = copies_of_gradients(pinned=False, asynchronous=async_gradients)
     options = StockOptions(gradients=gradients, torch_adam=torch_adam, overflow_check=overflow_check)
     return _stock(workload, "zero3_offload_unpinned", options, iterations)
 
@@ -164,8 +164,8 @@ def twin_flow(
             "Set async_gradients or pinned to True",
             "options.async_gradients",
         )
-    flows: Gradients = "stock" if async_gradients else "widened_on_host"
-    options = StockOptions(host_ratio=ratio, gradients=flows if pinned else "unpinned", overflow_check=overflow_check)
+    gradients = copies_of_gradients(pinned=pinned, asynchronous=async_gradients)
+    options = StockOptions(host_ratio=ratio, gradients=gradients, overflow_check=overflow_check)
     return _stock(workload, "twin_flow", options, iterations)
 
 
