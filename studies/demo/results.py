@@ -6,12 +6,10 @@ from pathlib import Path
 
 import torch
 from ebbtide.simulator import Plan, Prediction
+from ebbtide.tuner.answer.rows import role_of
 
 from studies.bench.bits import differences
 from studies.bench.phase_clock import PHASES, medians
-
-# Of the simulator's strategy, as a plan's alternatives name it.
-STOCK_NAMES = ("stock ZeRO-3 offload", "zero3_offload")
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ def predicted_phases(plan: Plan, side: str) -> dict[str, dict[str, float]]:
     if side == "plan":
         chosen = plan.prediction
     else:
-        chosen = next((p for p in plan.alternatives if p.strategy in STOCK_NAMES), None)
+        chosen = next((p for p in plan.alternatives if role_of(p.strategy) == "stock"), None)
     return {f"{side}, predicted": _phases(chosen)} if chosen else {}
 
 

@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ebbtide.simulator import Machine, Placement, Plan, Quantity, Workload
+from ebbtide.tuner.answer.rows import role_of
 from rich.table import Table
 
 from studies.bench.phase_clock import PHASES
 from studies.demo.crash import Crash
-from studies.demo.results import STOCK_NAMES, Run
+from studies.demo.results import Run
 
 _FILES = {
     "machine.json": "what this machine can do, every rate with its spread",
@@ -80,7 +81,7 @@ def plan(chosen: Plan) -> Table:
     """
     table = _table("strategy", "predicted iteration", "forward", "backward", "step")
     ordered = sorted(chosen.alternatives, key=lambda p: p.iteration_s)
-    stock = [p for p in ordered if p.strategy in STOCK_NAMES]
+    stock = [p for p in ordered if role_of(p.strategy) == "stock"]
     others = [p for p in ordered if p not in stock][: SHOWN_ALTERNATIVES - len(stock)]
     shown = sorted(others + stock, key=lambda p: p.iteration_s)
     predictions = ([chosen.prediction] if chosen.prediction else []) + shown

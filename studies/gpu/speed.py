@@ -9,8 +9,8 @@ from typing import Any
 from ebbtide.simulator import Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import Limits
+from ebbtide.tuner.answer.rows import role_of
 
-from studies.demo.results import STOCK_NAMES
 from studies.gpu.suite import Figures, Suite
 
 
@@ -46,7 +46,7 @@ def against_prediction(plan: Plan, stock: Figures, ours: Figures) -> Figures:
         ``predicted_s`` and ``stock_predicted_s``: predicted iteration times under the plan and with stock DeepSpeed.
         ``predicted_over_measured`` and ``stock_predicted_over_measured``: these times divided by the measured ones.
     """
-    predicted = [row.iteration_s for row in plan.alternatives if row.strategy in STOCK_NAMES]
+    predicted = [row.iteration_s for row in plan.alternatives if role_of(row.strategy) == "stock"]
     figures: Figures = {"stock_predicted_s": predicted[0] if predicted else None}
     figures["predicted_s"] = None if plan.prediction is None else plan.prediction.iteration_s
     for name, row in (("", ours), ("stock_", stock)):

@@ -121,6 +121,9 @@ def test_times_are_the_medians_of_the_timed_steps(tmp_path):
 def test_predictions_come_from_the_plan():
     assert predicted_phases(_plan(), "plan")["plan, predicted"]["iteration"] == 0.4
     assert predicted_phases(_plan(), "stock")["stock, predicted"]["iteration"] == 0.6
+    one_thread = _plan().alternatives[0].model_copy(update={"strategy": "stock ZeRO-3 offload, 1 thread a rank"})
+    started = _plan().model_copy(update={"alternatives": (one_thread,)})
+    assert predicted_phases(started, "stock"), "a launcher's threads in the label change no strategy"
     bare = _plan().model_copy(update={"alternatives": (), "prediction": None})
     assert predicted_phases(bare, "stock") == predicted_phases(bare, "plan") == {}
 
