@@ -21,12 +21,12 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, PlanError
 from ebbtide.simulator.schedules.tape import record
 from ebbtide.simulator.update.footprint import fetched_elements, footprint_by_kind, moved_out
-from ebbtide.simulator.update.holding import Amounts, ByKind, Holding
+from ebbtide.simulator.update.holding import Amounts, ByKind, Footprint, Holding
 from ebbtide.simulator.update.order import arrival_order
 from ebbtide.simulator.update.recipes import early_limits
 from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
 from ebbtide.simulator.update.tiers import Memory
-from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, SUMMED, plain_ways
+from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, plain_ways
 from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
@@ -79,7 +79,8 @@ class PlanSweep:
         remember = lru_cache(MOST_AMOUNTS)
         self.held_bytes, self.slots = remember(self.held.bytes), remember(self.held.slots)
         self.each_bytes = remember(self.held.each_bytes)
-        self._amounts: dict[bytes, tuple[Amounts, Amounts]] = {}
+        self._held: dict[tuple[bytes, int, int], Footprint] = {}
+        self._counted: dict[bytes, tuple[tuple[Amounts, Amounts], float]] = {}
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
@@ -184,7 +185,7 @@ class PlanSweep:
                 f"overlap_forward must be false for ZeRO-{self.workload.zero_stage}, whose steps wait for their "
                 "updates, but got true"
             )
-        both = amounts, updated_early = self.amounts(placement)
+        both = self.amounts(placement)
         slots = self.slots(both, staging_slots, host_slots)
         limits = early_limits(prefetch, slots)
         early, ahead = ([limits.get(slot, 0) if slot.ahead is when else 0 for slot in SLOTS] for when in (False, True))
@@ -206,7 +207,7 @@ class PlanSweep:
         )
         row = self._run(scratch, count, self._rates_with(threads))
         # On top of the activations' peak.
-        held = self.held_bytes(amounts, staging_slots, host_slots, updated_early, self.summed_elements(placement))
+        held = self.held_under(placement, staging_slots, host_slots)
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[summary.DEVICE_PEAK] += base + held["device"]
         row[summary.HOST_PEAK] += held["host"]
@@ -225,13 +226,18 @@ class PlanSweep:
                 elements, and the elements of the largest one. A tuple has one number for each combination, in the order
                 of `plain_ways`.
         """
+        return self._count(placement)[0]
+
+    def _count(self, placement: NDArray[np.int8]) -> tuple[tuple[Amounts, Amounts], float]:
+        """Return the result of `amounts`, and the number of elements with the flag for gradient sums on the GPU."""
         key = placement.tobytes()
-        if key not in self._amounts:
-            if len(self._amounts) == MOST_AMOUNTS:
-                self._amounts.pop(next(iter(self._amounts)))
-            waiting, updated_early = totals(placement, self.sizes, self.ways).tolist()
-            self._amounts[key] = tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))
-        return self._amounts[key]
+        if key not in self._counted:
+            if len(self._counted) == MOST_AMOUNTS:
+                self._counted.pop(next(iter(self._counted)))
+            both, summed = totals(placement, self.sizes, self.ways)
+            waiting, updated_early = both.tolist()
+            self._counted[key] = (tuple(map(tuple, waiting)), tuple(map(tuple, updated_early))), float(summed)
+        return self._counted[key]
 
     def summed_elements(self, placement: NDArray[np.int8]) -> float:
         """Return the number of elements with gradients that a plan accumulates in GPU memory instead of host memory.
@@ -244,7 +250,22 @@ class PlanSweep:
         """
         if not self.held.sums:
             return 0.0
-        return float(self.sizes[(placement // SUMMED) % 2 == 1].sum())
+        return self._count(placement)[1]
+
+    def held_under(self, placement: NDArray[np.int8], staging_slots: int, host_slots: int) -> Footprint:
+        """Return the bytes that subgroups and buffers need under a plan, as a dict by memory (`Holding.bytes`).
+
+        Args:
+            placement: For each subgroup, the number (`Way.code`) of its placement, parameter location and flags.
+        """
+        key = placement.tobytes(), staging_slots, host_slots
+        if key not in self._held:
+            if len(self._held) == MOST_AMOUNTS:
+                self._held.pop(next(iter(self._held)))
+            amounts, early = self.amounts(placement)
+            summed = self.summed_elements(placement)
+            self._held[key] = self.held_bytes(amounts, staging_slots, host_slots, early, summed)
+        return self._held[key]
 
     def evaluate_plan(self, plan: Plan) -> Floats:
         """Return the predicted times and memory peaks of a plan, as an array with the columns of `engines.summary`."""

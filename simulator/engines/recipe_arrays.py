@@ -192,24 +192,27 @@ class Program(NamedTuple):
 
 
 @compiled
-def totals(placement: Any, sizes: Floats, kinds: int) -> Floats:
+def totals(placement: Any, sizes: Floats, kinds: int) -> tuple[Floats, float]:
     """Count a plan's subgroups and their elements, for each combination of placement and parameter location.
 
     Returns:
-        An array of shape (2, 3, combinations). First index: 0 for subgroups that wait for the gradient norm, 1 for
-        early updates. Second index: 0 for the number of subgroups, 1 for their total number of elements, 2 for the
-        elements of the largest subgroup. The combinations are in the order of `plain_ways`.
+        Two results. The first is an array of shape (2, 3, combinations). First index: 0 for subgroups that wait for the
+        gradient norm, 1 for early updates. Second index: 0 for the number of subgroups, 1 for their total number of
+        elements, 2 for the elements of the largest subgroup. The combinations are in the order of `plain_ways`. The
+        second result is the number of elements of all subgroups that accumulate their gradients on the GPU.
     """
-    both = np.zeros((2, 3, kinds))
+    both, summed = np.zeros((2, 3, kinds)), 0.0
     for s in range(sizes.size):
         code = placement[s]
         updated_early = (code // EARLY) % 2
         code -= updated_early * EARLY
-        code -= ((code // SUMMED) % 2) * SUMMED
+        sums = (code // SUMMED) % 2
+        code -= sums * SUMMED
+        summed += sums * sizes[s]
         result = both[updated_early]
         if code >= PARAMETERS_ON_HOST:
             code = code - PARAMETERS_ON_HOST + kinds // 2
         result[0, code] += 1
         result[1, code] += sizes[s]
         result[2, code] = max(result[2, code], sizes[s])
-    return both
+    return both, summed

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from ebbtide.tuner.commands.options import DURATION, ENDURANCE, JSON, RATE, SHARE, SIZE, STORAGE, guarded, needs
+from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
 @click.option("--why", is_flag=True, help="Also report the gain from more memory or bandwidth.")
 @JSON
 @guarded
+@without_garbage_collection()
 def plan(
     machine: str,
     output: str,

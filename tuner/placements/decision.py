@@ -8,10 +8,9 @@ but the effort is not: a sketch compares simple plans, a quick decision compares
 ends with a short simulated annealing, and a full one compares all sizes and anneals for longer.
 """
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +24,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.candidates.cuts import SIZES, WORTH, finer, merged, quick_cuts, recuts
 from ebbtide.tuner.candidates.moves import STORED
+from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.first_plans import try_first
 from ebbtide.tuner.placements.fit import roomiest
@@ -41,6 +41,7 @@ FINALISTS = 2  # cuts that a full answer improves
 MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated, twelve at once
 NEAR = 1.05  # times the first plan of the best subgroup size: a slower size is no finalist
 FEW_STEPS = 4  # micro-batches: a longer step takes longer to simulate, and fewer cuts are compared
+LONG_OPS = 60_000  # of an iteration: no more subgroup sizes than for a quick answer
 GLANCED = 1.02  # times the first plan of the best subgroup size, for a quick answer
 GLANCE = 250  # evaluations of a quick answer
 GLANCED_OPS = 1_500_000  # evaluations of a quick answer, times an iteration's ops
@@ -217,22 +218,6 @@ class Decision:
         return {} if STORED.isdisjoint(self.chosen.placements) else self.question.folders
 
 
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Pause Python's search for garbage in reference cycles.
-
-    Planning keeps many objects and makes hardly any cycles. Looking through all objects of the process again and again
-    would take up to a fifth of the time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 @dataclass
 class _Found:
     """The results so far of a decision, which its quick part and its full part share.
@@ -327,9 +312,9 @@ def _searches(question: Question, progress: Progress, found: _Found, *, last: bo
     """Run a short plan search at each subgroup size. Return the searches that found a plan which fits into memory, the
     largest subgroups first.
 
-    If the question's effort is at most `QUICK`, only a few sizes are tried: first two (one if a step has many
-    micro-batches), and then the sizes next to the better one, for as long as the best plan's iteration gets clearly
-    shorter.
+    Only a few sizes are tried if the question's effort is at most `QUICK`, or if an iteration has very many ops: first
+    two (one if a step has many micro-batches), and then the sizes next to the better one, for as long as the best
+    plan's iteration gets clearly shorter.
 
     Args:
         question: Training job, machine, memory limits and effort.
@@ -349,7 +334,7 @@ def _searches(question: Question, progress: Progress, found: _Found, *, last: bo
             searches[number] = _search(question, cuts[number], coarser, found.bounds)
         return searches[number].best_s
 
-    if question.effort > QUICK or question.running is not None:
+    if question.running is not None or (question.effort > QUICK and not _long(searches)):
         for number in range(len(cuts)):
             best_s(number)
     else:
@@ -368,6 +353,11 @@ def _searches(question: Question, progress: Progress, found: _Found, *, last: bo
         return fitting
     tried = [peaks for search in own for peaks in search.scores.values()]
     raise ImpossibleError.explain(question.workload, question.limits, tried)
+
+
+def _long(searches: Mapping[int, Search]) -> bool:
+    """Return True if simulating the job takes so long that a full answer tries only a quick one's subgroup sizes."""
+    return any(search.fits and search.most_ops > LONG_OPS for search in searches.values())
 
 
 def _search(question: Question, cut: Workload, coarser: Sequence[Search], bounds: Bounds) -> Search:

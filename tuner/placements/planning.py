@@ -24,9 +24,10 @@ from ebbtide.tuner.calibrate.interval import plan_interval_s
 from ebbtide.tuner.calibrate.spread import sampled_machines
 from ebbtide.tuner.candidates.candidate import Candidate, seconds_of, turned
 from ebbtide.tuner.candidates.moves import STORED
+from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
 from ebbtide.tuner.placements.decision import QUICK as QUICK
-from ebbtide.tuner.placements.decision import Progress, Question, decide, silently, without_garbage_collection
+from ebbtide.tuner.placements.decision import Progress, Question, decide, silently
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.sizes_told import about_pieces, about_subgroups

@@ -51,7 +51,10 @@ class Room:
             return crossing, slots
         held, sizes = self._sweep.held, self._sweep.sizes
         sent = sizes[CAN_SUM[crossing & ~EARLY]].sum()
-        many = held.most_sums(sizes[stay].tolist(), self.limits.device_bytes - taken, sent)
+        left, own = self.limits.device_bytes - taken, sizes[stay]
+        # Most often there is room for all sums.
+        all_fit = held.sending_bytes(sent, own.sum()) <= left + held.sending_bytes(sent, 0)
+        many = stay.size if all_fit else held.most_sums(own.tolist(), left, sent)
         crossing[stay[:many]] += SUMMED
         return crossing, slots
 
@@ -76,8 +79,7 @@ class Room:
 
         The peak of GPU memory is at the end of forward, when GPU memory holds all activations.
         """
-        amounts, early = self._sweep.amounts(codes)
-        held = self._sweep.held_bytes(amounts, slots, host_slots, early, self._sweep.summed_elements(codes))
+        held = self._sweep.held_under(codes, slots, host_slots)
         return held["device"] + self._device_bytes(codes), held["host"], held["storage"]
 
     def _device_bytes(self, codes: Codes) -> int:
