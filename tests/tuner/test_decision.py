@@ -140,8 +140,7 @@ def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monke
     assert len(described) == len({*described}) > 100
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize("model", ["Llama 3.2 1B", "Llama 2 13B"])
+@pytest.mark.parametrize(("model", "enabled"), [("Llama 3.2 1B", True), ("Llama 2 13B", False)])
 def test_a_search_makes_no_garbage_that_must_be_looked_for(model, enabled):
     """Check that a plan search pauses garbage collection, leaves the setting as it was, and makes no reference cycles.
 

@@ -30,18 +30,13 @@ BODIES = {
     "infinity": '{"model": "Llama 3 8B", "link_bytes_per_s": 1e999}',
     "minus infinity": '{"model": "Llama 3 8B", "link_bytes_per_s": -Infinity}',
     "thousands of digits": '{"model": "Llama 3 8B", "gpus": ' + "9" * 5000 + "}",
-    "negative": json.dumps({**LLAMA, "gpus": -1}),
     "huge count": json.dumps({**LLAMA, "accumulation": 10**9}),
-    "a string for a number": json.dumps({**LLAMA, "gpus": "many"}),
-    "unknown key": json.dumps({**LLAMA, "gpu": 1}),
-    "no model": json.dumps({"machine": "h200"}),
     "both": json.dumps({**LLAMA, "workload": "x"}),
     "unknown model": json.dumps({"model": "../../etc/passwd"}),
     "a path": json.dumps({"model": "/etc/passwd"}),
     "a machine's path": json.dumps({**LLAMA, "machine": "../machine.json"}),
     "script in a name": json.dumps({**LLAMA, "machine": "<script>alert(1)</script>"}),
     "null byte": json.dumps({**LLAMA, "machine": "h200\0"}),
-    "unknown strategy": json.dumps({**LLAMA, "strategy": "magic"}),
     "unknown option": json.dumps({**LLAMA, "options": {"__class__": 1}}),
     "an endless schedule": json.dumps({**LLAMA, "strategy": "ebbtide", "options": {"iterations": 10**9}}),
     "many layers": json.dumps({"model": {"layers": 10**8, "hidden": 64, "heads": 1, "vocabulary": 8}}),
@@ -75,7 +70,7 @@ def children(pid):
 @pytest.mark.parametrize("path", ["/simulate", "/answer"])
 def test_a_bad_body_is_refused_with_rule_and_key(server, path, case):
     body = BODIES[case]
-    if (path == "/answer" and "option" in case) or "schedule" in case or "strategy" in case:
+    if (path == "/answer" and "option" in case) or "schedule" in case:
         path = "/simulate"
     response = server.client.post(path, content=body, headers={"content-type": "application/json"})
     assert 400 <= response.status_code < 500, response.text

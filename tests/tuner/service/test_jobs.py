@@ -227,18 +227,11 @@ def test_a_search_that_cannot_be_is_refused_at_once(server, changes, rule):
     assert rule in response.text
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"model": "Llama 3 70B", "free": ["micro_batch"]}, "nothing fits"),
-        ({"global_batch": 7, "free": ["gpus"]}, "global-batch"),
-    ],
-)
-def test_a_search_without_a_result_fails_with_the_reason(server, changes, reason):
-    job = server.post("/jobs/search", {**SMALL, **changes}).json()
+def test_a_search_without_a_result_fails_with_the_reason(server):
+    job = server.post("/jobs/search", {**SMALL, "global_batch": 7, "free": ["gpus"]}).json()
     state = ended(server, job["id"])
     assert state["state"] == "failed"
-    assert reason in state["note"]
+    assert "global-batch" in state["note"]
 
 
 LONG = {**GRID, "strategies": ["ebbtide"], "model": "Llama 3 8B", "subgroup_size": 100_000_000}
