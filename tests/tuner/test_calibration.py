@@ -136,6 +136,20 @@ def test_a_machine_far_from_its_sheet_is_followed(name, factors):
     assert result.unexplained == ()
 
 
+@pytest.mark.parametrize(("wrong", "wider"), [(1.5, False), (2.0, True)])
+def test_wider_corrections_are_tried_for_machines_far_from_their_sheet_only(monkeypatch, wrong, wider):
+    machine, tried = preset("a100-node"), []
+    monkeypatch.setattr(
+        calibration,
+        "_fit_within",
+        lambda start, knobs, times, seen, within=calibration._fit_within: (
+            tried.append(times) or within(start, knobs, times, seen)
+        ),
+    )
+    calibrate(machine, [observed(machine, 1, factors={"step": wrong})])
+    assert tried == [1.0, *calibration.WIDER] if wider else tried == [1.0]
+
+
 def test_what_no_rate_explains_is_said_and_widens_the_interval():
     """Check a calibration with measured steps that take 0.3 times their predicted time. No speeds within the physical
     limits of the machine explain such a short time. The calibration must report this and widen the prediction interval.

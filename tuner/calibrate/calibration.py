@@ -36,6 +36,9 @@ IDENTIFIED = 0.97
 # Of a phase's median error over all runs: beyond it, the machine is not what its sheet says. One
 # node's days lie up to 0.23 from their middle (SHARE_WIDTH), and a phase has its NOISE.
 UNEXPLAINED = 0.35
+# From this median error of a phase on, in log units, wider corrections are tried. Published A100 runs that are nearer
+# were predicted worse with them: calibrated on one other run of their campaign, with a p90 error of 24%, not 20%.
+FAR = 0.5
 WIDER = (2.0, 4.0, 8.0)  # times the knobs' widths, for such a machine
 WORTH = 0.05  # of that error, what is worth the next wider one
 FURTHEST = 2.0  # a knob's turn, in log units: seven times
@@ -183,7 +186,7 @@ def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observati
     range with nearly the least errors is used.
     """
     usual = _fit_within(start, knobs, 1.0, observations)
-    if usual.worst < UNEXPLAINED:
+    if usual.worst < FAR:
         return usual
     fits = [usual, *(_fit_within(start, knobs, wider, observations) for wider in WIDER)]
     least = min(fit.worst for fit in fits)
@@ -350,7 +353,7 @@ def _contradictions(machine: Machine, observations: Sequence[Observation]) -> di
 def _unexplained(machine: Machine, observations: Sequence[Observation], contradictions: Mapping[str, str]) -> list[str]:
     return [
         f"{phase} took {math.exp(-error):.2f} times what the calibrated rates give (median of the "
-        "runs), and no rate within its physical limits explains it: check that --strategy, the "
+        "runs), and no likely change of the rates explains it: check that --strategy, the "
         "model and the DeepSpeed config are those of the runs"
         for phase, error in _missed(machine, observations).items()
         if abs(error) > UNEXPLAINED and phase not in contradictions
