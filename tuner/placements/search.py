@@ -111,6 +111,7 @@ class Search:
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
         self.scores: dict[Candidate, Score] = {}
+        self._best: tuple[tuple[float, int], Candidate] | None = None  # with its rank
         self._ordered: dict[Candidate, Candidate] = {}
         self.sweep = PlanSweep(workload, machine)
         self.room = Room(workload, machine, limits, self.sweep, sums=self.sums)
@@ -168,6 +169,9 @@ class Search:
             if result.iteration_s < self.best_s:
                 result = replace(result, iteration_s=self._settled_s(candidate, result.iteration_s))
             self.scores[candidate] = result
+            rank = round(result.iteration_s, 9), result.device_peak_bytes
+            if self._best is None or rank < self._best[0]:
+                self._best = rank, candidate
             self.best_s = min(self.best_s, result.iteration_s)
             if not candidate.count(PARAMETERS_ON_HOST):
                 self.whole_s = min(self.whole_s, result.iteration_s)
@@ -324,7 +328,9 @@ class Search:
         """Return the fastest plan that this search has scored. Among equally fast plans, return the one
         with the least GPU memory.
         """
-        return min(self.scores, key=lambda c: (round(self.scores[c].iteration_s, 9), self.scores[c].device_peak_bytes))
+        if self._best is None:
+            raise ValueError("no plan was scored yet")
+        return self._best[1]
 
     # -- with early updates -------------------------------------------------------------------
 
