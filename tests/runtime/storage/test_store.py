@@ -5,15 +5,18 @@ version and by step, and a write does not overwrite the state of a kept step.
 import os
 import threading
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.memory import padded
+from ebbtide.runtime.storage import waiting
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import StepRecord
 from ebbtide.runtime.storage.versions import Retention
+from ebbtide.runtime.storage.waiting import Progress, Telling
 
 from tests.runtime.storage.conftest import (
     ELEMENTS,
@@ -291,3 +294,17 @@ def test_commits_come_one_after_the_other(stores):
     assert [record.step for record in store.steps] == [2, 1]
     store.close()
     assert [record.step for record in stores.open((1.0,), keep=2).steps] == [2, 1]
+
+
+def test_progress_begins_a_deadline_again(monkeypatch):
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    monkeypatch.setattr(waiting, "time", clock)
+    progress, telling = Progress(deadline_s=0.02), Telling("a write", deadline_s=0.02)
+    with progress.condition:
+        for _ in range(3):
+            clock.now_s += 0.015
+            progress.wait(telling, "a write must end", "it did not")
+            progress.made()
+        clock.now_s += 0.03
+        with pytest.raises(StorageError, match=r"a write must end within 0.02 s, but it did not"):
+            progress.wait(telling, "a write must end", "it did not")
