@@ -18,6 +18,16 @@ def quick_collections():
 
 
 @pytest.fixture
+def small_blocks(monkeypatch):
+    """Write checkpoints in blocks of 32 KiB. Most of a small model's state is then still read from the memory that
+    training uses while the first blocks are written.
+    """
+    from ebbtide.runtime.checkpoint.deepspeed.engine import LazyCheckpointEngine
+
+    monkeypatch.setitem(LazyCheckpointEngine.__init__.__kwdefaults__, "block_bytes", 2**15)
+
+
+@pytest.fixture
 def dynamo(monkeypatch):
     """Enable torch.compile, which is off in all other tests, and yield the counters of torch._dynamo."""
     from torch._dynamo import reset

@@ -326,8 +326,8 @@ def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pat
     assert all(begun == right == counts[0][0] > 0 for begun, right in counts)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "pattern"), [(1e6, "mixed"), (None, "host")], indirect=["pattern"])
-def test_checkpoints_between_steps(bytes_per_s, tmp_path, pattern):
+@under("mixed", "host")
+def test_checkpoints_between_steps(tmp_path, pattern, small_blocks):
     """Check that the steps after a save do not change the checkpoint that is still being written.
 
     Early updates, which start before the gradient norm is known, write to the memory from which the
@@ -338,7 +338,7 @@ def test_checkpoints_between_steps(bytes_per_s, tmp_path, pattern):
         if number in (1, 2, 4):
             engine.save_checkpoint(str(tmp_path), tag=f"{number}")
 
-    slow = {"checkpoint": {"write_bytes_per_s": bytes_per_s, "dir": str(tmp_path)}}
+    slow = {"checkpoint": {"write_bytes_per_s": 1e6, "dir": str(tmp_path)}}
     engine, counts = updating_early(whole(), pattern, **slow)
     steps(engine, nothing, 6, save)
     assert all(begun == right == counts[0][0] > 0 for begun, right in counts)

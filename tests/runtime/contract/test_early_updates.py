@@ -297,7 +297,7 @@ def nothing(engine, number):
     pass
 
 
-def test_a_checkpoint_in_flight(tmp_path, pattern):
+def test_a_checkpoint_in_flight(tmp_path, pattern, small_blocks):
     """Check that early updates, which start before the gradient norm is known, do not change a checkpoint that
     is still being written.
 
@@ -309,7 +309,7 @@ def test_a_checkpoint_in_flight(tmp_path, pattern):
         if number in (1, 3):
             engine.save_checkpoint(str(tmp_path), tag=f"{number}")
 
-    slow = {"checkpoint": {"write_bytes_per_s": 4e5, "dir": str(tmp_path)}}
+    slow = {"checkpoint": {"write_bytes_per_s": 1e6, "dir": str(tmp_path)}}
     if "stored" in pattern:
         slow["checkpoint"]["keep"] = 2
         slow["storage_dir"] = str(tmp_path / "state")

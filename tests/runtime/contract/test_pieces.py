@@ -341,7 +341,7 @@ def dropping(size=SIZES["tiny"]):
 
 
 @pytest.mark.skipif(DEVICE == "unified", reason="one memory has no other place for parameters")
-@pytest.mark.parametrize("options", [{}, {"subgroup_size": SUBGROUP}, {"accumulation": 2, "clipping": 0.01}])
+@pytest.mark.parametrize("options", [{"subgroup_size": SUBGROUP}, {"accumulation": 2, "clipping": 0.01}])
 def test_auto_moves_parameters_and_trains_the_same_bits(options, monkeypatch):
     """Check that training with ``plan="auto"`` and dropout has stock DeepSpeed's bits, if the plan moves 16-bit
     parameters to host memory. DeepSpeed's config keeps all parameters on the GPU.

@@ -25,7 +25,8 @@ DEVICE = list(DEVICES)[-1]
 UNEVEN = 9_999  # elements of a subgroup: nothing here divides by two
 # An optimizer of torch's, by its own step.
 OWN = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "weight_decay": 0.1}}}
-PLANS = ((["host"], next(iter(DEVICES))), (MIX, DEVICE))
+MIXED = (MIX, DEVICE)
+PLANS = ((["host"], next(iter(DEVICES))), MIXED)
 AWAY = {"offload_param": {"device": "cpu"}}
 
 
@@ -158,7 +159,7 @@ def a_gather_ahead_holds_nobody_up():
 
 def main(folder):
     rank = os.environ["RANK"]
-    found = compare("default") | compare("no persistent", stage3_param_persistence_threshold=0, **AWAY)
+    found = compare("default") | compare("no persistent", [MIXED], stage3_param_persistence_threshold=0, **AWAY)
     found |= compare("gathered ahead", speculate=9, accumulation=2, **AWAY, **EVERY_PASS)
     found |= compare(
         "guessed", [(["host", "device", "stored"], DEVICE)], speculate=9, accumulation=2, clipping=4.0, away=(0, 2)
@@ -178,15 +179,20 @@ def main(folder):
     # Its linear layers add a bias as it was gathered: in fp32 behind a step, else in bf16.
     lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **lower}}
-    found |= compare("autocast", precision="fp32", extra=autocast)
-    found |= compare("autocast, reordered", model=Reordered, precision="fp32", accumulation=2, extra=autocast)
-    found |= compare("autocast, partitioned", precision="fp32", extra=autocast, **EVERY_PASS)
+    found |= compare("autocast", [MIXED], precision="fp32", extra=autocast)
+    found |= compare("autocast, reordered", [MIXED], model=Reordered, precision="fp32", accumulation=2, extra=autocast)
+    found |= compare("autocast, partitioned", [MIXED], precision="fp32", extra=autocast, **EVERY_PASS)
     found["nobody is held up"] = a_gather_ahead_holds_nobody_up()
     found["a life"] = DEVICE == "cuda" or alive_as_stock(folder, rank=int(rank)) == []
-    found |= compare("stage 2", stage=2) | compare("stage 1", stage=1, accumulation=2)
+    found |= compare("stage 2", stage=2) | compare("stage 1", [MIXED], stage=1, accumulation=2)
     for stage in (1, 2):
         found |= compare(
-            f"round robin, stage {stage}", stage=stage, accumulation=stage, round_robin_gradients=True, away=(0, 2)
+            f"round robin, stage {stage}",
+            [MIXED],
+            stage=stage,
+            accumulation=stage,
+            round_robin_gradients=True,
+            away=(0, 2),
         )
     for stage in (1, 2, 3):
         found |= compare(
@@ -201,7 +207,7 @@ def main(folder):
     if runs_here("avx2"):
         with pytest.MonkeyPatch.context() as patch:
             use_build(patch, "avx2")
-            found |= compare("AVX2")
+            found |= compare("AVX2", [MIXED])
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     run(MIX, fail=True)
     (folder / f"trained{rank}.json").write_text("{}")  # not reached
