@@ -51,8 +51,9 @@ def test_the_study_runs_kills_and_records(tmp_path, child_environment):
     path = tmp_path / "interval.json"
     # In a process of its own: it forks, which one that has used OpenMP threads must not.
     command = [sys.executable, "-m", "studies.checkpoint_interval", "--json", str(path), "--quick", "--mtbf", "4"]
+    environment = {**child_environment, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, "--folder", str(tmp_path)], env=child_environment, capture_output=True, text=True, check=False
+        [*command, "--folder", str(tmp_path)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(path.read_text())

@@ -280,15 +280,17 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     path = tmp_path / "out.json"
     rows = rows_of(CSV)
     fitted = written(tmp_path / "fit.csv", [rows[3], rows[10], rows[40], rows[-1], rows[-2]])
-    arguments = ["--calibrate", str(fitted), "--predict", str(CSV), "--json", str(path), "--quick"]
+    some = [row for n, row in enumerate(rows) if n in (3, 10, 40) or n % 4 == 0 or n >= len(rows) - 2]
+    asked = written(tmp_path / "some.csv", some)
+    arguments = ["--calibrate", str(fitted), "--predict", str(asked), "--json", str(path), "--quick"]
     assert published_runs.main(arguments) == 0
     figures = json.loads(path.read_text())
-    assert figures["predicted"]["a100"]["iteration"]["n"] == 73
+    assert figures["predicted"]["a100"]["iteration"]["n"] == sum(row["testbed"] == "a100" for row in some)
     assert figures["predicted_rows_that_were_fitted"] == 5
     assert "device_flops_per_s" in figures["calibration"]["a100"]["changes"]
     assert figures["nothing_fitted"]["predicted"] != figures["predicted"]
     assert path.with_suffix(".png").stat().st_size > 10_000
-    assert "5 of the 91 predicted runs were also used for the calibration" in capsys.readouterr().out
+    assert f"5 of the {len(some)} predicted runs were also used for the calibration" in capsys.readouterr().out
 
 
 def test_without_runs_to_calibrate_on_nothing_is_fitted(tmp_path):

@@ -119,7 +119,7 @@ def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
         assert row["lower_bound_s"] <= row["iteration_s"]
 
 
-@pytest.mark.parametrize(("command", "flags"), [("simulate", []), ("search", ["--trials", "2"])])
+@pytest.mark.parametrize(("command", "flags"), [("simulate", []), ("search", ["--trials", "2", "--free", "recompute"])])
 def test_long_commands_tell_how_far_they_are(config, monkeypatch, command, flags):
     heard = []
 

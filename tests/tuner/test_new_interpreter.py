@@ -16,7 +16,7 @@ from tests.runtime.checkpoint.conftest import Bench, some_state
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 HERE = {  # the command's arguments, and its exit code
     "simulate": ("--machine rtx4090 --model model.json", 0),
-    "search": ("--machine rtx4090 --model model.json --global-batch 4 --micro-batch 4 --free recompute --trials 1", 0),
+    "search": ("--machine rtx4090 --model small.json --global-batch 4 --micro-batch 4 --free recompute --trials 1", 0),
     "calibrate": ("rtx4090 --model model.json --runs runs.csv -o machine.json", 0),
     "verify": ("-- python -c pass", 2),  # which trains nothing
     "checkpoint list": ("checkpoints", 0),
@@ -45,6 +45,7 @@ def test_each_command_is_started_somewhere():
 @pytest.mark.parametrize("command", HERE)
 def test_a_new_interpreter_runs_the_command(command, tmp_path, new_shell):
     (tmp_path / "model.json").write_text(json.dumps(GPT))
+    (tmp_path / "small.json").write_text(json.dumps({**GPT, "layers": 2, "hidden": 256}))
     (tmp_path / "runs.csv").write_text("forward_ms,backward_ms,step_ms,iteration_ms\n200,400,500,1100\n")
     Bench(tmp_path / "checkpoints").save(some_state(0), "step0", step=0)
     arguments, status = HERE[command]
