@@ -64,7 +64,7 @@ class Bounds:
         place = bisect_left(known, (away, 0.0))
         least_s, most_s = 0.0, math.inf
         for first in {place - 2, place - 1, place} & {*range(len(known) - 1)}:
-            line_s, rounding_s = _line(*known[first : first + 2], away)
+            line_s, rounding_s = _line(known[first], known[first + 1], away)
             if first == place - 1:
                 most_s = line_s + rounding_s
             else:
