@@ -63,10 +63,10 @@ class Session:
         self.closed = False
         self._lost: Exception | None = None  # why no plan runs any more
         self._store: ExtentStore | None = None
-        # Each asks the plan that runs then.
+        # Each asks the plan that runs then. After half a switch, the states alone say where they are.
         self.stored = StoredSteps(
             lambda: self._store,
-            lambda: self.executor.stored,
+            lambda: frozenset(s.index for s in self.executor.states if RECIPES[s.placement].state == "storage"),
             lambda: self.executor.wait_all(),  # noqa: PLW0108
         )
         self.pausing = PauseRule()

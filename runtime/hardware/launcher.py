@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 
 class Launcher(NamedTuple):
-    """The environment variables in which a launcher tells each rank its place. An empty name: there is none."""
+    """The environment variables in which a launcher tells each rank its place."""
 
     rank: str
     world_size: str
@@ -27,11 +27,11 @@ LAUNCHERS = (
     Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # Open MPI
     Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
     Launcher(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # MVAPICH
-    Launcher("PMIX_RANK", "", "", ""),
     # Of srun's steps alone: in a batch script, Slurm's other variables describe tasks that nothing has started.
     Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-VARIABLES = frozenset(name for launcher in LAUNCHERS for name in launcher if name)
+# PMIx alone tells a rank and no number of ranks, which says too little to be a rank of.
+VARIABLES = frozenset(name for launcher in LAUNCHERS for name in launcher) | {"PMIX_RANK"}
 SHARED = Path("/dev/shm")  # noqa: S108 - DeepSpeed chose it
 _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
 

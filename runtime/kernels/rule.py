@@ -177,7 +177,7 @@ class UpdateRule(ABC):
         The first tuple is for the op's function ``create_NAME``, the second for ``NAME_update``. A rule without such an
         op need not implement this method.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no op of DeepSpeed's to compare with")
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:
         """Set the update rule to its state after ``number`` optimizer steps, as if they had run in this process.

@@ -76,7 +76,9 @@ class FirstRankError(RuntimeError):
 
 
 def by_the_first(make: Callable[[], T], *, of_each_host: bool = False) -> T:
-    """Call a function on rank 0 only, and return its result on every rank. This is a collective call.
+    """Call a function on one rank, the first of the job or of each host, and return its result on every rank.
+
+    This is a collective call.
 
     Args:
         of_each_host: True to call the function on the first rank of each host. Every rank gets the result of its host.

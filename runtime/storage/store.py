@@ -399,7 +399,7 @@ class ExtentStore:
             if not found:
                 raise StorageError(
                     f"the step to restore must be one of {[s.step for s in steps]}, which "
-                    f"{self._blocks} holds, but got {name}"
+                    f"{self._blocks} holds, but got {name or 'none'}"
                 )
             self._versions.restore(found[0])
             for one in found[0].extents:

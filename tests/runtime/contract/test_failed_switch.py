@@ -324,3 +324,17 @@ def planted_once():
         return gradient_template(*args)
 
     return template
+
+
+def test_half_way_what_is_on_a_drive_already_is_checked_when_it_is_read():
+    """Check that a switch which fails half-way has its subgroups on a drive read with their hashes compared, though the
+    plan that goes on has them in memory.
+    """
+    engine = start()
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(list(DEVICES)[-1]))
+    session = engine.optimizer._ebbtide
+    assert session.stored.subgroups() == frozenset()
+    session.executor.states[1].placement = "stored"  # as `Movement` leaves it
+    assert session.stored.subgroups() == {1}
+    session.executor.states[1].placement = "host"
+    engine.destroy()
