@@ -44,6 +44,7 @@ class UpdateOrders:
         workload = serial(workload)
         self.micro_batches = workload.gradient_accumulation_steps
         self._passes(workload)
+        self._gradient_times = np.array(self.complete_s), np.array(self.copied_s)
         self._times = tuple(np.array(times) for times in (self.update_s, self.copy_s, self.behind_s))
         self._known: dict[tuple[int, ...], UpdateOrder] = {}
 
@@ -119,14 +120,11 @@ class UpdateOrders:
         """Return a dict from subgroup to the seconds at which its gradient is in host memory, relative to
         the moment at which the gradient norm is known.
         """
-        free_s, arrived = 0.0, {}
-        for micro_step in range(self.micro_batches):
-            begin_s = micro_step * (self.forward_s + self.backward_s)
-            for subgroup in reversed(hosted):
-                free_s = max(free_s, begin_s + self.complete_s[subgroup]) + self.copied_s[subgroup]
-                arrived[subgroup] = free_s
-        norm_s = self.micro_batches * (self.forward_s + self.backward_s) - self.forward_s
-        return {subgroup: at_s - norm_s for subgroup, at_s in arrived.items()}
+        coming = hosted[::-1]
+        pass_s = self.forward_s + self.backward_s
+        arrived_s = _arrivals_s(np.array(coming, np.int64), self.micro_batches, pass_s, *self._gradient_times)
+        norm_s = self.micro_batches * pass_s - self.forward_s
+        return dict(zip(coming, (arrived_s - norm_s).tolist(), strict=True))
 
     def by_urgency(self, arrived: dict[int, float]) -> list[int]:
         """Return an order of CPU updates. When an update ends, the next one is for the subgroup that the next forward
@@ -146,6 +144,19 @@ class UpdateOrders:
             sequence.append(heapq.heappop(there))
             now_s += self.update_s[sequence[-1]]
         return sequence
+
+
+@compiled
+def _arrivals_s(coming: Ints, micro_batches: int, pass_s: float, complete_s: Floats, copied_s: Floats) -> Floats:
+    """Compute `UpdateOrders.arrivals`, in seconds after the beginning of the step's first forward."""
+    arrived_s = np.zeros(coming.size)
+    free_s = 0.0
+    for micro_step in range(micro_batches):
+        begin_s = micro_step * pass_s
+        for i in range(coming.size):
+            free_s = max(free_s, begin_s + complete_s[coming[i]]) + copied_s[coming[i]]
+            arrived_s[i] = free_s
+    return arrived_s
 
 
 @compiled

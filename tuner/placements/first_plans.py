@@ -47,7 +47,8 @@ def try_first(search: Search, locations: tuple[ParameterLocation, ...] | None = 
     both = least.device_peak_bytes + least.host_peak_bytes - slots
     best_s = min(best_s, _grid_s(search, MOST_POINTS, (2, 4)))
     if math.isinf(best_s) and both <= search.limits.total_bytes:
-        best_s = min(_roomiest_s(search, fixed) for fixed in _held_apart(search))
+        division = _division(search)
+        best_s = min(_roomiest_s(search, division, fixed) for fixed in _held_apart(search))
     if not STORED.isdisjoint(search.choices):
         best_s = min(best_s, _least_stored(search))
     return best_s
@@ -93,12 +94,11 @@ def _grid_s(search: Search, points: int, slots: Sequence[int]) -> float:
     return min(search.try_(search.evenly(n, number)) for n, number in product(numbers, slots))
 
 
-def _roomiest_s(search: Search, fixed: Mapping[int, Placement]) -> float:
+def _roomiest_s(search: Search, division: Fit, fixed: Mapping[int, Placement]) -> float:
     sizes, choices = search.workload.subgroups, search.choices
     count = len(sizes) - len(fixed)
     mean = (search.workload.params - sum(sizes[i] for i in fixed)) / max(1, count)
     best_s = math.inf
-    division = _division(search)
     left = [
         division.of(p) * search.workload.params - sum(sizes[i] for i, there in fixed.items() if there == p)
         for p in choices[1:]
