@@ -1,12 +1,18 @@
-"""A progress bar for ``tune`` commands that take more than a moment."""
+"""Reports of progress, and a progress bar for ``tune`` commands that take more than a moment."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 
+Told = Callable[[float, str], object]
+
+
+def silently(_share: float, _what: str) -> None:
+    """Ignore a report of a plan search's progress. This is the default callback of `decide`."""
+
 
 @contextmanager
-def told_after(quiet_s: float) -> Iterator[Callable[[float, str], None]]:
+def told_after(quiet_s: float) -> Iterator[Told]:
     """Return a context manager that yields a function to show progress, called with the finished fraction
     and the name of the current phase.
 

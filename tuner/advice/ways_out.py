@@ -15,7 +15,8 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.advice.even import best_of
 from ebbtide.tuner.candidates.cuts import SIZES
-from ebbtide.tuner.placements.decision import QUICK, Question, check_bytes, decide
+from ebbtide.tuner.placements.decision import QUICK, Question, decide
+from ebbtide.tuner.placements.fit import check_bytes
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import with_storage
 

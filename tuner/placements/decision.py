@@ -9,7 +9,7 @@ ends with a short simulated annealing, and a full one compares all sizes and ann
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,13 +27,14 @@ from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.first_plans import try_first
-from ebbtide.tuner.placements.fit import roomiest
+from ebbtide.tuner.placements.fit import check_bytes
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.shares import best_worth_moving, descend, free_parameters
 from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
+from ebbtide.tuner.progress import Told, silently
 
 FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first plans only
 SKETCH = 0.05  # no more: simple plans only, to compare hundreds of jobs
@@ -48,11 +49,6 @@ GLANCED_OPS = 1_500_000  # evaluations of a quick answer, times an iteration's o
 MERGED = (4, 2)  # neighbouring subgroups that are planned as one first, if the subgroup size must stay
 DESCENT, DESCENT_OPS = 100, 500_000  # evenly spread plans from each start; times an iteration's ops
 AT_FIRST, AT_LAST = 0.2, 0.9  # of the evaluations, for each finalist and for the best of them
-Progress = Callable[[float, str], object]
-
-
-def silently(_share: float, _what: str) -> None:
-    """Ignore a report of a plan search's progress. This is the default callback of `decide`."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +228,7 @@ class _Found:
 
 
 @without_garbage_collection()
-def decide(question: Question, progress: Progress = silently) -> Decision:
+def decide(question: Question, progress: Told = silently) -> Decision:
     """Decide on the plan and the subgroup size of a training job.
 
     The plan is the fastest one that a search with the given effort finds, or one with larger subgroups
@@ -272,7 +268,7 @@ def decide(question: Question, progress: Progress = silently) -> Decision:
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
 
 
-def _quickly(question: Question, progress: Progress, found: _Found, *, last: bool = True) -> Decision:
+def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = True) -> Decision:
     """Find a plan by a quick plan search, and choose the subgroup size.
 
     Args:
@@ -308,7 +304,7 @@ def _decided(question: Question, best: Search) -> Decision:
     return Decision(question, best, fewest(best, fastest))
 
 
-def _searches(question: Question, progress: Progress, found: _Found, *, last: bool = True) -> list[Search]:
+def _searches(question: Question, progress: Told, found: _Found, *, last: bool = True) -> list[Search]:
     """Run a short plan search at each subgroup size. Return the searches that found a plan which fits into memory, the
     largest subgroups first.
 
@@ -331,7 +327,9 @@ def _searches(question: Question, progress: Progress, found: _Found, *, last: bo
         if number not in searches:
             progress(number / len(cuts), f"subgroups of {cuts[number].subgroup_size:.0e} elements")
             coarser = [searches[n] for n in sorted(searches) if n < number and searches[n].fits]
-            searches[number] = _search(question, cuts[number], coarser, found.bounds)
+            searches[number] = question.search(cuts[number], found.bounds)
+            if searches[number].fits and question.effort > SKETCH:
+                follow(searches[number], coarser)
         return searches[number].best_s
 
     if question.running is not None or (question.effort > QUICK and not _long(searches)):
@@ -360,13 +358,6 @@ def _long(searches: Mapping[int, Search]) -> bool:
     return any(search.fits and search.most_ops > LONG_OPS for search in searches.values())
 
 
-def _search(question: Question, cut: Workload, coarser: Sequence[Search], bounds: Bounds) -> Search:
-    search = question.search(cut, bounds)
-    if search.fits and question.effort > SKETCH:
-        follow(search, coarser)
-    return search
-
-
 def most_micro_batches(workload: Workload) -> int:
     """Return the largest number of micro-batches per step with which a plan search simulates a training job.
 
@@ -391,18 +382,6 @@ def check_length(workload: Workload) -> None:
             f"Plan with {most}: the plan also serves steps of more micro-batches",
             key="accumulation",
         )
-
-
-def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
-    """Raise an error if a training job cannot fit into the allowed memory under any plan. Only bytes are added up, and
-    nothing is simulated.
-
-    Raises:
-        ImpossibleError: The bytes do not fit, no matter how they are divided among the memories.
-    """
-    least = roomiest(workload, machine, limits)
-    if limits.missing_bytes(least):
-        raise ImpossibleError.explain(workload, limits, [least])
 
 
 def follow(search: Search, coarser: Sequence[Search]) -> None:

@@ -19,6 +19,7 @@ from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.steps import Queue
 from ebbtide.simulator.update.way import Way, plain_ways
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.placements.memory import ImpossibleError
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,18 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
     }
     device_bytes = _within(taken[0] + int(base * params), limits.device_bytes)
     return Fit(device_bytes, _within(taken[1], limits.host_bytes), taken[2], shares)
+
+
+def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
+    """Raise an error if a training job cannot fit into the allowed memory under any plan. Only bytes are added up, and
+    nothing is simulated.
+
+    Raises:
+        ImpossibleError: The bytes do not fit, no matter how they are divided among the memories.
+    """
+    least = roomiest(workload, machine, limits)
+    if limits.missing_bytes(least):
+        raise ImpossibleError.explain(workload, limits, [least])
 
 
 def _within(taken_bytes: int, limit_bytes: int) -> int:

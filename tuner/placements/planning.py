@@ -27,12 +27,13 @@ from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
 from ebbtide.tuner.placements.decision import QUICK as QUICK
-from ebbtide.tuner.placements.decision import Progress, Question, decide, silently
+from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.sizes_told import about_pieces, about_subgroups
 from ebbtide.tuner.placements.speculation import about_early_updates
 from ebbtide.tuner.placements.storage import about_storage
+from ebbtide.tuner.progress import Told, silently
 from ebbtide.tuner.quantities import told_seconds
 
 FINALISTS = 8
@@ -57,7 +58,7 @@ def plan(
     storage: Mapping[str, int] | None = None,
     endurance_bytes: float | None = None,
     effort: float | None = None,
-    progress: Progress = silently,
+    progress: Told = silently,
 ) -> Plan:
     """Return the best plan for a training workload on a machine. The result is deterministic for a given seed.
 
