@@ -44,18 +44,9 @@ def attached(engine, pattern, **fields):
     return ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=CudaDevice())
 
 
+# The other cases: below, where DeepSpeed's streams are late too.
 @pytest.mark.parametrize(
-    "case",
-    [
-        "clipping",
-        "no_clipping",
-        "accumulation",
-        "fp32_accumulation",
-        "small_buckets",
-        "no_persistent_parameters",
-        "offloaded_parameters",
-        "offloaded_and_frozen",
-    ],
+    "case", ["no_clipping", "fp32_accumulation", "no_persistent_parameters", "offloaded_and_frozen"]
 )
 def test_stocks_bits(fake, case):
     ours = attached(engine_for(case), MIX, locations=LOCATIONS if "offloaded" in case else None, **AHEAD)
