@@ -4,6 +4,7 @@ under them has stock DeepSpeed's results, bit for bit.
 
 import json
 import logging
+from importlib.util import find_spec
 
 import ebbtide.runtime
 import pytest
@@ -14,7 +15,8 @@ from ebbtide.tuner.cli import main
 from studies.bench.bits import differences
 from tests.runtime.contract.training import all_state
 
-pytest.importorskip("transformers")
+# Not imported here: collecting would cost each worker a second.
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="could not find transformers")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_clipping": 1.0,
