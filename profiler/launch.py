@@ -99,7 +99,7 @@ class ScriptRun:
         return [*python, *ours]
 
 
-def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], None] | None = None) -> Workload:
+def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], object] | None = None) -> Workload:
     """Run an unchanged training script until the profiler has measured its workload, and write the workload to a file.
 
     Args:
@@ -126,7 +126,7 @@ def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], Non
     return workload
 
 
-def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], None] | None) -> int:
+def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], object] | None) -> int:
     port = free_port()
     command = run.command(fresh, fresh.parent, port)
     with ExitStack() as stack:
@@ -147,7 +147,7 @@ def _end_of(log: Path) -> str:
     return "\n".join(lines[max(0, failed - SHOWN_LINES) : failed])
 
 
-def _tell(report: Path, progress: Callable[[int, int], None] | None) -> None:
+def _tell(report: Path, progress: Callable[[int, int], object] | None) -> None:
     ranks = read_progress(report)
     if ranks and progress is not None:
         slowest = min(ranks, key=lambda rank: rank.steps)

@@ -25,7 +25,7 @@ from ebbtide.simulator.machine import Machine, ShareName
 from ebbtide.simulator.quantity import Quantity
 
 DeviceChoice = Literal["auto", "cuda", "emulated"]
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], object]
 # Fields of a Machine, what goes to its other_rates, and doubts.
 _Part = tuple[dict[str, Any], dict[str, Quantity], list[str]]
 ELEMENTS = 32_000_000  # of a measured subgroup: far beyond any cache

@@ -111,7 +111,7 @@ def check_that_plans_are_in_force(block, said):
     assert len(lines) == commands or not commands, said
     assert all("[INFO] ebbtide: " in line for line in lines), lines
     assert not commands or "loss" in said
-    assert not block.startswith("tune verify") or "identical, every bit of 3 steps" in said
+    assert not block.startswith("tune verify") or "plan against stock: identical, every bit of 3 steps" in said
 
 
 class Shell:

@@ -114,6 +114,10 @@ class _Strategy:
         result = simulate_fast(schedule, self.machine)
         held = schedule.schedule.held
         memory_of = partial(peaks_by_kind, held, schedule.ops, result)
+        if isinstance(plan := options.get("plan"), Plan):  # a plan with further options
+            right, work = result, self.workload.cut_as(plan)
+            sweep = self.sweep if work is self.workload else PlanSweep(work, self.machine)
+            result = expected(work, self.machine, plan, lambda p: right if p is plan else sweep.result(p))
         return Simulated(self.name, setting, memory_of, result, self.limits.shortfall(result))
 
     @cached_property

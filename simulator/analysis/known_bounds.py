@@ -18,7 +18,7 @@ class Bounds:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Limits, int | None], Bound | None] = {}
+        self._known: dict[tuple[Limits, int | None], Bound | ValueError] = {}
 
     def of(self, workload: Workload, machine: Machine, limits: Limits, away: int | None) -> Bound:
         """Return a lower bound of the iteration time under any plan within memory limits.
@@ -31,11 +31,13 @@ class Bounds:
         """
         key = limits, away
         if key not in self._known:
-            self._known[key] = None
-            self._known[key] = lower_bound(workload, machine, limits, away=away)
+            try:
+                self._known[key] = lower_bound(workload, machine, limits, away=away)
+            except ValueError as error:
+                self._known[key] = error
         found = self._known[key]
-        if found is None:
-            raise ValueError("no plan fits into memory")
+        if isinstance(found, ValueError):
+            raise found
         return found
 
     def seconds(self, workload: Workload, machine: Machine, limits: Limits, away: int | None) -> float:
@@ -60,7 +62,7 @@ class Bounds:
     def _lines(self, limits: Limits, away: int) -> tuple[float, float]:
         """Return a lower and an upper limit of a bound that may be unknown."""
         pairs = ((key[1], found) for key, found in self._known.items() if key[0] == limits)
-        known = sorted((n, found.iteration_s) for n, found in pairs if n is not None and found is not None)
+        known = sorted((n, found.iteration_s) for n, found in pairs if n is not None and isinstance(found, Bound))
         place = bisect_left(known, (away, 0.0))
         least_s, most_s = 0.0, math.inf
         for first in {place - 2, place - 1, place} & {*range(len(known) - 1)}:

@@ -5,9 +5,11 @@ bad input is refused before anything runs, and Ctrl-C keeps the finished rows.
 import math
 
 import pytest
-from ebbtide.simulator import Layer, Workload, build_strategy, simulate, what_if
+from ebbtide.simulator import Layer, Plan, Workload, build_strategy, simulate, what_if
+from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
+from ebbtide.simulator.update.way import Way
 from ebbtide.tuner import plan
 
 from tests.machines import node
@@ -209,3 +211,17 @@ def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
     over = row.iteration_s / made.prediction.iteration_s
     assert 1 - 1e-3 <= over <= 1.08
     assert updated_early.iteration_s < 0.98 * row.iteration_s
+
+
+@pytest.mark.parametrize("more", [{"iterations": 3}, {"fused": True}])
+def test_a_plan_with_a_further_option_has_clipping_steps_in_its_mean(more):
+    """Check that an option beside the plan, at its own default, changes no time: half of the steps clip, and repeat
+    the updates that began before the gradient norm was known.
+    """
+    work, on = workload(clip_rate=0.5), machine()
+    limits = Limits.of(work, on)
+    made = Plan(subgroup_size=10**8, ways=Way.each(["host"] * 10)).with_bits(early=True)
+    alone = simulated("ebbtide", work, on, limits, {"plan": made}).result
+    assert simulated("ebbtide", work, on, limits, {"plan": made, **more}).result.iteration_s == alone.iteration_s
+    never = work.model_copy(update={"clip_rate": 0.0})
+    assert simulated("ebbtide", never, on, limits, {"plan": made}).result.iteration_s < alone.iteration_s

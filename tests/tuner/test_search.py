@@ -64,6 +64,15 @@ def test_a_plan_is_predicted_anew_for_another_profile():
     assert again.alternatives[0].iteration_s > made.alternatives[0].iteration_s
 
 
+def test_a_plan_of_another_subgroup_size_is_predicted_anew():
+    cut = workload(parameters=((3 * 10**7,) * 20,), clip_rate=1.0)
+    made = ebbtide.tuner.plan(cut, machine())
+    profile = cut.recut(6 * 10**7)
+    assert len(profile.subgroups) == 10
+    again = predicted_anew(made, profile, machine())
+    assert again.prediction.iteration_s == made.prediction.iteration_s
+
+
 def test_the_same_seed_gives_the_same_plan(in_earnest):
     first = ebbtide.tuner.plan(workload(12), machine(), seed=3)
     assert ebbtide.tuner.plan(workload(12), machine(), seed=3) == first

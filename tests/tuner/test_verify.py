@@ -1,10 +1,11 @@
 """Tests of `tune verify`, which compares training runs with and without a plan: the values compared, the
 differences that count as rounding, and the run that is blamed for a defect.
 
-`tests/test_documents.py` runs the command on a real script.
+`tests/test_documents.py` runs the command on a real script with a plan of its own.
 """
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -21,6 +22,8 @@ from ebbtide.tuner.verify.launch import NotDeterministicError, Side, launch, ope
 from ebbtide.tuner.verify.run import read_run
 from ebbtide.tuner.verify.sides import compared, verify
 from ebbtide.tuner.verify.words import as_json, screen
+
+from studies.bench.rank import free_port
 
 ROOT = Path(__file__).parents[2]
 STEPS, RATE = 6, 1e-3
@@ -604,3 +607,51 @@ def test_an_operation_without_a_deterministic_kernel_is_refused_where_one_is_req
     result = CliRunner().invoke(main, ["verify", "--deterministic", "--", "true"])
     assert result.exit_code == 2
     assert "put_ has no deterministic kernel in torch. Use --no-deterministic" in result.output
+
+
+SCRIPT = """
+import json, sys
+import deepspeed, torch
+from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = ByteGPT(SIZES["tiny"])
+engine = deepspeed.initialize(model=model, model_parameters=model.parameters(),
+                              config=json.load(open(sys.argv[1])))[0]
+batches = Batches(2, 32)
+for step in range(100):
+    train_step(engine, batches.at(step, engine.device))
+"""
+
+
+@pytest.mark.slow
+def test_an_unchanged_script_is_identical_under_its_plan(only_rank, child_environment, tmp_path):
+    from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
+    from tests.runtime.contract.training import SUBGROUP, plan_for, start
+
+    engine = start(ByteGPT(SIZES["tiny"]))
+    plan = plan_for(engine, ["host", "device", "resident"]).model_dump(mode="json")
+    engine.destroy()
+    config = ds_config(2, SUBGROUP, learning_rate=1e-3)
+    config["ebbtide"] = {"plan": plan, "device": "emulated"}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    job["MASTER_PORT"] = str(free_port())
+    words = "-m ebbtide.tuner.cli verify --steps 3 --against stock --json out.json --"
+    done = subprocess.run(
+        [sys.executable, *words.split(), sys.executable, "train.py", "ds.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        env={**child_environment, **job},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "out.json").read_text())
+    assert told["identical"]
+    assert [side["name"] for side in told["sides"]] == ["plan", "stock"]
+    assert all(side["steps"] == 3 for side in told["sides"])
+    assert "identical, every bit of 3 steps" in done.stdout

@@ -39,7 +39,7 @@ UNEXPLAINED = 0.35
 # From this median error of a phase on, in log units, wider corrections are tried. Published A100 runs that are nearer
 # were predicted worse with them: calibrated on one other run of their campaign, with a p90 error of 24%, not 20%.
 FAR = 0.5
-WIDER = (2.0, 4.0, 8.0)  # times the knobs' widths, for such a machine
+WIDER = (2.0, 4.0, 8.0)  # times the knobs' widths, for a machine that is FAR
 WORTH = 0.05  # of that error, what is worth the next wider one
 FURTHEST = 2.0  # a knob's turn, in log units: seven times
 MODEL_SPREAD = 0.05  # standard deviation of what no rate explains, in log units: `ebbtide.tuner.calibrate.interval`
@@ -96,8 +96,8 @@ class Calibrated:
 
     Attributes:
         contradictions: Sentences about runs that no single set of rates explains.
-        unexplained: Sentences about phases that deviate in the same way in all runs, which no rate
-            explains.
+        unexplained: Sentences about phases that deviate in the same way in all runs, which no tried correction of a
+            rate explains.
         before_pct: Median error of the predicted time of a phase, over all phases of all runs, before
             calibration, in percent. 100 means a factor of two in either direction.
         left_pct: The same error after calibration, in percent.

@@ -4,8 +4,8 @@ Every command calls `decide`. The decision may vary the subgroup size, the place
 (the memory of its optimizer state), the order of updates, early updates (before the gradient norm is
 known), on-device gradient accumulation, buffers, CPU threads and overlap. If allowed, 16-bit parameters
 also move to host memory, and optimizer state to storage. The memory margin is the same for all commands,
-but the effort is not: a sketch compares simple plans, a quick decision compares a few subgroup sizes and
-ends with a short simulated annealing, and a full one compares all sizes and anneals for longer.
+but the effort is not: a sketch compares simple plans, a quick decision a few subgroup sizes, and a full
+one all sizes (few if a step has very many operations). A full one also anneals for longer.
 """
 
 import math

@@ -62,8 +62,73 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
     Args:
         away: Fraction of the 16-bit parameters that must live in host memory. If None, any fraction.
     """
-    from scipy.optimize import linprog
+    program = _program(workload, machine, limits, away)
+    count = 1
+    found = program.solved([1.0], [[1.0]] * len(program.rows), None)
+    if found.x[-1] > 0:  # then what lacks least in all, the device's memory first to suffice
+        count = len(program.rows)
+        each_its_own = [[float(i == j) for j in range(count)] for i in range(count)]
+        found = program.solved([2.0] + [1.0] * (count - 1), each_its_own, 0.0)
+    x, params = np.array(found.x)[:-count], float(workload.params)
+    taken = [int(params * float(np.dot(row, x))) for row in program.taken]
+    shares = {
+        (way.placement, way.parameters): float(share)
+        for way, share in zip(program.used, x, strict=False)
+        if share > 1e-9
+    }
+    device_bytes = _within(taken[0] + int(_base(workload) * params), limits.device_bytes)
+    return Fit(device_bytes, _within(taken[1], limits.host_bytes), taken[2], shares)
 
+
+@dataclass(frozen=True)
+class _Program:
+    """A linear program. It finds which fraction of the parameters has which placement and location.
+
+    The unknowns, each per element of the model, are the fraction of each way, then the fraction whose gradients are
+    summed on the GPU, then the room that is missing.
+
+    Attributes:
+        used: The ways (placements and locations) that a plan may choose.
+        taken: The bytes of GPU memory, of host memory and of storage that each unknown takes.
+        rows, ends: The bytes that each unknown takes of each limited memory, and the memory's limit.
+        sends: For each way, 1 if the update reads the gradient from host memory, else 0.
+        most_sums: The largest fraction of gradients that the GPU may sum.
+        equal, totals: The equations that the fractions fulfil, such as a sum of 1.
+    """
+
+    used: Sequence[Way]
+    taken: Sequence[Sequence[float]]
+    rows: Sequence[Sequence[float]]
+    ends: Sequence[float]
+    sends: Any
+    most_sums: float
+    equal: Any
+    totals: Any
+
+    def solved(self, costs: list[float], room: list[list[float]], least: float | None) -> Any:
+        """Return the fractions that cost the least.
+
+        Args:
+            costs: Cost of each kind of missing room.
+            room: For each limited memory, the kinds of missing room that count for it.
+            least: Lower limit of the missing room. None: it may be negative, so that free room counts.
+        """
+        from scipy.optimize import linprog
+
+        none = [0.0] * len(room[0])
+        return linprog(
+            [0.0] * (len(self.used) + 1) + costs,
+            [[*row, *(-x for x in more)] for row, more in zip(self.rows, room, strict=True)]
+            + [[*-self.sends, 1.0, *none]],
+            [*self.ends, 0.0],
+            [[*row[:-1], *none] for row in self.equal],
+            self.totals,
+            [(0, 1)] * len(self.used) + [(0, self.most_sums)] + [(least, None)] * len(none),
+            method="highs",
+        )
+
+
+def _program(workload: Workload, machine: Machine, limits: Limits, away: float | None) -> _Program:
     held, params = Holding.of_workload(workload), float(workload.params)
     stores = limits.storage_bytes is not None and workload.zero_stage == 3
     used = [way for way in plain_ways() if _allowed(workload, machine, way, stores)]
@@ -73,43 +138,21 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
     gone = np.array([workload.wire_bytes * (1 - live) * (way.parameters == "host") for way in used])
     sends = np.array([way.recipe.gradient != "device" for way in used], float)
     most_sums = float(held.sums and not machine.unified_memory)
-    # Per element: the ways' shares, then that of the sums on the device, then the room that is missing.
     under_way = held.sending_bytes(params, 0) / params
     device = [*(each["device"] - gone + sends * under_way), most_sums * (held.gradient_bytes - under_way)]
     host, storage = [*each["host"], -most_sums * held.gradient_bytes], [*each["storage"], 0.0]
-    base = (workload.device_base_bytes + workload.activation_bytes) / params
-    rows, ends = [device, host], [limits.device_bytes / params - base, limits.host_bytes / params]
+    rows = [device, host]
+    ends = [limits.device_bytes / params - _base(workload), limits.host_bytes / params]
     if limits.unified:
-        rows, ends = [[d + h for d, h in zip(device, host, strict=True)]], [limits.host_bytes / params - base]
+        rows = [[d + h for d, h in zip(device, host, strict=True)]]
+        ends = [limits.host_bytes / params - _base(workload)]
     if stores and limits.storage_bytes is not None:
         rows, ends = [*rows, storage], [*ends, limits.storage_bytes / params]
+    return _Program(used, (device, host, storage), rows, ends, sends, most_sums, *_divided(used, away))
 
-    def solved(costs: list[float], room: list[list[float]], least: float | None) -> Any:
-        count = len(room[0])
-        equal, totals = _divided(used, away)
-        return linprog(
-            [0.0] * (len(used) + 1) + costs,
-            [[*row, *(-x for x in more)] for row, more in zip(rows, room, strict=True)]
-            + [[*-sends, 1.0, *[0.0] * count]],
-            [*ends, 0.0],
-            [[*row[:-1], *[0.0] * count] for row in equal],
-            totals,
-            [(0, 1)] * len(used) + [(0, most_sums)] + [(least, None)] * count,
-            method="highs",
-        )
 
-    found, count = solved([1.0], [[1.0]] * len(rows), None), 1
-    if found.x[-1] > 0:  # then what lacks least in all, the device's memory first to suffice
-        count = len(rows)
-        each_its_own = [[float(i == j) for j in range(count)] for i in range(count)]
-        found = solved([2.0] + [1.0] * (count - 1), each_its_own, 0.0)
-    x = np.array(found.x)[:-count]
-    taken = [int(params * float(np.dot(row, x))) for row in (device, host, storage)]
-    shares = {
-        (way.placement, way.parameters): float(share) for way, share in zip(used, x, strict=False) if share > 1e-9
-    }
-    device_bytes = _within(taken[0] + int(base * params), limits.device_bytes)
-    return Fit(device_bytes, _within(taken[1], limits.host_bytes), taken[2], shares)
+def _base(workload: Workload) -> float:
+    return (workload.device_base_bytes + workload.activation_bytes) / workload.params
 
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:

@@ -213,9 +213,9 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
     Raises:
         PlanError: The workload has another number of subgroups than the plan.
     """
-    search = Search(workload, machine, Limits.of(workload, machine), seed=0)
+    search = Search(workload.cut_as(made), machine, Limits.of(workload, machine), seed=0)
     prediction = predict(workload, machine, made, search.limits, search.bound.iteration_s)
-    return _explained(made.model_copy(update={"prediction": prediction}), search)
+    return _explained(made.model_copy(update={"prediction": prediction}), search, stock=workload)
 
 
 def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Workload | None = None) -> Plan:

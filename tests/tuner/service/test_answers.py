@@ -11,8 +11,9 @@ from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_in
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.rows import role_of
 from ebbtide.tuner.emitted_config import emitted_config
+from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.quota import estimated_ops
-from ebbtide.tuner.service.requests import Scenario
+from ebbtide.tuner.service.requests import Answer, Scenario, Simulate
 from ebbtide.tuner.service.scenario import MODELS, resolve
 
 from tests.machines import GIB
@@ -35,6 +36,14 @@ def test_simulate_is_the_api(server, strategy):
     assert answer["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
     assert answer["device_peak_bytes"] == expected.device_peak_bytes
     assert answer["tokens_per_s"] == pytest.approx(work.tokens_per_iteration / expected.iteration_s)
+
+
+def test_without_a_config_stock_does_not_depend_on_the_servers_deepspeed(monkeypatch):
+    monkeypatch.setattr("ebbtide.simulator.estimates.deepspeed_keys._installed_version", lambda: "0.18.9")
+    told = answers.simulate(Simulate(**LLAMA), lambda *_: None)
+    beside = answers.answer(Answer(**LLAMA), lambda *_: None)
+    assert told["strategy"] == "zero3_offload"
+    assert told["iteration_s"] in [row["iteration_s"] for row in beside["rows"]]
 
 
 @pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
