@@ -63,8 +63,8 @@ print(f"import ebbtide.runtime: {time.perf_counter() - begin:.3f} s, "
       f"{len(sys.modules)} modules")
 from ebbtide.runtime.kernels import host
 host.load()  # its C++ source is in the wheel
-from ebbtide.simulator.engines.kernel import _phase
-assert _phase(0) and _phase.signatures, "numba must compile the wheel's kernels"
+from ebbtide.simulator.engines.kernel import _is_copy
+assert _is_copy(0) in (True, False) and _is_copy.signatures, "numba must compile the wheel's kernels"
 PYTHON
 
 begin=$(date +%s)

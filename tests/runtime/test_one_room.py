@@ -63,6 +63,7 @@ def test_every_private_member_in_use_is_in_the_table():
         "_held",
         "_module_of",
     }
+    extended = {"_let_go"}  # ebbtide's own in planned.py, which the ZeRO stages extend
     unlisted = {
         (name, node.attr)
         for name in ("stage3.py", "stage12.py", "planned.py", "stage3_buffers.py", "private.py")
@@ -71,7 +72,7 @@ def test_every_private_member_in_use_is_in_the_table():
         and ast.unparse(node.value) in ("self", "optimizer", "super()")
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
-        and node.attr not in (HIDDEN if ast.unparse(node.value) == "super()" else HIDDEN | ours)
+        and node.attr not in HIDDEN | (extended if ast.unparse(node.value) == "super()" else ours)
     }
     assert unlisted == set()
 
