@@ -12,7 +12,9 @@ from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, comp
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import check_plan
+from ebbtide.simulator.schedules.loop import check_passes
 from ebbtide.simulator.schedules.settings import settings
 from ebbtide.simulator.schedules.strategies import build_strategy, shared_plan
 from ebbtide.simulator.update.footprint import footprint, slots_within, tallies
@@ -22,6 +24,7 @@ from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 
 FEW = 8  # of the best settings, with which early updates are tried
+BUILT = 4  # micro-batches: the first one, two equal ones, and the last one
 FEW_MICRO_BATCHES = 3  # more of them change neither what fits nor what runs beside the update
 SLOTS = 2  # of an evenly spread plan
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
@@ -69,12 +72,25 @@ class Simulated:
 def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
     """Return an offloading strategy's schedule of ops for a workload, as arrays for the compiled simulator.
 
+    If the workload has more than `BUILT` micro-batches, only so many are built, and the last but one of them is
+    repeated. The result is the same, except that it then has no op objects.
+
     Args:
         name: Name of the strategy, such as "zero3_offload".
         workload: Workload that is trained.
         options: Options of the strategy, as for `build_strategy`.
     """
-    return compile_schedule(build_strategy(name, workload, **options))
+    micro = workload.gradient_accumulation_steps
+    # A measured time of copies is a step's, divided by its micro-batches. Gradients under a plan may wait for those of
+    # several micro-batches before.
+    if micro <= BUILT or workload.stock_backward_extra_s is not None or name == "ebbtide":
+        return compile_schedule(build_strategy(name, workload, **options))
+    few = workload.model_copy(update={"gradient_accumulation_steps": BUILT})
+    schedule = build_strategy(name, few, **options)
+    check_passes(workload, schedule.iterations)
+    begun = [op.id for op in schedule.ops if op.kind == OpKind.FORWARD and op.layer == 0]
+    repeated = list(zip(begun[BUILT - 2 :: BUILT], begun[BUILT - 1 :: BUILT], strict=True))
+    return compile_schedule(schedule).repeating(repeated, 1 + micro - BUILT)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ numba. Without numba, the compiled simulator gives the same results, but slowly.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Self
 
 import numpy as np
 from ebbtide.simulator.engines import kernel, summary
 from ebbtide.simulator.engines.fair_speeds import CAPACITIES
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.reference import capacities
+from ebbtide.simulator.engines.repeating import repeat
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, Schedule, Span
@@ -82,6 +85,21 @@ class CompiledSchedule:
     after_first: Ints
     after: Ints
     rate_keys: tuple[tuple[RateName, float], ...]
+
+    def repeating(self, micro_batches: Sequence[tuple[int, int]], times: int) -> Self:
+        """Return a copy of the schedule with one micro-batch of each iteration repeated. The copy has no op objects.
+
+        Args:
+            micro_batches: For each iteration, the number of the micro-batch's first op, and the number of the op after
+                its last one. The micro-batch before it has as many ops.
+            times: Number of times that the micro-batch is in each iteration of the copy.
+        """
+        ops, after_first, after = self.ops, self.after_first, self.after
+        for first, last in reversed(micro_batches):  # so that the numbers of earlier ops stay
+            of, after_first, after = repeat(after_first, after, first, last, times)
+            ops = ops[of]
+        schedule = replace(self.schedule, ops=())
+        return replace(self, schedule=schedule, ops=ops, after_first=after_first, after=after)
 
 
 def compile_schedule(schedule: Schedule) -> CompiledSchedule:

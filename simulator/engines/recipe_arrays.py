@@ -14,6 +14,7 @@ import numpy as np
 from ebbtide.simulator.engines import kernel
 from ebbtide.simulator.engines.jit import compiled
 from ebbtide.simulator.engines.kernel import Floats, Ints
+from ebbtide.simulator.engines.repeating import repeat
 from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.planned_loop import Part
@@ -170,19 +171,11 @@ class Program(NamedTuple):
             first, last: The entries of the micro-batch are those from number ``first`` to before number ``last``. The
                 micro-batch before it has as many.
         """
-        counts, size = np.diff(self.places[:, X_REFS]), last - first
-        begin, end = self.places[first, X_REFS], self.places[last, X_REFS]
-        moved = self.refs + (times - 1) * size * (self.refs >= first)  # to the last repetition, or behind it
-        inside = self.refs[begin:end]
-        near = (inside >= first - size) & (inside < last)  # in the same micro-batch, or in the one before
-        turns = [np.where(near, inside + turn * size, moved[begin:end]) for turn in range(times)]
-        order = np.concatenate([np.arange(first), np.tile(np.arange(first, last), times), np.arange(last, counts.size)])
-        places = np.zeros((order.size + 1, X_COLUMNS), np.int64)
-        places[:-1] = self.places[order]
-        places[1:, X_REFS] = np.cumsum(counts[order])
-        places[0, X_REFS] = 0
-        refs = np.concatenate([moved[:begin], *turns, moved[end:]])
-        return self._replace(places=places, refs=refs, rows=self.rows[order])
+        made = repeat(self.places[:, X_REFS], self.refs, first, last, times)
+        places = np.zeros((made.of.size + 1, X_COLUMNS), np.int64)
+        places[:-1] = self.places[made.of]
+        places[:, X_REFS] = made.after_first
+        return self._replace(places=places, refs=made.after, rows=self.rows[made.of])
 
     def paced(self, times: float) -> Self:
         """Return a copy of the recording with the time of each forward and backward multiplied by ``times``."""

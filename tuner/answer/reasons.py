@@ -4,13 +4,13 @@ technique of the plan saves.
 
 import math
 
+from ebbtide.simulator.analysis.best_setting import compiled
 from ebbtide.simulator.analysis.bound import Bound
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.rows import stock_beside
 from ebbtide.tuner.quantities import told_least, told_seconds
@@ -59,7 +59,7 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
     def stock_s(threads: int) -> float:
         name, setting = stock_beside(workload, plan)
         work = workload.model_copy(update={"stock_threads": threads})
-        return simulate_fast(build_strategy(name, work, **setting), machine).iteration_s
+        return simulate_fast(compiled(name, work, setting), machine).iteration_s
 
     count, share = workload.stock_threads, max(1, machine.cpu_cores // workload.ranks_per_node)
     few_s, all_s = stock_s(count), stock_s(share)

@@ -1,0 +1,45 @@
+"""The repetition of one micro-batch in the arrays of a simulated schedule.
+
+Each micro-batch of a step but the first ones and the last one has the same ops. So a few micro-batches are made from
+Python objects, and the arrays of one of them are repeated.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from ebbtide.simulator.engines.kernel import Ints
+
+
+class Repeated(NamedTuple):
+    """The arrays of a schedule with a repeated micro-batch.
+
+    Attributes:
+        of: For each op, the number of the original op.
+        after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
+    """
+
+    of: Ints
+    after_first: Ints
+    after: Ints
+
+
+def repeat(after_first: Ints, after: Ints, first: int, last: int, times: int) -> Repeated:
+    """Repeat the ops of one micro-batch, so that the micro-batch is in the schedule ``times`` times.
+
+    Args:
+        after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
+        first, last: The ops of the micro-batch are those from number ``first`` to before number ``last``. The
+            micro-batch before it has as many.
+    """
+    counts, size = np.diff(after_first), last - first
+    begin, end = after_first[first], after_first[last]
+    moved = after + (times - 1) * size * (after >= first)  # to the last repetition, or behind it
+    inside = after[begin:end]
+    near = (inside >= first - size) & (inside < last)  # in the same micro-batch, or in the one before
+    turns = [np.where(near, inside + turn * size, moved[begin:end]) for turn in range(times)]
+    of = np.concatenate([np.arange(first), np.tile(np.arange(first, last), times), np.arange(last, counts.size)])
+    return Repeated(
+        of,
+        np.cumsum(np.concatenate([[0], counts[of]])).astype(np.int64),
+        np.concatenate([moved[:begin], *turns, moved[end:]]),
+    )
