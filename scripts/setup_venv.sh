@@ -75,7 +75,9 @@ install() { # twice quiet: pip still prints its errors
     fi
     if [ -n "$extra" ]; then
         echo "setup: the extra [$extra] ..."
+        [ "$extra" != dev ] || compile_simulator
         $pip $constraints -e ".[$extra]"
+        wait
     else
         echo "setup: DeepSpeed ..."
         # What the ops below import comes at once, so that pip replaces nothing under their feet.
@@ -93,6 +95,12 @@ compile_ops() {
         PATH="$PWD/$venv/bin:$PATH" nice -n 5 "$venv/bin/python" -m studies.bench.deepspeed_ops "$op" \
             >/dev/null 2>&1 </dev/null &
     done
+}
+
+# Fifteen seconds, beside pip. Else each of the tests' processes compiles the simulator anew, and the machine waits.
+compile_simulator() {
+    "$venv/bin/tune" plan --machine rtx4090 --model examples/llama-3-8b.json --sequence 256 --accumulation 2 \
+        -o "$venv/first-plan.json" >/dev/null 2>&1 </dev/null &
 }
 
 python=$(choose_python)
