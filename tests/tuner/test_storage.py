@@ -10,15 +10,21 @@ from random import Random
 import ebbtide.tuner
 import pytest
 from ebbtide.simulator import Machine, Plan, PlanError, Quantity, build_schedule, simulate
+from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.storage import StorageRates, shares
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.tuner.candidates.candidate import Candidate, evenly
 from ebbtide.tuner.candidates.moves import CHOICES, STORED, Freedom, Moved, choices
+from ebbtide.tuner.placements import locations
 from ebbtide.tuner.placements.annealing import anneal
+from ebbtide.tuner.placements.decision import Question
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.search import Search
+from ebbtide.tuner.service.scenario import MODELS
 
 from tests.tuner.test_search import machine
 from tests.tuner.test_search import workload as twenty
@@ -70,6 +76,36 @@ def test_no_numbers_of_placements_are_better(stored):
         tried = replace(evenly(numbers), host_slots=slots)
         best_s = min(best_s, search.score(tried).iteration_s)
     assert stored.prediction.iteration_s <= best_s < math.inf
+
+
+def test_the_search_with_drives_uses_the_simulations_of_the_one_without_and_finds_the_same(monkeypatch):
+    have = preset("h100-node")
+    work = Job.of_deepspeed(MODELS["Llama 3 8B"], accumulation=4).workload(have).recut(10**9)
+    asked = Question.of(work, have, storage={"/nvme": TB}, device_memory_bytes=14 * GIB)
+    evaluate, simulated, searches = PlanSweep.evaluate, [], []
+
+    def counted(*args):
+        simulated.append(args)
+        return evaluate(*args)
+
+    def shared(*args, **options):
+        searches.append(Search(*args, **options))
+        return searches[-1]
+
+    def alone(*args, like=None, **options):
+        return shared(*args, **options)
+
+    monkeypatch.setattr(PlanSweep, "evaluate", counted)
+    counts = []
+    for new in (shared, alone):
+        monkeypatch.setattr(locations, "Search", new)
+        begun(work, asked.machine, asked.limits)
+        counts.append(len(simulated))
+    assert len(searches) == 4
+    for one, other in zip(searches[:2], searches[2:], strict=True):
+        assert one.scores == other.scores
+        assert (one.best(), one.best_s, one.plain_s) == (other.best(), other.best_s, other.plain_s)
+    assert counts[0] < counts[1] - counts[0]
 
 
 def test_as_little_is_stored_as_memory_allows(stored):

@@ -60,7 +60,7 @@ def begun(
             move_parameters(found)
         return found
     move_parameters(found)
-    spilled = new(limits=limits)
+    spilled = new(limits=limits, like=found)
     try_first(spilled)
     if freely or not spilled.fits:
         move_parameters(spilled)

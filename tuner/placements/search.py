@@ -77,6 +77,7 @@ class Search:
         *,
         effort: float = 1.0,
         bounds: Bounds | None = None,
+        like: Search | None = None,
     ) -> None:
         """Prepare a search for the fastest plan of a workload on a machine.
 
@@ -90,6 +91,7 @@ class Search:
             effort: Fraction of a full search's evaluations.
             bounds: Lower bounds of the iteration time, computed by searches for the same job with other subgroup
                 sizes. They hold for all subgroup sizes, so this search reuses them and adds its own.
+            like: Search for the same workload within other limits. Its simulations are used again.
 
         Raises:
             ValueError: ``effort`` is not in (0, 1].
@@ -113,11 +115,12 @@ class Search:
         self.scores: dict[Candidate, Score] = {}
         self._best: tuple[tuple[float, int], Candidate] | None = None  # with its rank
         self._ordered: dict[Candidate, Candidate] = {}
-        self.sweep = PlanSweep(workload, machine)
+        self.sweep = PlanSweep(workload, machine) if like is None else like.sweep
         self.room = Room(workload, machine, limits, self.sweep, sums=self.sums)
         self._longer = self.sweep.longer(LONG, WARM_UP)
-        self._orders = UpdateOrders(workload, machine)
-        self._rows: dict[tuple[Any, ...], Row] = {}  # of the plans that were simulated last
+        self._orders = UpdateOrders(workload, machine) if like is None else like._orders
+        # Of the plans that were simulated last.
+        self._rows: dict[tuple[Any, ...], Row] = {} if like is None else like._rows
         self._bounds = Bounds() if bounds is None else bounds
         # Of the best, of the best that waits for the norm, and of the best with parameters on the device.
         self.best_s = self.plain_s = self.whole_s = math.inf
