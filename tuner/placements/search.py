@@ -115,10 +115,10 @@ class Search:
         self.scores: dict[Candidate, Score] = {}
         self._best: tuple[tuple[float, int], Candidate] | None = None  # with its rank
         self._ordered: dict[Candidate, Candidate] = {}
-        self.sweep = PlanSweep(workload, machine) if like is None else like.sweep
+        self.sweep: PlanSweep = PlanSweep(workload, machine) if like is None else like.sweep
         self.room = Room(workload, machine, limits, self.sweep, sums=self.sums)
         self._longer = self.sweep.longer(LONG, WARM_UP)
-        self._orders = UpdateOrders(workload, machine) if like is None else like._orders
+        self._orders: UpdateOrders = UpdateOrders(workload, machine) if like is None else like._orders
         # Of the plans that were simulated last.
         self._rows: dict[tuple[Any, ...], Row] = {} if like is None else like._rows
         self._bounds = Bounds() if bounds is None else bounds
