@@ -1,7 +1,7 @@
 #!/usr/bin/env sh
 # Makes or repairs .venv. Safe to run again after it was interrupted.
 #   sh scripts/setup_venv.sh        what the demo and a training run need (`make demo`)
-#   sh scripts/setup_venv.sh dev    the tools of the tests besides (`make setup`, `make test`)
+#   sh scripts/setup_venv.sh dev    the tools of the tests on top of that (`make setup`, `make test`)
 #   sh scripts/setup_venv.sh serve  what the page needs besides (`make serve`)
 #   PYTHON  the interpreter to build on (default: the first of python3, python3.13, 3.12, 3.11
 #           that is new enough)

@@ -72,8 +72,8 @@ class Simulated:
 def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> CompiledSchedule:
     """Return an offloading strategy's schedule of ops for a workload, as arrays for the compiled simulator.
 
-    If the workload has more than `BUILT` micro-batches, only so many are built, and the last but one of them is
-    repeated. The result is the same, except that it then has no op objects.
+    If the workload has more than `BUILT` micro-batches, and its strategy permits, only so many are built, and the last
+    but one of them is repeated. The result is the same, except that it then has no op objects.
 
     Args:
         name: Name of the strategy, such as "zero3_offload".
@@ -85,6 +85,8 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
     # several micro-batches before.
     if micro <= BUILT or workload.stock_backward_extra_s is not None or name == "ebbtide":
         return compile_schedule(build_strategy(name, workload, **options))
+    if isinstance(asked := options.get("iterations"), int):
+        check_passes(workload, asked)  # before any is built
     few = workload.model_copy(update={"gradient_accumulation_steps": BUILT})
     schedule = build_strategy(name, few, **options)
     check_passes(workload, schedule.iterations)
@@ -132,8 +134,13 @@ class _Strategy:
         memory_of = partial(peaks_by_kind, held, schedule.ops, result)
         if isinstance(plan := options.get("plan"), Plan):  # a plan with further options
             right, work = result, self.workload.cut_as(plan)
-            sweep = self.sweep if work is self.workload else PlanSweep(work, self.machine)
-            result = expected(work, self.machine, plan, lambda p: right if p is plan else sweep.result(p))
+
+            def run(other: Plan) -> SimResult:
+                if other is plan:
+                    return right
+                return simulate_fast(self.compile_(self.name, self.workload, {**options, "plan": other}), self.machine)
+
+            result = expected(work, self.machine, plan, run)
         return Simulated(self.name, setting, memory_of, result, self.limits.shortfall(result))
 
     @cached_property

@@ -37,7 +37,7 @@ class Bounds:
                 self._known[key] = error
         found = self._known[key]
         if isinstance(found, ValueError):
-            raise found
+            raise found.with_traceback(None)
         return found
 
     def seconds(self, workload: Workload, machine: Machine, limits: Limits, away: int | None) -> float:

@@ -168,8 +168,8 @@ class Program(NamedTuple):
         """Return a copy of the recording with one of its micro-batches repeated, so that it is there ``times`` times.
 
         Args:
-            first, last: The entries of the micro-batch are those from number ``first`` to before number ``last``. The
-                micro-batch before it has as many.
+            first, last: The entries of the micro-batch are those from number ``first`` to before number ``last``. They
+                refer back at most to the end of the micro-batch before, which is the same.
         """
         made = repeat(self.places[:, X_REFS], self.refs, first, last, times)
         places = np.zeros((made.of.size + 1, X_COLUMNS), np.int64)

@@ -28,8 +28,8 @@ def repeat(after_first: Ints, after: Ints, first: int, last: int, times: int) ->
 
     Args:
         after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
-        first, last: The ops of the micro-batch are those from number ``first`` to before number ``last``. The
-            micro-batch before it has as many.
+        first, last: The ops of the micro-batch are those from number ``first`` to before number ``last``. They
+            refer back at most to the end of the micro-batch before, which is the same.
     """
     counts, size = np.diff(after_first), last - first
     begin, end = after_first[first], after_first[last]

@@ -78,10 +78,11 @@ def test_only_a_few_micro_batches_are_built(monkeypatch):
     assert set(asked) == {best_setting.BUILT}
 
 
-def test_too_many_micro_batches_are_refused_as_if_all_were_built():
-    work = random_workload(random.Random(0)).model_copy(update={"gradient_accumulation_steps": 10**6})
+@pytest.mark.parametrize(("micro", "setting"), [(10**6, {}), (50, {"iterations": 10**6})])
+def test_too_many_micro_batches_are_refused_as_if_all_were_built(micro, setting):
+    work = random_workload(random.Random(0)).model_copy(update={"gradient_accumulation_steps": micro})
     with pytest.raises(ValueError, match="gradient_accumulation_steps must be at most") as expected:
-        build_strategy("zero3_offload", work)
+        build_strategy("zero3_offload", work, **setting)
     with pytest.raises(ValueError, match="gradient_accumulation_steps must be at most") as got:
-        best_setting.compiled("zero3_offload", work, {})
+        best_setting.compiled("zero3_offload", work, setting)
     assert str(got.value) == str(expected.value)

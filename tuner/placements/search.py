@@ -91,7 +91,7 @@ class Search:
             effort: Fraction of a full search's evaluations.
             bounds: Lower bounds of the iteration time, computed by searches for the same job with other subgroup
                 sizes. They hold for all subgroup sizes, so this search reuses them and adds its own.
-            like: Search for the same workload within other limits. Its simulations are used again.
+            like: Search for the same workload and machine within other limits. Its simulations are used again.
 
         Raises:
             ValueError: ``effort`` is not in (0, 1].
