@@ -24,7 +24,7 @@ from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 
 FEW = 8  # of the best settings, with which early updates are tried
-BUILT = 4  # micro-batches: the first one, two equal ones, and the last one
+BUILT = 4  # micro-batches: the first, two equal ones (the second is repeated, and waits for its equal), the last
 FEW_MICRO_BATCHES = 3  # more of them change neither what fits nor what runs beside the update
 SLOTS = 2  # of an evenly spread plan
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
@@ -126,13 +126,14 @@ class _Strategy:
         return lacking > 0, lacking or one.result.iteration_s
 
     def _run(self, setting: Mapping[str, Any], options: Mapping[str, Any]) -> Simulated:
-        if self.name == "ebbtide" and [*options] == ["plan"]:
-            return replace(under_plan(options["plan"], self.sweep, self.limits), setting=setting)
+        plan = options.get("plan")
+        if self.name == "ebbtide" and isinstance(plan, Plan) and len(options) == 1:
+            return replace(under_plan(plan, self.sweep, self.limits), setting=setting)
         schedule = self.compile_(self.name, self.workload, options)
         result = simulate_fast(schedule, self.machine)
         held = schedule.schedule.held
         memory_of = partial(peaks_by_kind, held, schedule.ops, result)
-        if isinstance(plan := options.get("plan"), Plan):  # a plan with further options
+        if isinstance(plan, Plan):  # a plan with further options
             right, work = result, self.workload.cut_as(plan)
 
             def run(other: Plan) -> SimResult:

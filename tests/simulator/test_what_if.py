@@ -240,3 +240,12 @@ def test_an_option_beside_a_plan_holds_for_the_plan_without_early_updates_too():
     )
     assert plain_s < early_s
     assert told.iteration_s == pytest.approx(1.005 * plain_s, rel=1e-6)
+
+
+def test_a_plan_option_that_is_no_plan_is_refused_or_means_the_default_one():
+    work, on = workload(), machine()
+    limits = Limits.of(work, on)
+    with pytest.raises(ValueError, match="plan must be a Plan"):
+        simulated("ebbtide", work, on, limits, {"plan": "plan.json"})
+    default = simulated("ebbtide", work, on, limits, {}).result
+    assert simulated("ebbtide", work, on, limits, {"plan": None}).result.iteration_s == default.iteration_s
