@@ -41,7 +41,7 @@ if not (_here / "simulator").is_dir():
     # A checkout keeps the packages beside this folder. A wheel has them inside.
     __path__.append(str(_here.parent))
 
-# The part of ebbtide that has a name. All other names are those of `ebbtide.simulator`.
+# The module that defines each public name. Names of `__all__` that are missing here are those of `ebbtide.simulator`.
 _MODULE_OF = {
     "Estimate": "estimates",
     "ImpossibleError": "tuner",

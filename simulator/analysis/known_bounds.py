@@ -14,7 +14,8 @@ ROUNDING = 1e-4  # relative: far more than a solver's tolerances
 class Bounds:
     """The lower bounds of one job's iteration time that were computed so far.
 
-    A bound holds for plans with any subgroup size, so the workload may be cut into any subgroups.
+    A bound holds for plans with any subgroup size, so the workload may be cut into any subgroups. All calls must be for
+    one job on one machine, because bounds are remembered by the limits and ``away`` only.
     """
 
     def __init__(self) -> None:

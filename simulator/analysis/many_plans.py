@@ -31,7 +31,7 @@ from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
 MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter locations
-MOST_AMOUNTS = 1024  # likewise: most plans of a search differ in the order of updates only
+MOST_AMOUNTS = 1024  # placements with their counts and bytes: most plans of a search differ in their order only
 
 
 class _Scratch(threading.local):
@@ -117,8 +117,8 @@ class PlanSweep:
         return other
 
     def paced(self, times: float) -> "PlanSweep":
-        """Return a predictor for the same workload and machine, but with ``times`` the seconds of each layer's forward
-        and backward.
+        """Return a predictor for the same machine, and a workload with the time of each layer's forward and backward
+        multiplied by ``times``.
 
         The new predictor uses the iterations that this one has recorded.
         """
@@ -129,7 +129,7 @@ class PlanSweep:
     def _count_ops(self) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
-        recipes = [way.recipe for way in plain_ways()]
+        recipes = [recipe for way in plain_ways() for recipe in (way.recipe, way.unfused)]
         longest = max(len(recipe.steps) for recipe in recipes)
         gradients = max(len(recipe.gradient_steps) for recipe in recipes)
         parts = sum(map(len, self.workload.shares()))  # of gradients

@@ -22,8 +22,6 @@ from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, Schedule, Span
 from ebbtide.simulator.timeline import Timeline
 
-_LANE_NUMBERS = {lane: number for number, lane in enumerate(kernel.LANES)}
-_KIND_NUMBERS = {kind: number for number, kind in enumerate(kernel.KINDS)}
 _COPIED = {  # column -> the op's field that stands there as it is
     kernel.ITERATION: "iteration",
     kernel.WORK: "work",
@@ -112,8 +110,8 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
         waits = list(fields["after"])
         for column, name in _COPIED.items():
             table[:, column] = fields[name]
-        table[:, kernel.LANE] = [_LANE_NUMBERS[lane] for lane in fields["lane"]]
-        table[:, kernel.KIND] = [_KIND_NUMBERS[kind] for kind in fields["kind"]]
+        table[:, kernel.LANE] = [kernel.LANE_NUMBERS[lane] for lane in fields["lane"]]
+        table[:, kernel.KIND] = [kernel.KIND_NUMBERS[kind] for kind in fields["kind"]]
         table[:, kernel.RATE] = [
             # Only a host update's rate depends on its cores.
             keys.setdefault((rate, cores if rate in THREADED else 0.0), len(keys))

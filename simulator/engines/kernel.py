@@ -41,6 +41,8 @@ M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = r
 
 LANES = list(Lane)
 KINDS = list(OpKind)
+LANE_NUMBERS = {lane: number for number, lane in enumerate(LANES)}
+KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _UPDATE, _STORAGE, _NETWORK, _STORAGE_READ = (
     LANES.index(lane) for lane in (Lane.DEVICE_UPDATE, Lane.STORAGE, Lane.NETWORK, Lane.STORAGE_READ)
 )

@@ -18,15 +18,13 @@ from ebbtide.simulator.engines.repeating import repeat
 from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.planned_loop import Part
-from ebbtide.simulator.schedules.tape import Tape, What
+from ebbtide.simulator.schedules.tape import Tape
 from ebbtide.simulator.update.steps import Bytes, Slot, Step
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED, ways
 from ebbtide.simulator.workload import Workload
 
 SLOTS = list(Slot)
 RATES: tuple[RateName, ...] = get_args(RateName)
-_LANE_NUMBERS = {lane: number for number, lane in enumerate(kernel.LANES)}
-_KIND_NUMBERS = {kind: number for number, kind in enumerate(kernel.KINDS)}
 _RATE_NUMBERS = {rate: number for number, rate in enumerate(RATES)}
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
@@ -109,7 +107,7 @@ class RecipeArrays:
 
 def _row(op: Step | Op, work: float, dram_bytes: float) -> list[float]:
     row = [0.0] * kernel.OP_COLUMNS
-    row[kernel.LANE], row[kernel.KIND] = _LANE_NUMBERS[op.lane], _KIND_NUMBERS[op.kind]
+    row[kernel.LANE], row[kernel.KIND] = kernel.LANE_NUMBERS[op.lane], kernel.KIND_NUMBERS[op.kind]
     row[kernel.RATE], row[kernel.DEVICE_SHARE] = _RATE_NUMBERS[op.rate], op.device_share
     row[kernel.WORK], row[kernel.DRAM] = work, dram_bytes
     return row
@@ -169,7 +167,8 @@ class Program(NamedTuple):
 
         Args:
             first, last: The entries of the micro-batch are those from number ``first`` to before number ``last``. They
-                refer back at most to the end of the micro-batch before, which is the same.
+                may wait for each other, for the micro-batch before, and for what all repetitions share. The micro-batch
+                before must have as many of them, in the same order.
         """
         made = repeat(self.places[:, X_REFS], self.refs, first, last, times)
         places = np.zeros((made.of.size + 1, X_COLUMNS), np.int64)
@@ -180,7 +179,7 @@ class Program(NamedTuple):
     def paced(self, times: float) -> Self:
         """Return a copy of the recording with the time of each forward and backward multiplied by ``times``."""
         rows = self.rows.copy()
-        rows[np.isin(rows[:, kernel.KIND], _PASSES) & (self.places[:-1, X_WHAT] == What.OP), kernel.WORK] *= times
+        rows[np.isin(rows[:, kernel.KIND], _PASSES), kernel.WORK] *= times  # markers have no work
         return self._replace(rows=rows)
 
 

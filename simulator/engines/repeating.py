@@ -1,6 +1,6 @@
 """The repetition of one micro-batch in the arrays of a simulated schedule.
 
-Each micro-batch of a step but the first ones and the last one has the same ops. So a few micro-batches are made from
+Micro-batches in the middle of a step have the same ops. So a few micro-batches are made from
 Python objects, and the arrays of one of them are repeated.
 """
 
@@ -29,7 +29,8 @@ def repeat(after_first: Ints, after: Ints, first: int, last: int, times: int) ->
     Args:
         after_first, after: Op i waits for the ops after[after_first[i]:after_first[i + 1]].
         first, last: The ops of the micro-batch are those from number ``first`` to before number ``last``. They
-            refer back at most to the end of the micro-batch before, which is the same.
+            may wait for each other, for the micro-batch before, and for what all repetitions share. The micro-batch
+            before must have as many of them, in the same order.
     """
     counts, size = np.diff(after_first), last - first
     begin, end = after_first[first], after_first[last]

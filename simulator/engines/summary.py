@@ -19,7 +19,9 @@ _BACKWARD, _STEP_END = KINDS.index(OpKind.BACKWARD), KINDS.index(OpKind.STEP_END
 _COMPUTE = LANES.index(Lane.COMPUTE)
 _UPDATES = tuple(KINDS.index(kind) for kind in UPDATES)
 _COLUMNS = {"loop": LOOP_S, "forward": FORWARD_S, "backward": BACKWARD_S, "step": STEP_S}
-_PHASE = tuple(_COLUMNS[PHASE[kind]] if kind in PHASE else -1 for kind in KINDS)  # of each kind, its column
+_PHASE = tuple(
+    _COLUMNS[PHASE[kind]] if kind in PHASE else -1 for kind in KINDS
+)  # for each op kind, the column of its phase, or -1
 
 
 @compiled

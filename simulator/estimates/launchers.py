@@ -33,9 +33,10 @@ def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: i
 def started(
     workload: Workload, launcher: Launcher | None = None, omp_threads: int | None = None, clip_rate: float | None = None
 ) -> Workload:
-    """Return a copy of the workload for another launcher, with the number of OpenMP threads that this launcher sets.
+    """Return the workload with other settings of a run: the launcher, with the number of OpenMP threads that it sets,
+    and the fraction of steps that clip.
 
-    The number decides how fast DeepSpeed updates on the CPU.
+    The number of threads decides how fast DeepSpeed updates on the CPU.
 
     Args:
         launcher: Program that starts the ranks. None: the workload's number of threads stays, unless ``omp_threads``

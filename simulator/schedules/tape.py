@@ -77,8 +77,8 @@ class Tape:
 def record(workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> Tape:
     """Record one training iteration as a list of ops, with markers in place of the ops that depend on a plan.
 
-    Only the first micro-batches of a step and its last one differ from the others. So at most `RECORDED` micro-batches
-    are recorded, and the last but one of them stands for all that are left out.
+    Only the first micro-batch of a step and its last one differ from the others. So at most `RECORDED` micro-batches
+    are recorded, and the second one stands for all that are left out.
 
     Raises:
         ValueError: The workload has more forward and backward passes of layers than `TrainingLoop.run` can simulate.

@@ -258,6 +258,8 @@ class Holding:
             return 0
         sent = sum(sizes) if sent is None else sent
         most = left_bytes + self.sending_bytes(sent, 0)
+        if self.sending_bytes(sent, sum(sizes)) <= most:  # most often there is room for all sums
+            return len(sizes)
         # More sums never take less.
         return bisect_right(list(accumulate(sizes)), most, key=lambda stay: self.sending_bytes(sent, stay))
 
