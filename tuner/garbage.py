@@ -1,4 +1,4 @@
-"""A pause of Python's search for garbage, for commands that plan."""
+"""A pause of Python's cyclic garbage collector, for commands that plan."""
 
 import gc
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Pause Python's search for garbage in reference cycles.
+    """Disable Python's cyclic garbage collector in the ``with`` block.
 
-    Importing and planning keep many objects and make hardly any cycles. Looking through all objects of the process
-    again and again would take up to a fifth of the time.
+    Importing and planning create many long-lived objects and hardly any reference cycles. To traverse them again and
+    again would take up to a fifth of the time.
     """
     enabled = gc.isenabled()
     gc.disable()

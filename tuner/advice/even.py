@@ -56,7 +56,7 @@ def best_of(found: Decision) -> Plan:
     search = found.search
     workload, machine, limits = search.workload, search.machine, search.limits
     made = found.chosen.plan(workload, **found.folders)
-    prediction = predict(workload, machine, made, limits, search.bound.iteration_s)
+    prediction = predict(workload, machine, made, limits, search.bound.iteration_s, sweep=search.sweep)
     near = above_bound(prediction) < LITTLE
     more = f"a full search can make it at most {LITTLE:.1%} faster" if near else "a full search may find a better one"
     made = made.model_copy(update={"prediction": prediction})

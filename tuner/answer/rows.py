@@ -140,21 +140,19 @@ def compare(
         return Row(role, *_labelled(one, workload), limits)
 
     name, setting = stock_beside(workload, plan, limits)
-    rows = [row("stock", run(name, **setting))]
+    rows, variants = [row("stock", run(name, **setting))], list[Row]()
     if not machine.unified_memory:
         rows.append(row("no offload", run("no_offload")))
     if plan is not None:
         sweep = sweep or PlanSweep(workload.cut_as(plan), machine)
         rows.insert(0, Row("plan", "ebbtide", under_plan(plan, sweep, limits), limits))
+        lesser = _variants(workload, plan) if others else ()
+        variants = [Row("variant", label, under_plan(less, sweep, limits), limits) for label, less in lesser]
     if others:
         known = (name for name in PEERS if workload.zero_stage in stages(name))
         best = (best_setting(name, workload, machine, limits, compile_=compile_) for name in known)
         rows.extend(row("peer", one) for one in best)
-    if others and plan is not None and sweep is not None:
-        rows += [
-            Row("variant", label, under_plan(less, sweep, limits), limits) for label, less in _variants(workload, plan)
-        ]
-    return rows
+    return rows + variants
 
 
 def stock_beside(workload: Workload, plan: Plan | None, limits: Limits | None = None) -> tuple[str, dict[str, Any]]:

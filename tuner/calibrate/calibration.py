@@ -33,11 +33,11 @@ CONTRADICTION = 0.3  # between two runs' errors of a phase: no one set of rates 
 # Of a knob's prior width: above it, the runs said nothing. No stricter: all knobs are sought
 # together, and one that is put back leaves what it explained to none.
 IDENTIFIED = 0.97
-# Of a phase's median error over all runs: beyond it, the machine is not what its sheet says. One
-# node's days lie up to 0.23 from their middle (SHARE_WIDTH), and a phase has its NOISE.
+# Median error of a phase over all runs, in log units, above which the phase is reported as unexplained. One node's days
+# lie up to 0.23 from their middle (SHARE_WIDTH), and a phase has its NOISE.
 UNEXPLAINED = 0.35
-# From this median error of a phase on, in log units, wider corrections are tried. Published A100 runs that are nearer
-# were predicted worse with them: calibrated on one other run of their campaign, with a p90 error of 24%, not 20%.
+# Median error of a phase, in log units, from which on wider corrections are tried. Below it, they make predictions
+# worse: with published A100 runs, each calibrated on one other run of its campaign, the p90 error was 24%, not 20%.
 FAR = 0.5
 WIDER = (2.0, 4.0, 8.0)  # times the knobs' widths, for a machine that is FAR
 WORTH = 0.05  # of that error, what is worth the next wider one
@@ -182,8 +182,8 @@ def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observati
     """Return the most probable correction factors for a machine's bandwidths and compute speeds, given measured
     training runs.
 
-    If corrections of the usual size leave large prediction errors, wider ranges of corrections are tried. The narrowest
-    range with nearly the least errors is used.
+    If corrections of the usual size leave a median error of `FAR` or more in a phase, wider ranges are tried. The
+    narrowest range with nearly the least errors is used.
     """
     usual = _fit_within(start, knobs, 1.0, observations)
     if usual.worst < FAR:

@@ -28,10 +28,11 @@ from ebbtide.tuner.inputs import (
 from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from ebbtide.simulator.limits import Limits
     from ebbtide.simulator.machine import Machine
+    from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.schedule import Schedule
     from ebbtide.simulator.timeline import Timeline
     from ebbtide.simulator.update.pausing import StepTimes
@@ -100,6 +101,7 @@ def _simulated(
 ) -> tuple[Timeline, dict[str, Any]]:
     from ebbtide.simulator.engines.reference import simulate as run
     from ebbtide.simulator.schedules.strategies import build_strategy
+    from ebbtide.tuner.calibrate.interval import workload_interval_s
 
     def build(of: Workload) -> Schedule:
         return build_strategy(name, of, **options)
@@ -108,7 +110,11 @@ def _simulated(
         progress(0.0, "simulating one iteration")
         timeline = run(build(work), machine)
         progress(0.4, "what the rates' spread makes of it")
-        return timeline, _figures(work, machine, timeline, build, _step_times(work, machine, options))
+        if "plan" in options:
+            interval_s, times = _under_plan(work, machine, options["plan"])
+        else:
+            interval_s, times = workload_interval_s(build, work, machine), None
+        return timeline, _figures(work, timeline, interval_s, times)
 
 
 def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[tuple[str, str]]:
@@ -132,11 +138,9 @@ def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[
 
 
 def _figures(
-    work: Workload, machine: Machine, timeline: Timeline, build: Callable[[Workload], Schedule], times: StepTimes | None
+    work: Workload, timeline: Timeline, interval_s: tuple[float, float], times: StepTimes | None
 ) -> dict[str, Any]:
-    from ebbtide.tuner.calibrate.interval import workload_interval_s
-
-    low_s, high_s = workload_interval_s(build, work, machine)
+    low_s, high_s = interval_s
     seconds = times.mean_s(work.expected_clip_rate) if times else timeline.iteration_s
     early = {"clip_rate": work.expected_clip_rate, "unclipped_s": times.right_s} if times else {}
     return {
@@ -151,11 +155,13 @@ def _figures(
     }
 
 
-def _step_times(work: Workload, machine: Machine, options: Mapping[str, Any]) -> StepTimes | None:
+def _under_plan(work: Workload, machine: Machine, plan: Plan) -> tuple[tuple[float, float], StepTimes | None]:
     from ebbtide.simulator.analysis.expected import step_times
     from ebbtide.simulator.analysis.many_plans import PlanSweep
+    from ebbtide.tuner.calibrate.interval import plan_interval_s
 
-    return step_times(work, machine, options["plan"], PlanSweep(work, machine).result) if "plan" in options else None
+    sweep = PlanSweep(work, machine)
+    return plan_interval_s(sweep, plan), step_times(work, machine, plan, sweep.result)
 
 
 def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:

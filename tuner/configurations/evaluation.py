@@ -8,13 +8,14 @@ from typing import Any
 
 from ebbtide.simulator import Machine, Workload, build_strategy
 from ebbtide.simulator.analysis.best_setting import simulated
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.plan import Plan
-from ebbtide.tuner.calibrate.interval import workload_interval_s
+from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
 from ebbtide.tuner.placements.decision import SKETCH, decide, most_micro_batches
 from ebbtide.tuner.placements.decision import Question as Decided
@@ -229,11 +230,12 @@ class Question:
         """Return the relative uncertainty of a configuration's predicted iteration time: nine runs in ten
         are expected within this fraction of the prediction.
         """
-        name, options = self.strategy(outcome.configuration)
-        if outcome.plan is not None:
-            options = {"plan": outcome.plan}
-        work = self.workload(outcome.configuration)
-        _, high_s = workload_interval_s(lambda one: build_strategy(name, one, **options), work, self._on)
+        work, plan = self.workload(outcome.configuration), outcome.plan
+        if plan is not None:
+            _, high_s = plan_interval_s(PlanSweep(work.cut_as(plan), self._on), plan)
+        else:
+            name, options = self.strategy(outcome.configuration)
+            _, high_s = workload_interval_s(lambda one: build_strategy(name, one, **options), work, self._on)
         return high_s / outcome.iteration_s - 1
 
 

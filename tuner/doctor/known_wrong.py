@@ -84,7 +84,7 @@ def _accumulates_in_fp32(config: Config) -> bool:
     return (config.get("data_types") or {}).get("grad_accum_dtype") == "fp32"
 
 
-# Of the versions that ebbtide can be installed with, from 0.18.6 on.
+# Defects of the DeepSpeed versions that ebbtide can be installed with (0.18.6 or newer).
 TABLE = (
     KnownWrong(
         "0.15.2",

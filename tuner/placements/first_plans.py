@@ -119,10 +119,8 @@ def _division(search: Search) -> Fit:
     memory and the drives. The fraction of the 16-bit parameters in host memory is not varied. It is the fraction in the
     plans that the search begins with (`Search.locations`).
     """
-    away = sum(
-        n for n, location in zip(search.workload.subgroups, search.locations, strict=False) if location == "host"
-    )
-    return roomiest(search.workload, search.machine, search.limits, away=away / search.workload.params)
+    away = search.away(search.locations) / search.workload.params
+    return roomiest(search.workload, search.machine, search.limits, away=away)
 
 
 def _held_apart(search: Search) -> Iterator[dict[int, Placement]]:

@@ -63,13 +63,11 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
         away: Fraction of the 16-bit parameters that must live in host memory. If None, any fraction.
     """
     program = _program(workload, machine, limits, away)
-    count = 1
     found = program.solved([1.0], [[1.0]] * len(program.rows), None)
-    if found.x[-1] > 0:  # then what lacks least in all, the device's memory first to suffice
-        count = len(program.rows)
-        each_its_own = [[float(i == j) for j in range(count)] for i in range(count)]
-        found = program.solved([2.0] + [1.0] * (count - 1), each_its_own, 0.0)
-    x, params = np.array(found.x)[:-count], float(workload.params)
+    if found.x[-1] > 0:  # no division fits: then the one that lacks the fewest bytes, GPU memory counted twice
+        each_its_own = np.eye(len(program.rows)).tolist()
+        found = program.solved([2.0] + [1.0] * (len(program.rows) - 1), each_its_own, 0.0)
+    x, params = np.array(found.x)[: len(program.used) + 1], float(workload.params)
     taken = [int(params * float(np.dot(row, x))) for row in program.taken]
     shares = {
         (way.placement, way.parameters): float(share)
@@ -106,11 +104,12 @@ class _Program:
     totals: Any
 
     def solved(self, costs: list[float], room: list[list[float]], least: float | None) -> Any:
-        """Return the fractions that cost the least.
+        """Solve the program for the least cost. Return scipy's result, with the unknowns in ``x``.
 
         Args:
-            costs: Cost of each kind of missing room.
-            room: For each limited memory, the kinds of missing room that count for it.
+            costs: Cost per byte of each kind of missing room.
+            room: For each limited memory, a row with one number per kind of missing room: 1 if this room is added to
+                the memory's limit, otherwise 0.
             least: Lower limit of the missing room. None: it may be negative, so that free room counts.
         """
         from scipy.optimize import linprog
@@ -121,7 +120,7 @@ class _Program:
             [[*row, *(-x for x in more)] for row, more in zip(self.rows, room, strict=True)]
             + [[*-self.sends, 1.0, *none]],
             [*self.ends, 0.0],
-            [[*row[:-1], *none] for row in self.equal],
+            [[*row, *none] for row in self.equal],
             self.totals,
             [(0, 1)] * len(self.used) + [(0, self.most_sums)] + [(least, None)] * len(none),
             method="highs",
@@ -172,9 +171,9 @@ def _within(taken_bytes: int, limit_bytes: int) -> int:
 
 
 def _divided(used: Sequence[Way], away: float | None) -> tuple[Any, Any]:
-    rows, ends = [[1.0] * len(used) + [0.0, 0.0]], [1.0]
+    rows, ends = [[1.0] * len(used) + [0.0]], [1.0]
     if away is not None:
-        rows.append([float(way.parameters == "host") for way in used] + [0.0, 0.0])
+        rows.append([float(way.parameters == "host") for way in used] + [0.0])
         ends.append(away)
     return rows, ends
 

@@ -214,7 +214,7 @@ def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
         PlanError: The workload has another number of subgroups than the plan.
     """
     search = Search(workload.cut_as(made), machine, Limits.of(workload, machine), seed=0)
-    prediction = predict(workload, machine, made, search.limits, search.bound.iteration_s)
+    prediction = predict(workload, machine, made, search.limits, search.bound.iteration_s, sweep=search.sweep)
     return _explained(made.model_copy(update={"prediction": prediction}), search, stock=workload)
 
 

@@ -51,10 +51,7 @@ class Room:
             return crossing, slots
         held, sizes = self._sweep.held, self._sweep.sizes
         sent = sizes[CAN_SUM[crossing & ~EARLY]].sum()
-        left, own = self.limits.device_bytes - taken, sizes[stay]
-        # Most often there is room for all sums.
-        all_fit = held.sending_bytes(sent, own.sum()) <= left + held.sending_bytes(sent, 0)
-        many = stay.size if all_fit else held.most_sums(own.tolist(), left, sent)
+        many = held.most_sums(sizes[stay].tolist(), self.limits.device_bytes - taken, sent)
         crossing[stay[:many]] += SUMMED
         return crossing, slots
 

@@ -91,7 +91,7 @@ class Search:
             effort: Fraction of a full search's evaluations.
             bounds: Lower bounds of the iteration time, computed by searches for the same job with other subgroup
                 sizes. They hold for all subgroup sizes, so this search reuses them and adds its own.
-            like: Search for the same workload and machine within other limits. Its simulations are used again.
+            like: Search for the same workload and machine within other limits. The two share their simulated plans.
 
         Raises:
             ValueError: ``effort`` is not in (0, 1].
@@ -394,24 +394,28 @@ class Search:
         Raises:
             ValueError: The job does not fit into memory with any plan.
         """
-        return self._bounds.of(self.workload, self.machine, self.limits, self._away(locations))
+        away = None if locations is None else self.away(locations)
+        return self._bounds.of(self.workload, self.machine, self.limits, away)
 
-    def floor_s(self, locations: tuple[ParameterLocation, ...] | None) -> float:
-        """Return a lower bound in seconds of the iteration time, given the location of each subgroup's
-        16-bit parameters, or for any locations if None. ``inf`` if the job does not fit into memory.
+    def floor_s(self) -> float:
+        """Return a lower bound in seconds of the iteration time, for any locations of the 16-bit parameters. ``inf`` if
+        the job does not fit into memory.
         """
-        return self._bounds.seconds(self.workload, self.machine, self.limits, self._away(locations))
+        return self._bounds.seconds(self.workload, self.machine, self.limits, None)
 
     def may_take_less(self, locations: tuple[ParameterLocation, ...], seconds: float) -> bool:
         """Return True unless every plan takes ``seconds`` or more by the lower bound of the iteration time, given the
         location of each subgroup's 16-bit parameters.
         """
-        away = self._away(locations) or 0
+        away = self.away(locations)
         return self._bounds.may_take_less(self.workload, self.machine, self.limits, away, seconds)
 
-    def _away(self, locations: tuple[ParameterLocation, ...] | None) -> int | None:
-        if locations is None:
-            return None
+    def away(self, locations: tuple[ParameterLocation, ...]) -> int:
+        """Return the number of elements with their 16-bit parameters in host memory.
+
+        Args:
+            locations: Location of each subgroup's parameters. If empty, all are in GPU memory.
+        """
         pairs = zip(self.workload.subgroups, locations, strict=False)
         return sum(size for size, location in pairs if location == "host")
 

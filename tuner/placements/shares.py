@@ -273,7 +273,7 @@ def free_parameters(search: Search, most: int, *, again: bool = False) -> None:
         return
     before_s, count = now.seconds(search), len(search.workload.subgroups)
     worth_s = before_s if moved else WORTH * before_s
-    if search.floor_s(None) >= worth_s:
+    if search.floor_s() >= worth_s:
         return
     starts = [
         replace(now, locations=spaced(count, max(1, round(share * count)))) for share in (SHARES if again else FREED)

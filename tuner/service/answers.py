@@ -6,7 +6,6 @@ Every result is JSON data or text.
 import csv
 import io
 import math
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -40,6 +39,7 @@ from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import wear, with_storage
+from ebbtide.tuner.progress import Told
 from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, SearchJob, Simulate, WhatIf, WhatIfJob
 from ebbtide.tuner.service.responses import MachineFacts
 from ebbtide.tuner.service.scenario import (
@@ -54,14 +54,13 @@ from ebbtide.tuner.service.scenario import (
     storage_of,
 )
 
-Progress = Callable[[float, str], None]
 # What of a workload and of limits is told as it is.
 WORKLOAD_FACTS = ("name", "params", "ranks_per_node", "nodes", "tokens_per_iteration", "provenance")
 LIMITS = ("device_bytes", "host_bytes", "storage_bytes", "unified")
 TEMPLATES = Templates(build_strategy)  # a worker answers one request after the other
 
 
-def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
+def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
     """Simulate one training iteration under the strategy or the plan of a request to the planning service.
     Return the iteration's times and memory as JSON data.
     """
@@ -87,7 +86,7 @@ def simulate(request: Simulate, progress: Progress) -> dict[str, Any]:
     return answer
 
 
-def answer(request: Answer, progress: Progress) -> dict[str, Any]:
+def answer(request: Answer, progress: Told) -> dict[str, Any]:
     """Return the planning service's advice on offloading as JSON data: a verdict, and a table of ways to
     train with their times.
 
@@ -132,7 +131,7 @@ def _limits(limits: Limits) -> dict[str, Any]:
     return {**{name: getattr(limits, name) for name in LIMITS}, "notes": list(limits.explained)}
 
 
-def ways_out(request: Scenario, progress: Progress) -> dict[str, Any]:
+def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
     """Return, as JSON data, a list of the smallest changes with which the training job of a request fits
     into memory (``ways``), and further advice in words (``another_way``).
 
@@ -165,7 +164,7 @@ def _of_scenario(changes: Changes) -> dict[str, Any]:
     return words
 
 
-def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Progress) -> Plan:
+def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Told) -> Plan:
     if request.plan is not None:
         return request.plan
     if request.effort == "full":
@@ -241,7 +240,7 @@ def _about_workload(workload: Workload, request: Scenario) -> dict[str, Any]:
     }
 
 
-def what_if(request: WhatIf | WhatIfJob, progress: Progress) -> dict[str, Any] | str:
+def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str:
     """Return the simulations of a what-if request: a table with one row for each strategy at each
     combination of values, as JSON data or as CSV text.
 
@@ -280,7 +279,7 @@ def _csv(rows: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
+def plan_job(request: PlanJob, progress: Told) -> dict[str, Any]:
     """Search for the best plan of a request's training job. Return, as JSON data, the plan and, for
     comparison, the iteration time under the plan of a quick search.
     """
@@ -305,7 +304,7 @@ def plan_job(request: PlanJob, progress: Progress) -> dict[str, Any]:
     return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}
 
 
-def search_job(request: SearchJob, progress: Progress) -> dict[str, Any]:
+def search_job(request: SearchJob, progress: Told) -> dict[str, Any]:
     """Search for the fastest training configuration. Return every simulated configuration as JSON data, in the form of
     ``tune search -o``.
 
@@ -358,7 +357,7 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     return Space.of(base, request.free, request.global_batch)
 
 
-def goodput(request: Goodput, progress: Progress) -> dict[str, Any]:
+def goodput(request: Goodput, progress: Told) -> dict[str, Any]:
     """Return, as JSON data, the expected goodput (useful share of training time) with the checkpoint
     interval of a request, and the best interval with its goodput.
 

@@ -8,7 +8,7 @@ import base64
 import html
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from datetime import datetime
 from hashlib import sha256
 from importlib.resources import files
@@ -25,6 +25,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.placements.planning import about
+from ebbtide.tuner.progress import Told
 from ebbtide.tuner.service.client import run_body
 from ebbtide.tuner.service.requests import Planned, Run, Scenario
 from ebbtide.tuner.service.scenario import resolve
@@ -51,7 +52,7 @@ class ReportCall(BaseModel):
     run: str | None = None
 
 
-def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
+def html_of_call(call: ReportCall, progress: Told) -> str:
     """Return the web page about a plan as HTML. Worker processes of the planning service call this
     function.
     """
@@ -64,7 +65,7 @@ def html_of_call(call: ReportCall, progress: Callable[..., None]) -> str:
     return report_html(call.plan, timelines, told)
 
 
-def trace(call: Planned, progress: Callable[..., None]) -> dict[str, Any]:
+def trace(call: Planned, progress: Told) -> dict[str, Any]:
     """Return, as a trace for ui.perfetto.dev, the simulated timelines of a training job with DeepSpeed
     alone and under a plan.
     """

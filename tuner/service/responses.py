@@ -141,7 +141,7 @@ class UseTold(Answered):
 
 
 class MachineFacts(Answered):
-    """The facts about a machine that responses of the planning service have as they are in its machine.json."""
+    """The facts about a machine that responses of the planning service copy unchanged from the machine's profile."""
 
     name: str
     device_name: str
