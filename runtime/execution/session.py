@@ -63,7 +63,8 @@ class Session:
         self.closed = False
         self._lost: Exception | None = None  # why no plan runs any more
         self._store: ExtentStore | None = None
-        # Each asks the plan that runs then. After half a switch, the states alone say where they are.
+        # Looked up at each call, because a switch replaces the executor. Not `executor.stored`, which is fixed when the
+        # executor is made: a switch that fails half-way has moved some states since.
         self.stored = StoredSteps(
             lambda: self._store,
             lambda: frozenset(s.index for s in self.executor.states if RECIPES[s.placement].state == "storage"),

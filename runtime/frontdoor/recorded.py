@@ -38,8 +38,7 @@ def initialize(
         return original(*args, **kwargs)
     facts = {"key": config.get(KEY) is not None, "offload": offloads(config), "config": _plain(config)}
     made = for_side(config, job.side)
-    changed = None if made is None else {"config": made, **without_config(call, source)}
-    result = original(*args, **kwargs) if changed is None else original(**changed)
+    result = original(*args, **kwargs) if made is None else original(config=made, **without_config(call, source))
     if getattr(result[0], "optimizer", None) is not None and not _Recorder.started:
         _Recorder(result[0], job, facts, done)
     return result

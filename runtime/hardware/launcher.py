@@ -27,10 +27,12 @@ LAUNCHERS = (
     Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # Open MPI
     Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
     Launcher(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # MVAPICH
-    # Of srun's steps alone: in a batch script, Slurm's other variables describe tasks that nothing has started.
+    # Those that srun sets for its steps. In a batch script, SLURM_NTASKS and SLURM_TASKS_PER_NODE describe the
+    # allocation, and not ranks that run.
     Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-# PMIx alone tells a rank and no number of ranks, which says too little to be a rank of.
+# The variables that show that a launcher has started this process. PMIX_RANK is only a sign of it, because PMIx sets no
+# number of ranks.
 VARIABLES = frozenset(name for launcher in LAUNCHERS for name in launcher) | {"PMIX_RANK"}
 SHARED = Path("/dev/shm")  # noqa: S108 - DeepSpeed chose it
 _YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet

@@ -72,7 +72,10 @@ def masks_of_this_host() -> list[list[int]]:
 
 
 class FirstRankError(RuntimeError):
-    """An error: a rank that should do something for others failed. The message has its number and its error."""
+    """The error that every rank raises if a function failed on the rank that called it for the others.
+
+    The message has this rank's number and its error.
+    """
 
 
 def by_the_first(make: Callable[[], T], *, of_each_host: bool = False) -> T:

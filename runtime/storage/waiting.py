@@ -56,7 +56,9 @@ def told_late(what: str) -> Iterator[None]:
 
 
 class Progress:
-    """The progress of a store of optimizer state, for which threads wait. The first failure ends all waits.
+    """A condition variable for threads that wait for a drive, with a deadline since the latest progress.
+
+    The first failure ends all waits.
 
     Attributes:
         condition: Condition variable of the store. Hold its lock while `made` and `wait` are called.
@@ -78,7 +80,7 @@ class Progress:
 
         Args:
             waiting: The warnings of this wait.
-            rule, fact: What must happen, and what is so instead, for the error message.
+            rule, fact: Two parts of the error message: the event that must happen, and the present situation.
 
         Raises:
             StorageError: There was an earlier failure, or no progress within the deadline.

@@ -19,7 +19,7 @@ class Gathers:
 
     Attributes:
         partitions: A table of the memory (host or GPU) that holds each parameter's partition.
-        together: The launcher of gathers on several ranks.
+        together: The object that starts gathers in the same order on all ranks.
         shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, which stock DeepSpeed
             keeps gathered between steps. False while DeepSpeed saves or loads a checkpoint, because all parameters must
             be partitioned during this time.

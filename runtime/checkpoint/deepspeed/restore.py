@@ -54,11 +54,11 @@ class Resumption:
     """
 
     def __init__(self, peers: Peers, stored_problem: Callable[[Path], str] = lambda _: "") -> None:
-        """Prepare the choice.
+        """Create the object. Nothing is read yet.
 
         Args:
-            stored_problem: Function that returns what this rank misses of the optimizer state that a checkpoint, given
-                by its folder, has left on drives. Empty if nothing.
+            stored_problem: Function that takes a checkpoint's folder and returns the reason why this rank cannot load
+                the checkpoint's optimizer state from drives, or an empty string.
         """
         self._peers, self._stored_problem = peers, stored_problem
         self._needed: Callable[[str], bool] = lambda _: True
