@@ -97,7 +97,8 @@ compile_ops() {
     done
 }
 
-# Fifteen seconds, beside pip. Else each of the tests' processes compiles the simulator anew, and the machine waits.
+# Makes a plan, so that numba compiles the simulator and keeps the code on disk: 15 s, while pip installs. Else all processes
+# of the tests that begin together compile it. A failure is harmless: the first process that plans compiles it then.
 compile_simulator() {
     "$venv/bin/tune" plan --machine rtx4090 --model examples/llama-3-8b.json --sequence 256 --accumulation 2 \
         -o "$venv/first-plan.json" >/dev/null 2>&1 </dev/null &

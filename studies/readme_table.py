@@ -104,7 +104,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "differing": "{} with other bits",
     },
     "gpu.one_step": {
-        "lanes_overlap_s": "a tiny model: lanes overlap for {:.3f} s of a step",
+        "lanes_overlap_s": "a tiny model: computation, copies and updates overlap for {:.3f} s of a step",
         "correct": "bit-identical: {}",
     },
     "gpu.baseline": {

@@ -63,7 +63,7 @@ def table_of(title: str, *columns: str) -> Table:
     """
     table = Table(title=title)
     for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left")
+        table.add_column(column, justify="right" if number else "left", overflow="fold")
     return table
 
 

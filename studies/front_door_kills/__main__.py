@@ -16,7 +16,7 @@ import random
 import signal
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,18 @@ KINDS = ("on_save", "rotation", "")  # points of `scripts.Progress`; "": a rando
 NEVER = Kill("never")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Trial(killed.Trial):
     """The outcome of one attempt to kill an unchanged training script with SIGKILL and to resume it.
 
     Attributes:
+        script: The training script that was killed.
         stock_step: Step of the newest checkpoint that stock DeepSpeed would have had at the kill.
         resumed_step: Step that the script resumed from. 0 if it started from the beginning, and -1 if
             it failed.
     """
 
-    script: Script = field(default_factory=Script)
+    script: Script
     stock_step: int = 0
 
     @property

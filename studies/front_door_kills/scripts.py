@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ class Script:
         checkpoint: Checkpoint settings.
     """
 
-    name: str = "trainer"
-    limit: int = 1
-    checkpoint: dict[str, Any] = field(default_factory=dict)
+    name: str
+    limit: int
+    checkpoint: dict[str, Any]
 
     def saved(self, folder: Path) -> list[int]:
         """Return the steps at which the script has saved a complete checkpoint to its folder.

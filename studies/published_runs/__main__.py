@@ -194,7 +194,8 @@ def print_tables(figures: dict[str, Any]) -> None:
         shown["calibrated"] = figures["predicted"]
     shown["calibrated_on_others"] = {name: one["all"] for name, one in figures["cross_validation"].items()}
     shown |= {name: figures[name] for name in ("ranking", "random_triples")}
-    shown["training"] = {name: figures["training"].get(name) for name in ("families", "memory")}
+    training = figures["training"]
+    shown["training"] = {name: training[name] for name in ("families", "memory") if name in training}
     console = Console(width=120)
     console.print(*tables("published_runs", shown))
     repeated = figures["predicted_rows_that_were_fitted"]

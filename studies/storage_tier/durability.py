@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.simulator import Machine, Workload
+from ebbtide.simulator import Machine, Workload, build_schedule, simulate
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.storage import StorageRates
 
@@ -156,8 +156,6 @@ def predicted(
 
 
 def _iterations_s(work: Workload, plan: Plan, machines: Sequence[Machine]) -> list[float]:
-    from ebbtide.simulator import build_schedule, simulate
-
     schedule = build_schedule(work, plan)
     return [simulate(schedule, machine).iteration_s for machine in machines]
 
