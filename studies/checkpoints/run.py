@@ -107,7 +107,7 @@ class Run:
         return self.folder.parent / f"{kind}_{self.number}_{rank}"
 
 
-# Modules that making and attaching an engine imports. Else each forked process would import them.
+# Modules that making, attaching and resuming an engine imports. Else each forked process would import them.
 IMPORTED_LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.distributed.nn.functional",
@@ -115,6 +115,7 @@ IMPORTED_LATE = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "ebbtide.runtime.zero.attach",
     "ebbtide.runtime.zero.stage3",
+    "torch._dynamo.config",  # for reading a checkpoint
 )
 
 
