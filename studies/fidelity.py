@@ -62,11 +62,11 @@ def main() -> None:
     args = parser.parse_args()
     become_only_rank(quiet=True)
     if args.many_layers:
-        scale = QUICK if args.quick else 1.0
+        model, scale = (Setting(layers=8, hidden=256), QUICK) if args.quick else (Setting(hidden=512), 1.0)
         with reduced_beside():
-            figures = measure_many_layers(args.plans, args.steps, args.seed, scale)
+            figures = measure_many_layers(args.plans, args.steps, args.seed, model, scale)
     else:
-        base = Setting(hidden=256).scaled(0.08) if args.quick else Setting().scaled(0.4)
+        base = Setting(layers=8, hidden=256).scaled(0.08) if args.quick else Setting().scaled(0.4)
         figures = measure(base, args.plans, args.steps, args.seed)
     publish("fidelity", args.json, figures, draw)
 
@@ -108,7 +108,7 @@ def _summary(rows: list[dict[str, Any]], seed: int, plans: int, steps: int, *, s
     }
 
 
-def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict[str, Any]:
+def measure_many_layers(plans: int, steps: int, seed: int, model: Setting, scale: float) -> dict[str, Any]:
     """Train under plans with several layers per subgroup on an emulated device. Return measured and predicted
     iteration times.
 
@@ -117,6 +117,7 @@ def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict
     that each round measures without updates.
 
     Args:
+        model: Settings with the number and the size of the model's layers.
         scale: Factor by which all durations of the emulated training are multiplied. A small factor shortens the
             study.
     """
@@ -125,7 +126,7 @@ def measure_many_layers(plans: int, steps: int, seed: int, scale: float) -> dict
     same = True
     count = max(1, plans // (len(ACCUMULATIONS) * len(LAYERS)))
     for micro_batches, layers in track([(m, n) for m in ACCUMULATIONS for n in LAYERS], "settings"):
-        setting = Setting(hidden=512).scaled(scale * ACCUMULATIONS[micro_batches])
+        setting = model.scaled(scale * ACCUMULATIONS[micro_batches])
         slower = {name: getattr(setting, name) / SLOWER_LINK for name in ("h2d_bytes_per_s", "d2h_bytes_per_s")}
         setting = replace(setting, layers_per_subgroup=layers, micro_batches=micro_batches, **slower)
         bench = Bench(setting)

@@ -183,7 +183,7 @@ def against_stall_study(simulation: CheckpointSimulation, training: Training) ->
 
 def study(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     training = Training("tiny", 32, 20_000) if args.quick else Training()
-    seconds, cycles = (2.0, 2) if args.quick else (12.0, 8)
+    seconds, cycles = (0.5, 1) if args.quick else (12.0, 8)
     warm_up()
     Child(lambda: profile(training, folder, seconds), folder / "log").wait()
     machine, work = read_profile(folder)

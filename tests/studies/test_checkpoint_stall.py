@@ -16,7 +16,11 @@ pytestmark = pytest.mark.slow
 BOTH = """
 import sys
 from studies import checkpoint_stall, checkpointing
+from studies.bench.many_engines import freeze_heap
+from studies.checkpoints.interval_run import warm_up
 
+warm_up()
+freeze_heap()  # else each fork's collections visit and copy all modules
 folder = sys.argv[1]
 status = checkpoint_stall.main(
     ["--quick", "--folder", folder, "--writers", "none", "torch", "ebbtide",

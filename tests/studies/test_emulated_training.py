@@ -47,7 +47,7 @@ def test_what_prepares_a_kernel_is_done_beside_the_one_before(monkeypatch):
 
 @pytest.mark.slow
 def test_overlap(tmp_path, run):
-    found = run("overlap", tmp_path / "o.json", "--steps", "2", "--clipped-steps", "3")
+    found = run("overlap", tmp_path / "o.json", "--steps", "1", "--clipped-steps", "2")
     assert found["bit_identical"] is True
     assert found["device_kind"] == "emulated"
     names = {row["name"] for row in found["rows"]}
@@ -65,7 +65,8 @@ def test_overlap(tmp_path, run):
 
 
 @pytest.mark.slow
-def test_guessed_overlap(tmp_path, run):
+def test_guessed_overlap(tmp_path, run, monkeypatch):
+    monkeypatch.setattr("studies.guessed_overlap.__main__.PLAIN_STEPS", 2)
     found = run("guessed_overlap.__main__", tmp_path / "g.json", "--steps", "12")
     assert found["bit_identical"] is True
     assert found["device_kind"] == "emulated"
@@ -92,7 +93,7 @@ def test_an_iteration_is_the_mean_of_its_kinds_medians():
 
 @pytest.mark.slow
 def test_fidelity(tmp_path, run):
-    found = run("fidelity", tmp_path / "f.json", "--plans", "2", "--steps", "2")
+    found = run("fidelity", tmp_path / "f.json", "--plans", "2", "--steps", "1")
     assert found["bit_identical"] is True
     assert found["device_kind"] == "emulated"
     assert len(found["rows"]) == 2

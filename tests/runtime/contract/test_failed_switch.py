@@ -2,6 +2,7 @@
 or says clearly that it cannot go on.
 """
 
+import functools
 import gc
 import math
 import os
@@ -77,6 +78,7 @@ class Failing:
         sys.setprofile(None)
 
 
+@functools.cache  # asked at every call that a switch makes
 def _switches(file):
     path = Path(file)
     return path.is_relative_to(RUNTIME) and path.relative_to(RUNTIME).parts[0] in SWITCHING
