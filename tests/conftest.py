@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,12 +65,13 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
 # DeepSpeed calls ninja by name, also where .venv was not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
+import execnet
 import pytest
 from ebbtide.runtime.hardware.launcher import VARIABLES, remove_left_buffers
 from filelock import FileLock
 from hypothesis import settings
 
-from tests.prepared import Prepared
+from tests.prepared import ADDRESS, Prepared
 
 # In CI the examples are always the same, so that a failed run can be replayed. No example has a deadline.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -140,12 +142,22 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
     else:
-        config.stash[PREPARED] = Prepared()
+        config.stash[PREPARED] = [Prepared()]
+        os.environ[ADDRESS] = config.stash[PREPARED][0].address
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_setupnodes(config, specs):
+    """Make the workers forks of one process that has imported ebbtide. Otherwise each imports it, in ten seconds."""
+    forking = Prepared(workers=True)
+    config.stash[PREPARED].append(forking)
+    program = shlex.join([sys.executable, "-IS", str(Path(__file__).with_name("forked_worker.py")), forking.address])
+    specs[:] = [execnet.XSpec(f"{spec}//python={program}") for spec in specs]
 
 
 def pytest_unconfigure(config):
-    if PREPARED in config.stash:
-        config.stash[PREPARED].close()
+    for process in config.stash.get(PREPARED, ()):
+        process.close()
 
 
 def pytest_sessionfinish():

@@ -3,9 +3,10 @@
 The imports take two to three seconds of a core in each new process. A forked process need not repeat them. Use a fork
 to test what a program does. To test imports, a launcher or the start of Python, start a new process with `subprocess`.
 
-`tests.conftest` starts this process before all tests. The imports are done when the first test requests a fork.
+`tests.conftest` starts this process before all tests. The imports are done when the first test requests a fork. Another
+such process forks the workers of pytest: each worker would take ten seconds for the imports.
 
-    python -m tests.prepared SOCKET
+    python -m tests.prepared SOCKET [workers]
 """
 
 import atexit
@@ -15,6 +16,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import select
 import shutil
@@ -33,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 ADDRESS = "TESTS_PREPARED"  # environment variable with the path of the socket
 LARGEST_REQUEST = 2**20
 STACKS_S = 0.5  # for writing where each thread of a process is
+FOLDERS = ("profiler", "runtime", "simulator", "tuner")
 MODULES = ("setuptools", "tests.runtime.contract.training")
 
 
@@ -97,26 +100,34 @@ def run(words, *, env=None, cwd=None, finalize=False, timeout=None):
 
 
 class Prepared:
-    """A handle with which pytest starts and ends the prepared process.
+    """A handle with which pytest starts and ends a prepared process.
 
-    The prepared process has imported torch and DeepSpeed, and runs the Python programs of tests in forks of itself.
+    A prepared process has imported torch and DeepSpeed, and forks itself on request.
+
+    Args:
+        workers: True if the forks are workers of pytest, False if they are Python programs that tests run.
+
+    Attributes:
+        address: Path of the socket at which the process accepts requests.
     """
 
-    def __init__(self):
+    def __init__(self, *, workers=False):
         self._folder = tempfile.TemporaryDirectory(prefix="prepared-")
-        path = str(Path(self._folder.name) / "socket")
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tests.prepared", path]
+        self.address = str(Path(self._folder.name) / "socket")
+        command = [sys.executable, "-m", "tests.prepared", self.address]
+        environment = dict(os.environ)
+        if workers:
+            command.append("workers")
+        else:  # it computes before it forks, and a fork has no threads of OpenMP
+            environment["OMP_NUM_THREADS"] = "1"
         # In a session of its own, Ctrl-C does not reach the process: it ends with its standard input.
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
         assert self._process.stdout.readline() == b"ready\n"
-        os.environ[ADDRESS] = path
 
     def close(self):
-        """End the process whose forks run the Python programs of tests, and end all these forks."""
-        os.environ.pop(ADDRESS, None)
+        """End the prepared process and all its forks."""
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
@@ -127,7 +138,7 @@ class Prepared:
 
 
 def main():
-    made = serve(sys.argv[1])
+    made = serve(sys.argv[1], import_all if "workers" in sys.argv else prepare)
     if made is None:
         os._exit(0)
     request, files = made
@@ -175,18 +186,19 @@ class Child(NamedTuple):
         os.close(self.descriptor)
 
 
-def serve(path):
+def serve(path, before_fork):
     """Fork this process for each request that arrives at a Unix socket, until standard input ends.
 
-    Return the request and the files for its output in each fork. Return None in the process that forks, once standard
-    input has ended. At the end of that process, kill all forks and remove the socket's folder.
+    Return the request and the files for its input and output in each fork. Return None in the process that forks, once
+    standard input has ended. At the end of that process, kill all forks and remove the socket's folder.
 
     Args:
         path: Path of the socket.
+        before_fork: A function that is called before each fork.
     """
     children, own = set(), os.getpid()
     try:
-        return _serve(path, children)
+        return _serve(path, before_fork, children)
     finally:
         if os.getpid() == own:
             for child in children:
@@ -194,7 +206,7 @@ def serve(path):
             shutil.rmtree(Path(path).parent, ignore_errors=True)
 
 
-def _serve(path, children):
+def _serve(path, before_fork, children):
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
     listener.listen(64)
@@ -214,8 +226,8 @@ def _serve(path, children):
             children.remove(child)
         if listener in ready:
             connection, _ = listener.accept()
-            message, files, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 2)
-            prepare()
+            message, files, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
+            before_fork()
             pid = os.fork()
             if not pid:
                 os.setsid()
@@ -246,13 +258,28 @@ def prepare():
     answer_once()
 
 
+def import_all():
+    """Import all modules of ebbtide, and what they import. Start no thread: a fork would lack it."""
+    if MODULES[-1] in sys.modules:
+        return
+    for folder in FOLDERS:
+        package = importlib.import_module(f"ebbtide.{folder}")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith((".__main__", ".sitecustomize")):
+                importlib.import_module(module.name)
+    for module in MODULES:
+        importlib.import_module(module)
+    gc.freeze()
+
+
 def become(request, files):
-    """Give this forked process what a new one would have: environment, folder and output."""
+    """Give this forked process what a new one would have: environment, folder, input and output."""
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for descriptor, number in zip((nothing, *files), range(3), strict=True):
+    if len(files) < 3:
+        files = [os.open(os.devnull, os.O_RDONLY), *files]
+    for descriptor, number in zip(files, range(3), strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
     faulthandler.register(signal.SIGUSR1)
