@@ -218,12 +218,12 @@ def only_rank(deepspeed_ops):
     import deepspeed
     import torch.distributed
 
+    from studies.bench.many_engines import format_nothing
     from studies.bench.rank import become_only_rank
 
     become_only_rank()
     deepspeed.init_distributed()
-    torch.nn.Parameter.__repr__ = object.__repr__  # each engine of DeepSpeed formats all its parameters for a log
-    deepspeed.utils.nvtx.enable_nvtx = False  # marks for a profiler, thousands in each training step
+    format_nothing()
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -14,6 +14,7 @@ def answer_once() -> None:
     import deepspeed.runtime.engine  # noqa: F401 - what is frozen below
 
     remember_processor()
+    format_nothing()
     freeze_heap()
 
 
@@ -27,6 +28,19 @@ def remember_processor() -> None:
 
     if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
         cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+
+
+def format_nothing() -> None:
+    """Make DeepSpeed neither format parameters nor mark functions for a profiler in this process.
+
+    Each engine formats the values of all its parameters for a log that is not shown, and makes thousands of marks in
+    each training step.
+    """
+    import deepspeed.utils.nvtx
+    import torch
+
+    torch.nn.Parameter.__repr__ = object.__repr__  # type: ignore[assignment,method-assign]
+    deepspeed.utils.nvtx.enable_nvtx = False
 
 
 def freeze_heap() -> None:

@@ -39,7 +39,7 @@ from rich.console import Console
 from studies.bench import killed
 from studies.bench.console import kill_parser
 from studies.bench.killed import campaign, concluded, counted, until_fired
-from studies.bench.many_engines import freeze_heap
+from studies.bench.many_engines import answer_once
 from studies.bench.rank import become_only_rank
 from studies.checkpoints.run import GUESSED, STEPS, STORED, Kill, Run, reap, recorded, start, warm_up
 
@@ -299,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console()
     become_only_rank()
     warm_up()
-    freeze_heap()
+    answer_once()
     begin = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="ebbtide-crash-"))
     trained = TRAINED if options.homes is None else (options.homes,)

@@ -27,7 +27,7 @@ from studies.bench import killed
 from studies.bench.console import kill_parser
 from studies.bench.forked import Child
 from studies.bench.killed import Kill, campaign, concluded, counted, until_fired
-from studies.bench.many_engines import freeze_heap
+from studies.bench.many_engines import answer_once
 from studies.checkpoints.run import warm_up
 from studies.front_door_kills.scripts import SAVE_EVERY, SCRIPTS, STEPS, Script, train
 
@@ -142,7 +142,7 @@ def warm() -> None:
     import transformers.models.gpt2.modeling_gpt2
     import transformers.trainer  # noqa: F401
 
-    freeze_heap()
+    answer_once()
 
 
 def main(arguments: list[str] | None = None) -> int:
