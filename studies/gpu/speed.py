@@ -9,7 +9,7 @@ from typing import Any
 from ebbtide.simulator import Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.rows import role_of
+from ebbtide.tuner.answer.roles import role_of
 
 from studies.gpu.suite import Figures, Suite
 

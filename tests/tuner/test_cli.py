@@ -184,12 +184,15 @@ def test_a_bar_appears_while_one_part_of_the_work_takes_long(monkeypatch, capsys
     assert "subgroup sizes" in capsys.readouterr().err
 
 
-def test_help_loads_no_compiler():
-    """Check that ``--help`` loads neither numba nor scipy, which take longer to load than all else together."""
+def test_help_and_profiles_of_scripts_load_no_compiler():
+    """Check that ``--help`` and `tune profile` load neither numba nor scipy, which take longer to load than all else
+    together.
+    """
     code = (
         "import sys\nfrom click.testing import CliRunner\nfrom ebbtide.tuner.cli import main\n"
         "for command in ([], ['plan'], ['simulate'], ['search']):\n"
         "    assert CliRunner().invoke(main, [*command, '--help']).exit_code == 0\n"
+        "import ebbtide.profiler.launch, ebbtide.tuner.commands.profiling\n"
         "print(sorted({'numba', 'scipy', 'pandas', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import CheckpointPlan, Plan
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.rows import Role
+from ebbtide.tuner.answer.roles import Role
 from ebbtide.tuner.placements.checkpointing import LEAST_BUDGET_BYTES, Choice, blocks, rated, thriftiest
 
 RESTART_S = 60.0  # as `tune plan --restart` has it

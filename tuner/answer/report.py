@@ -11,7 +11,7 @@ from ebbtide.simulator.machine import RATES
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.schedule import KINDS
 from ebbtide.simulator.update.tiers import Memory
-from ebbtide.tuner.answer.rows import BY_KIND, role_of
+from ebbtide.tuner.answer.roles import BY_KIND, role_of
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.quantities import told_least, told_seconds
 from rich.box import SIMPLE_HEAD

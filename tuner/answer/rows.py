@@ -4,7 +4,7 @@ such as DeepSpeed's own offload.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated, under_plan
 from ebbtide.simulator.analysis.many_plans import PlanSweep
@@ -15,9 +15,8 @@ from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.schedules.strategies import stages, stock_offload
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.roles import BY_KIND, Role
 
-Role = Literal["plan", "stock", "no offload", "variant", "peer"]
-BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")
 # DeepSpeed's other settings and other systems, each at its best setting.
 PEERS = ("zero3_offload_unpinned", "twin_flow", "deep_optimizer_states", "superoffload")
 _LABELS = {
@@ -221,21 +220,3 @@ def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
         rows: One row for each compared way to train.
     """
     return tuple(row.prediction for row in rows if row.role != "plan")
-
-
-def role_of(label: str) -> Role:
-    """Return the kind of training that a label stands for, such as training without offload.
-
-    A plan file lists other ways to train the same job, each with its predicted time and a label. Older versions of the
-    planning service stored the name of a strategy, such as ``zero3_offload``, instead of a label. Such names are
-    accepted too.
-
-    Returns:
-        ``stock`` (DeepSpeed without a plan), ``no offload``, ``variant`` (a variant of the plan), or ``peer`` (another
-        system, or DeepSpeed with other settings).
-    """
-    if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
-        return "stock"
-    if label in ("no offload", "no_offload", "not offloading"):
-        return "no offload"
-    return "variant" if label.startswith("ebbtide, ") else "peer"

@@ -10,7 +10,7 @@ from typing import Literal
 from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.tuner.answer.rows import Role, role_of
+from ebbtide.tuner.answer.roles import Role, role_of
 from ebbtide.tuner.quantities import told_seconds
 
 LITTLE = 5e-3  # above the lower bound: nearer than any measurement could tell

@@ -33,7 +33,8 @@ from ebbtide.tuner.advice.even import even_plan, quick_or_none
 from ebbtide.tuner.advice.failures import checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, Changes, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
-from ebbtide.tuner.answer.rows import BY_KIND, Role, Row, alternatives, compare, figures, stock_beside
+from ebbtide.tuner.answer.roles import BY_KIND, Role
+from ebbtide.tuner.answer.rows import Row, alternatives, compare, figures, stock_beside
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict

@@ -9,7 +9,7 @@ from ebbtide.simulator import CheckpointPlan, Plan, build_strategy, preset, simu
 from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.rows import role_of
+from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.emitted_config import emitted_config
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.quota import estimated_ops

@@ -1,0 +1,27 @@
+"""The roles that ways to train have beside a plan, such as that of DeepSpeed without a plan.
+
+This module imports no simulation, so that commands which only print results start without numba.
+"""
+
+from typing import Literal
+
+Role = Literal["plan", "stock", "no offload", "variant", "peer"]
+BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")
+
+
+def role_of(label: str) -> Role:
+    """Return the kind of training that a label stands for, such as training without offload.
+
+    A plan file lists other ways to train the same job, each with its predicted time and a label. Older versions of the
+    planning service stored the name of a strategy, such as ``zero3_offload``, instead of a label. Such names are
+    accepted too.
+
+    Returns:
+        ``stock`` (DeepSpeed without a plan), ``no offload``, ``variant`` (a variant of the plan), or ``peer`` (another
+        system, or DeepSpeed with other settings).
+    """
+    if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
+        return "stock"
+    if label in ("no offload", "no_offload", "not offloading"):
+        return "no offload"
+    return "variant" if label.startswith("ebbtide, ") else "peer"
