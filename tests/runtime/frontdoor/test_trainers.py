@@ -4,8 +4,6 @@ training has stock DeepSpeed's results, bit for bit.
 
 import gc
 import json
-import subprocess
-import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from ebbtide.runtime.storage.reader import stored_problems
 from ebbtide.simulator.plan import Plan, PlanError
 
 from studies.bench.bits import differences, state_of
-from studies.bench.rank import free_port, remove_shared_buffers
+from tests import prepared
 from tests.runtime.frontdoor import trainers
 
 ROOT = Path(__file__).parents[3]
@@ -47,34 +45,10 @@ def test_same_bits_and_losses(front_door, name):
 @pytest.mark.slow
 def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspeed_ops):
     """Check that training with Trainer, Accelerate and Lightning on two ranks has stock DeepSpeed's results,
-    bit for bit, in one launch under `tune run`.
+    bit for bit.
     """
-    port = free_port()
-    script = ROOT / "tests" / "runtime" / "frontdoor" / "trainers.py"
-    try:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "ebbtide.tuner.cli",
-                "run",
-                "--",
-                "torchrun",
-                "--nproc-per-node=2",
-                f"--master-port={port}",
-                str(script),
-                str(tmp_path),
-                *trainers.TRAINERS,
-            ],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=500,
-            env={**child_environment, "OMP_NUM_THREADS": "1"},
-        )
-    finally:
-        remove_shared_buffers(port)
+    words = ["-m", "tests.runtime.frontdoor.trainers", tmp_path, *trainers.TRAINERS]
+    done = prepared.run(words, env=child_environment, cwd=ROOT, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     told = {path.name: path.read_text() for path in tmp_path.glob("rank*")}
     assert told == {"rank0": "same", "rank1": "same"}

@@ -1,8 +1,8 @@
 """The same training with Trainer, Accelerate and Lightning, with stock DeepSpeed and with the config key
 ``ebbtide``.
 
-Under a launcher this module runs all three on every rank and reports the differences. A test in one
-process calls the module's functions.
+As a program, this module runs all three on two ranks and reports the differences. A test in one process calls
+the module's functions.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import ebbtide.runtime
 import torch
+from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 from studies.bench.bits import differences, state_of
+from studies.bench.forked import Forked
 from studies.bench.many_engines import freeze_heap, remember_processor
+from tests.runtime.forked_ranks import LIMIT_S, RANKS, variables
 
 STEPS = 8
 SUBGROUP = 2048  # a rank of two has one of each placement
@@ -330,17 +334,35 @@ def compare(name: str, **options: Any) -> list[str]:
 def settle_imports() -> None:
     """Prepare this process for building many engines fast.
 
-    Import the Trainer, cache the processor's name, and exclude the present objects from garbage collections.
+    Import the trainers, cache the processor's name, and exclude the present objects from garbage collections.
     """
     remember_processor()
     import_module("transformers.trainer")
+    import_module("tests.runtime.frontdoor.lightning_run")
     freeze_heap()
+
+
+def on_rank(rank: int, port: int, folder: Path, names: list[str]) -> None:
+    """Compare each trainer as one of two ranks, and write the differences to the file ``rank<N>`` in a folder."""
+    os.environ |= variables(rank, port)
+    different = [line for name in names for line in compare(name)]
+    (folder / f"rank{rank}").write_text("\n".join(different) or "same")
+    torch.distributed.destroy_process_group()
+
+
+def main(folder: Path, names: list[str]) -> None:
+    """Compare the trainers on two ranks, which are forks of this process: the libraries are imported only once."""
+    settle_imports()
+    ebbtide.runtime.enable()
+    port = free_port()
+    ranks = [Forked(partial(on_rank, rank, port, folder, names), folder / f"log{rank}") for rank in range(RANKS)]
+    try:
+        # If a rank fails, the other one waits for it until gloo notices the closed connection.
+        assert [rank.ended(LIMIT_S) for rank in ranks] == [0] * RANKS, "\n".join(rank.output for rank in ranks)
+    finally:
+        remove_shared_buffers(port)
 
 
 if __name__ == "__main__":
     STEPS = 6  # as many ranks as share a core
-    settle_imports()
-    ebbtide.runtime.enable()
-    different = [line for name in sys.argv[2:] for line in compare(name)]
-    Path(sys.argv[1], f"rank{os.environ['RANK']}").write_text("\n".join(different) or "same")
-    torch.distributed.destroy_process_group()
+    main(Path(sys.argv[1]), sys.argv[2:])
