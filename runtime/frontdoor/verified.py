@@ -24,17 +24,28 @@ def enable(hook: Any) -> None:
     random.seed(job["seed"])
     hook.also("numpy.random", lambda module: module.seed(job["seed"]))
     hook.also("torch", lambda module: _in_torch(module, job, hook))
+    hook.also("torch._inductor.config", lambda module: _in_compiler(module, job))
     hook.also("deepspeed", lambda module: _in_deepspeed(module, hook))
 
 
 def _in_torch(torch: Any, job: dict[str, Any], hook: Any) -> None:
     torch.manual_seed(job["seed"])
-    if job["deterministic"] or job.get("strict"):
-        # With warn_only attention's backward sums in any order: it asks for this flag, too.
-        torch.use_deterministic_algorithms(True, warn_only=not job.get("strict"))
+    if _deterministic(job):
+        # With "warn" attention's backward sums in any order: it asks for this flag, too.
+        # `torch.use_deterministic_algorithms` would import torch's compiler, which takes over a second.
+        torch.set_deterministic_debug_mode("error" if job.get("strict") else "warn")
         torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, changes no result
     if "RANK" in os.environ or "LOCAL_RANK" in os.environ or _trains_alone():
         hook.own("ebbtide.runtime.verify.optimizers").watch(end)
+
+
+def _in_compiler(config: Any, job: dict[str, Any]) -> None:
+    if _deterministic(job) and hasattr(config, "deterministic"):
+        config.deterministic = True
+
+
+def _deterministic(job: dict[str, Any]) -> bool:
+    return bool(job["deterministic"] or job.get("strict"))
 
 
 def _trains_alone() -> bool:

@@ -5,7 +5,6 @@ differences that count as rounding, and the run that is blamed for a defect.
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from ebbtide.tuner.verify.sides import compared, verify
 from ebbtide.tuner.verify.words import as_json, screen
 
 from studies.bench.rank import free_port
+from tests.conftest import RANK_VARIABLES
 
 ROOT = Path(__file__).parents[2]
 STEPS, RATE = 6, 1e-3
@@ -548,9 +548,13 @@ for step in range(2):
 with open(sys.argv[1], "a") as file:
     flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled, workspace = torch.utils.deterministic.fill_uninitialized_memory, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    print(*flags, filled, workspace, file=file)
+    compiled = "torch._inductor" in sys.modules  # takes over a second to import
+    if flags[0] and not compiled:
+        from torch._inductor import config
+        compiled = "when used" if config.deterministic else "not when used"
+    print(*flags, filled, workspace, compiled, file=file)
 """
-STRICT, OWN = "True False False :4096:8", "False False True None"
+STRICT, OWN = "True False False :4096:8 when used", "False False True None False"
 
 
 @pytest.mark.parametrize(
@@ -626,7 +630,7 @@ for step in range(100):
 
 
 @pytest.mark.slow
-def test_an_unchanged_script_is_identical_under_its_plan(only_rank, child_environment, tmp_path):
+def test_an_unchanged_script_is_identical_under_its_plan(only_rank, monkeypatch, tmp_path):
     from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
     from tests.runtime.contract.training import SUBGROUP, plan_for, start
 
@@ -637,21 +641,17 @@ def test_an_unchanged_script_is_identical_under_its_plan(only_rank, child_enviro
     config["ebbtide"] = {"plan": plan, "device": "emulated"}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     (tmp_path / "train.py").write_text(SCRIPT)
-    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    job["MASTER_PORT"] = str(free_port())
-    words = "-m ebbtide.tuner.cli verify --steps 3 --against stock --json out.json --"
-    done = subprocess.run(
-        [sys.executable, *words.split(), sys.executable, "train.py", "ds.json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**child_environment, **job},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    for name in RANK_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in job.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.chdir(tmp_path)
+    words = "verify --steps 3 --against stock --json out.json --"
+    done = CliRunner().invoke(main, [*words.split(), sys.executable, "train.py", "ds.json"])
+    assert done.exit_code == 0, done.output
     told = json.loads((tmp_path / "out.json").read_text())
     assert told["identical"]
     assert [side["name"] for side in told["sides"]] == ["plan", "stock"]
     assert all(side["steps"] == 3 for side in told["sides"])
-    assert "identical, every bit of 3 steps" in done.stdout
+    assert "identical, every bit of 3 steps" in done.output

@@ -11,6 +11,7 @@ from studies.bench.rank import free_port
 
 ROOT = Path(__file__).parents[3]
 LAUNCHERS = (
+    ["torchrun", "--nproc-per-node=1", "--master-port={port}"],
     ["deepspeed", "--hostfile=", "--num_gpus=1", "--master_port={port}"],
     [
         "accelerate",
@@ -50,5 +51,5 @@ def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path)
     for process in started:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
-    assert (tmp_path / "deepspeed.txt").read_text() == "True"
-    assert (tmp_path / "accelerate.txt").read_text() == "True"
+    for name in ("torchrun", "deepspeed", "accelerate"):
+        assert (tmp_path / f"{name}.txt").read_text() == "True"
