@@ -18,7 +18,6 @@ from ebbtide.simulator.quantity import QUARTILE, Quantity
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.tuner.calibrate.knobs import Floats, Knob, knobs_of, turned
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 PHASES = ("forward", "backward", "step", "iteration")
 # Of one measured phase, in log units: repeats, and what the model leaves out of it. Chosen on the
@@ -194,6 +193,8 @@ def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observati
 
 
 def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observations: Sequence[Observation]) -> _Fit:
+    from scipy.optimize import least_squares  # takes 0.6 s to import, and most processes calibrate nothing
+
     own = np.array([knob.width for knob in knobs])
     width = wider * own
 

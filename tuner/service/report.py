@@ -24,7 +24,6 @@ from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
-from ebbtide.tuner.placements.planning import about
 from ebbtide.tuner.progress import Told
 from ebbtide.tuner.service.client import run_body
 from ebbtide.tuner.service.requests import Planned, Run, Scenario
@@ -56,6 +55,8 @@ def html_of_call(call: ReportCall, progress: Told) -> str:
     """Return the web page about a plan as HTML. Worker processes of the planning service call this
     function.
     """
+    from ebbtide.tuner.placements.planning import about  # loads the compiled simulator, which the server never needs
+
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
     if call.scenario is not None:

@@ -29,6 +29,9 @@ from pydantic import ValidationError
 HEAD = struct.Struct(">cI")
 RESULT, TEXT, INVALID, BROKEN, PROGRESS = b"r", b"t", b"i", b"b", b"p"
 PROGRESS_EVERY_S = 0.2
+# Answered once when a worker starts, which loads and compiles what every answer needs. A larger model needs the same
+# code, and the search for its plan takes seconds.
+FIRST = {"call": "answer", "body": {"model": {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}, "gpus": 4}}
 
 
 def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
@@ -143,8 +146,7 @@ def main() -> None:
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, inbox), daemon=True).start()
     table = calls()
-    warm = {"call": "answer", "body": {"model": "Llama 3 8B", "gpus": 4}}
-    run(warm, table, lambda *_: None)  # loads and compiles what every answer needs
+    run(FIRST, table, lambda *_: None)
     # What the libraries made lives as long as the process: looking through it for garbage after
     # every few schedules would take a fifth of the time.
     gc.collect()

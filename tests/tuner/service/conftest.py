@@ -1,7 +1,9 @@
 """Fixtures that start a real HTTP server of the service in a separate process, as `tune serve` does."""
 
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -54,8 +56,6 @@ class Server:
 
     def events(self, path):
         """Yield the kind and data of each server-sent event at a path of the service."""
-        import json
-
         with self.client.stream("GET", path) as response:
             kind = ""
             for line in response.iter_lines():
@@ -65,12 +65,30 @@ class Server:
                     yield kind, json.loads(line[6:])
 
 
+def add_unreadable_machines(database):
+    """Create a database of the service with two machine descriptions that the service cannot read. One has a field of
+    another version of ebbtide, and one is cut off.
+    """
+    from ebbtide.simulator import preset
+    from ebbtide.tuner.service.store import Store
+
+    Store(database).close()
+    fields = {**preset("rtx4090").model_dump(mode="json"), "name": "of another version", "gone": 1}
+    with sqlite3.connect(database) as db:
+        db.execute("INSERT INTO machines VALUES ('of another version', ?, 1e12)", (json.dumps(fields),))
+        db.execute("INSERT INTO machines VALUES ('torn', '{\"name\": ', 1e12)")
+    db.close()
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    """Yield a running server whose page shows the example shipped with the package."""
+    """Yield a running server whose page shows the example shipped with the package, and whose database has two
+    machines that cannot be read.
+    """
     from ebbtide.tuner.service.server import shipped_example
 
     database = tmp_path_factory.mktemp("service") / "service.db"
+    add_unreadable_machines(database)
     started = Server(database, "--show", shipped_example())
     yield started
     started.stop()

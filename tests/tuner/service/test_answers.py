@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 
 import pytest
 from ebbtide.runtime.frontdoor.request import read_request
@@ -11,7 +12,7 @@ from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_in
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.emitted_config import emitted_config
-from ebbtide.tuner.service import answers
+from ebbtide.tuner.service import answers, worker
 from ebbtide.tuner.service.quota import estimated_ops
 from ebbtide.tuner.service.requests import Answer, Scenario, Simulate
 from ebbtide.tuner.service.scenario import MODELS, resolve
@@ -146,6 +147,8 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
     for role in ("stock", "plan"):
         shown = answer["timelines"][role]["duration_s"]
         assert shown == pytest.approx(rows[role]["iteration_s"], rel=1e-6)
+    again = server.post("/answer", {**LLAMA, "plan": answer["plan"], "timelines": False}).json()
+    assert {**again, "timelines": answer["timelines"]} == answer, "as the page asks: the plan is that of a first answer"
 
 
 def test_storage_takes_what_memory_cannot_hold(server):
@@ -170,6 +173,16 @@ def test_storage_takes_what_memory_cannot_hold(server):
         assert 0 < plan.prediction.storage_bytes <= answer["limits"]["storage_bytes"]
         assert "storage read" in str(answer["timelines"]["plan"])
         assert told in plan.reasons[-1]
+
+
+def test_the_first_answer_of_a_worker_has_all_parts_of_an_answer():
+    """Check that the request that a worker answers before it is ready uses the code that other answers use."""
+    tag, body = worker.run(worker.FIRST, worker.calls(), lambda *_: None)
+    assert tag == worker.RESULT, body
+    answer = json.loads(body)
+    assert answer["plan"]
+    assert {"plan", "stock", "no offload", "peer"} <= {row["role"] for row in answer["rows"]}
+    assert answer["timelines"]["plan"]
 
 
 def test_a_model_that_fits_is_not_offloaded(server):
@@ -293,6 +306,8 @@ def test_goodput(server):
 def test_failures_cost_time_and_the_plan_says_how_often_to_save(server):
     answers = [server.post("/answer", {**LLAMA, "mtbf_s": hours * 3600.0, "peers": False}).json() for hours in (1, 24)]
     often, seldom = (answer["goodput"]["by_role"] for answer in answers)
+    asked = {**LLAMA, "mtbf_s": 3600.0, "peers": False, "plan": answers[0]["plan"]}
+    assert server.post("/answer", asked).json() == answers[0], "a plan that has an interval keeps it"
     assert often["plan"]["goodput"] < seldom["plan"]["goodput"] < 1
     assert often["plan"]["interval_steps"] < seldom["plan"]["interval_steps"]
     assert often["plan"]["stall_s"] < often["stock"]["stall_s"]

@@ -2,20 +2,16 @@
 databases written by another version.
 """
 
-import json
 import re
 import socket
-import sqlite3
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from ebbtide.simulator import preset
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.service import responses
 from ebbtide.tuner.service.store import Store
-
-from tests.tuner.service.conftest import Server
 
 LLAMA = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
 
@@ -56,6 +52,13 @@ def test_openapi_tells_every_answer_and_the_token(server):
     assert "text/event-stream" in schema["paths"]["/api/v1/events"]["get"]["responses"]["200"]["content"]
 
 
+def test_the_servers_own_process_loads_nothing_that_only_workers_need(server):
+    server.client.get(f"/runs/{server.client.get('/runs').json()['runs'][0]['id']}").raise_for_status()
+    loaded = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "pydantic_core" in loaded
+    assert not [name for name in ("numba", "llvmlite", "scipy") if f"/{name}/" in loaded]
+
+
 def test_probes_and_methods(server):
     base = server.url
     health = server.client.get(f"{base}/healthz", headers={"host": "10.0.0.7"})
@@ -85,33 +88,20 @@ def test_the_title_of_a_job_tells_what_was_asked(server):
         server.client.delete(f"/jobs/{job['id']}")
 
 
-@pytest.fixture(scope="module")
-def old(tmp_path_factory):
-    """Start a server of the service, and stop it after the tests. Its database has two machine descriptions that it
-    cannot read: one has a field of another version of ebbtide, and one is cut off.
+def test_a_machine_that_cannot_be_read_takes_no_list_away(server):
+    """Check that the service lists its machines although its database has two descriptions that it cannot read
+    (`conftest.add_unreadable_machines`).
     """
-    path = tmp_path_factory.mktemp("old") / "jobs.db"
-    Store(path).close()
-    fields = {**preset("rtx4090").model_dump(mode="json"), "name": "mine", "gone": 1}
-    with sqlite3.connect(path) as db:
-        db.execute("INSERT INTO machines VALUES ('mine', ?, 1e12)", (json.dumps(fields),))
-        db.execute("INSERT INTO machines VALUES ('torn', '{\"name\": ', 1e12)")
-    made = Server(path)
-    yield made
-    made.stop()
-
-
-def test_a_machine_that_cannot_be_read_takes_no_list_away(old):
-    told = old.client.get("/machines").raise_for_status().json()
-    assert {row["name"] for row in told["unreadable"]} == {"mine", "torn"}
-    assert "gone" in next(row["reason"] for row in told["unreadable"] if row["name"] == "mine")
+    told = server.client.get("/machines").raise_for_status().json()
+    assert {row["name"] for row in told["unreadable"]} == {"of another version", "torn"}
+    assert "gone" in next(row["reason"] for row in told["unreadable"] if row["name"] == "of another version")
     assert "rtx4090" in {row["name"] for row in told["machines"]}
-    asked = old.post("/simulate", {**LLAMA, "machine": "mine"})
+    asked = server.post("/simulate", {**LLAMA, "machine": "of another version"})
     assert (asked.status_code, asked.json()["errors"][0]["key"]) == (422, "machine")
     assert "delete it" in asked.json()["errors"][0]["rule"]
-    for name in ("mine", "torn"):
-        assert old.client.delete(f"/machines/{name}").status_code == 200
-    assert old.client.get("/machines").json()["unreadable"] == []
+    for name in ("of another version", "torn"):
+        assert server.client.delete(f"/machines/{name}").status_code == 200
+    assert server.client.get("/machines").json()["unreadable"] == []
 
 
 def test_a_damaged_database_is_told_in_a_sentence(tmp_path):
