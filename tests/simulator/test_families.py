@@ -9,7 +9,7 @@ import json
 import sys
 
 import pytest
-from ebbtide.simulator import ModelError, architecture
+from ebbtide.simulator import ModelError, architecture, preset, workload_from_model
 from ebbtide.simulator.estimates.models.families import FAMILIES
 from ebbtide.simulator.estimates.models.modules import built
 
@@ -196,3 +196,19 @@ def test_a_layout_describes_what_no_family_is():
     given = {**numbers, "layout": "norm qkv o norm up down", "norm_params": 2, "bias": True, "tied": True}
     gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100, "n_positions": 32}
     assert architecture(given).blocks() == architecture(gpt2).blocks()
+
+
+def bert(**changes):
+    pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    return {"model_type": "bert", "vocab_size": 1000, **sizes, **changes}
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert"])
+def test_an_encoder_is_not_planned_as_a_decoder(family):
+    with pytest.raises(ModelError, match="is an encoder"):
+        workload_from_model(bert(model_type=family), preset("h200"))
+
+
+def test_an_encoder_that_is_made_a_decoder_is_planned():
+    assert workload_from_model(bert(is_decoder=True), preset("h200")).params > 0

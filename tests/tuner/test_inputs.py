@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from ebbtide.simulator import Plan, preset, workload_from_model
-from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 
 from tests.tuner.test_cli import run
@@ -349,19 +348,3 @@ def test_a_config_that_trains_in_fp32_is_told(model, tmp_path, enabled, noted):
     done = run("simulate", "--machine", "h200", "--model", model, "--ds-config", path)
     assert done.exit_code == 0
     assert ("precision: fp32, because the config enables neither bf16 nor fp16" in done.output) is noted
-
-
-def bert(**changes):
-    pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
-    return {"model_type": "bert", "vocab_size": 1000, **sizes, **changes}
-
-
-@pytest.mark.parametrize("family", ["bert", "distilbert"])
-def test_an_encoder_is_not_planned_as_a_decoder(family):
-    with pytest.raises(ModelError, match="is an encoder"):
-        workload_from_model(bert(model_type=family), preset("h200"))
-
-
-def test_an_encoder_that_is_made_a_decoder_is_planned():
-    assert workload_from_model(bert(is_decoder=True), preset("h200")).params > 0

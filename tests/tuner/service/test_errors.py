@@ -328,7 +328,7 @@ def test_of_alternatives_the_nearest_is_told():
 
 
 def test_an_answer_is_tried_again_when_its_worker_ends():
-    lane = Lane("light", 1, 0, 60.0, 4, Quota())
+    lane, asked = Lane("light", 1, 0, 60.0, 4, Quota()), {"machine": "h100-node", "model": MODEL}
     killed = []
 
     def kill(_):
@@ -340,12 +340,12 @@ def test_an_answer_is_tried_again_when_its_worker_ends():
     async def both():
         nonlocal most
         try:
-            result = await lane.call("answer", LLAMA, kill)
+            result = await lane.call("answer", asked, kill)
             assert json.loads(result.body)["plan"]
             assert len(killed) == 1, "no worker was killed: nothing was tested"
             most = 3
             with pytest.raises(WorkerError, match="short of memory"):
-                await lane.call("answer", LLAMA, kill)
+                await lane.call("answer", asked, kill)
             assert len(killed) == 3
         finally:
             lane.close()

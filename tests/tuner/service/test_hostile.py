@@ -209,7 +209,7 @@ def test_the_page_allows_no_inline_script_and_no_other_host(server):
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory):
     """Run a server of the HTTP service in a thread of this process, and yield a client. The server requires a
-    token and waits 0.1 s for a request's header or body.
+    token and waits 0.1 s for a request's header or body. It starts no worker processes, since it computes nothing.
     """
     import asyncio
     import threading
@@ -222,7 +222,9 @@ def strict(tmp_path_factory):
     quota = Quota(head_s=0.1, body_s=0.1)
     store = Store(tmp_path_factory.mktemp("strict") / "s.db")
     service = Service(store, quota=quota, token="right-token", light_workers=1)
-    running = uvicorn.Server(config(service, "127.0.0.1", 0))
+    settings = config(service, "127.0.0.1", 0)
+    settings.lifespan = "off"
+    running = uvicorn.Server(settings)
     listening = running.config.bind_socket()
     listening.listen()  # who comes before the server is ready waits in line
     thread = threading.Thread(target=lambda: asyncio.run(running.serve([listening])))
@@ -232,6 +234,7 @@ def strict(tmp_path_factory):
         yield client
     running.should_exit = True
     thread.join()
+    store.close()
 
 
 @pytest.mark.parametrize(

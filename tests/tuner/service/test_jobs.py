@@ -267,39 +267,56 @@ def _wait_until_gone(processes):
         time.sleep(0.02)
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory):
+    """Yield a server for the tests that end it."""
+    made = Server(tmp_path_factory.mktemp("ended") / "service.db")
+    yield made
+    if made.process.poll() is None:
+        made.stop()
+
+
+@pytest.fixture
+def mortal(started):
+    """Return a running server that a test may kill. If an earlier test has ended it, start it again on the same
+    database, and cancel what it then has to do.
+    """
+    if started.process.poll() is not None:
+        started.start()
+        for job in started.client.get("/jobs").json()["jobs"]:
+            started.client.delete(f"/jobs/{job['id']}")
+    return started
+
+
 @pytest.mark.slow
-def test_a_killed_server_loses_no_job_and_counts_every_attempt(tmp_path):
-    server = Server(tmp_path / "killed.db")
-    try:
-        answers = [server.post("/jobs/what-if", GRID) for _ in range(3)]
-        told = [answer.text for answer in answers if answer.status_code != 201]
-        assert not told, (told, server.errors.read_text())
-        jobs = [answer.json()["id"] for answer in answers]
-        for _, state in server.events(f"/jobs/{jobs[1]}/events"):
-            if state["state"] == "running":
-                break
-        workers = children(server.process.pid)
-        server.kill()
-        _wait_until_gone(workers)
-        server.start()
-        states = [ended(server, job) for job in jobs]
-        assert {state["state"] for state in states} == {"done"}
-        interrupted = [s for s in states if s["attempts"] > 1]
-        assert interrupted, "the kill hit no running job: it tested nothing"
-        for state in states:
-            assert len(state["history"]) == state["attempts"]
-            assert state["history"][-1]["outcome"] == "done"
-            rows = server.client.get(f"/jobs/{state['id']}/result").json()["rows"]
-            assert len(rows) == 12
-    finally:
-        server.stop()
+def test_a_killed_server_loses_no_job_and_counts_every_attempt(mortal):
+    answers = [mortal.post("/jobs/what-if", GRID) for _ in range(3)]
+    told = [answer.text for answer in answers if answer.status_code != 201]
+    assert not told, (told, mortal.errors.read_text())
+    jobs = [answer.json()["id"] for answer in answers]
+    for _, state in mortal.events(f"/jobs/{jobs[1]}/events"):
+        if state["state"] == "running":
+            break
+    workers = children(mortal.process.pid)
+    mortal.kill()
+    _wait_until_gone(workers)
+    mortal.start()
+    states = [ended(mortal, job) for job in jobs]
+    assert {state["state"] for state in states} == {"done"}
+    interrupted = [s for s in states if s["attempts"] > 1]
+    assert interrupted, "the kill hit no running job: it tested nothing"
+    for state in states:
+        assert len(state["history"]) == state["attempts"]
+        assert state["history"][-1]["outcome"] == "done"
+        rows = mortal.client.get(f"/jobs/{state['id']}/result").json()["rows"]
+        assert len(rows) == 12
 
 
-def test_a_server_that_ends_ends_its_streams(tmp_path):
+def test_a_server_that_ends_ends_its_streams(mortal):
     """Check that the service stops at once although clients read its event streams. The streams are closed properly,
     and the log has no error.
     """
-    server = Server(tmp_path / "service.db")
+    server = mortal
     changes = {"h2d_bytes_per_s": [1e10 + 1e6 * i for i in range(256)]}
     job = server.post("/jobs/what-if", LONG | {"changes": changes}).json()["id"]
     with server.client.stream("GET", "/events") as one, server.client.stream("GET", f"/jobs/{job}/events") as other:

@@ -20,16 +20,24 @@ QUIET = ("gpu", "background-networking", "component-update", "sync")
 FLAGS = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
 KINDS = ("parameters", "gradients", "state", "activations", "buckets", "staging")
 PATIENCE_MS = 300_000  # a browser among other tests; playwright's own is 30 s
-ASKED = "/?model=Llama+3+8B&machine=h100-node"
+# Of few layers: larger models are searched, drawn and checked for much longer.
+ASKED = "/?model=Llama+3.2+1B&machine=rtx4090-x4"
 
 # After each change of the form the page asks for the full search, which takes seconds of a core. No test looks at its
-# answer: here the page gets the quick one for it.
+# answer: here the page gets the quick one for it, which it has asked for in two parts.
 QUICK_ANSWERS = """
 const { fetch } = window;
-window.fetch = (url, options = {}) => {
+let timelines, quick;
+window.fetch = async (url, options = {}) => {
   if (!String(url).endsWith("/answer") || !options.body) return fetch(url, options);
-  const { effort, ...asked } = JSON.parse(options.body);
-  return fetch(url, { ...options, body: JSON.stringify(asked) });
+  const { effort, peers = true } = JSON.parse(options.body);
+  if (effort === "full") return Response.json(quick);
+  const response = await fetch(url, options);
+  if (!response.ok) return response;
+  const answer = await response.clone().json();
+  timelines = answer.timelines || timelines;
+  if (peers) quick = { ...answer, timelines };
+  return response;
 };
 """
 
@@ -304,8 +312,15 @@ def test_a_link_to_what_is_not_here_says_so(page, server):
     assert page.is_hidden("#strange")
 
 
+def _of_few_configurations(route):
+    """Send on the page's request for a search, but let the search vary fewer settings."""
+    asked = route.request.post_data_json
+    route.continue_(post_data=json.dumps({**asked, "free": ["micro_batch", "accumulation", "zero_stage"]}))
+
+
 def test_configurations_are_searched_and_shown(page, server):
     opened(page, server, "/?model=Llama+3.2+1B&machine=rtx4090&micro_batch=2")
+    page.route("**/jobs/search", _of_few_configurations)
     page.click("#search-configurations")
     card = page.locator("#jobs .card").first
     card.locator(".state.done").wait_for(timeout=PATIENCE_MS)
@@ -378,20 +393,20 @@ def test_timelines_are_read_and_zoomed_by_keyboard_and_pointer(page, server):
     told = page.inner_text("#timelines [role=status]")
     assert told.startswith("Stock, H2D state: ")
     assert " ms)" in told
-    before = page.locator("#timelines .tick").all_inner_texts()
+    before = page.locator("#timelines .tick").all_text_contents()
     page.keyboard.press("+")
-    assert page.locator("#timelines .tick").all_inner_texts() != before
+    assert page.locator("#timelines .tick").all_text_contents() != before
     assert page.locator("#timelines .chosen-op").count() == 1  # around what was chosen
     page.keyboard.press("0")
-    assert page.locator("#timelines .tick").all_inner_texts() == before
+    assert page.locator("#timelines .tick").all_text_contents() == before
     box = page.locator("#timelines svg").bounding_box()
     page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 40)
     page.mouse.down()
     page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 40)
     page.mouse.up()
-    assert page.locator("#timelines .tick").all_inner_texts() != before
+    assert page.locator("#timelines .tick").all_text_contents() != before
     page.click("#timelines .tools button:last-child")
-    assert page.locator("#timelines .tick").all_inner_texts() == before
+    assert page.locator("#timelines .tick").all_text_contents() == before
 
 
 def test_plan_trace_and_report_are_downloaded(page, server):
@@ -518,7 +533,7 @@ def test_where_nothing_fits_a_press_makes_it_fit(page, server):
 
 def test_a_number_may_be_typed_and_a_stage_chosen(page, server):
     opened(page, server)
-    for number, value in (("micro_batch", "5"), ("device_memory_bytes", "70.5")):
+    for number, value in (("micro_batch", "5"), ("device_memory_bytes", "20.5")):
         page.fill(f"#n-{number}", value)
         page.press(f"#n-{number}", "Enter")
     page.click("text=ZeRO, precision, kernels, offloads")
@@ -526,7 +541,7 @@ def test_a_number_may_be_typed_and_a_stage_chosen(page, server):
         page.select_option("#c-zero_stage", "2")
     asked = asked_of(page)
     assert asked["micro_batch"] == 5
-    assert asked["device_memory_bytes"] == round(70.5 * 2**30)
+    assert asked["device_memory_bytes"] == round(20.5 * 2**30)
     assert asked["zero_stage"] == 2
     page.reload()
     page.wait_for_selector('#table[aria-busy="false"] tr')  # of ZeRO-2, which has fewer peers
@@ -566,7 +581,7 @@ def test_every_select_shows_its_value(page, server):
 
 
 def test_a_plan_file_is_taken_for_a_plan_and_a_profile_for_none(page, server, tmp_path):
-    asked = {"model": "Llama 3 8B", "machine": "h100-node"}
+    asked = {"model": "Llama 3.2 1B", "machine": "rtx4090-x4"}
     plan = server.post("/answer", {**asked, "peers": False}).json()["plan"]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
@@ -615,7 +630,9 @@ def test_where_stock_does_not_fit_nothing_is_a_multiple_of_its_speed(page, serve
 
 
 def test_a_plan_comes_with_what_to_type(page, server):
-    opened(page, server)
+    with page.expect_request(lambda r: '"timelines":false' in (r.post_data or "")) as second:
+        opened(page, server)
+    assert second.value.post_data_json["plan"], "the plan of the first answer need not be searched again"
     page.click("#use summary")
     assert page.inner_text("#use-command").startswith("tune run -- ")
     assert json.loads(page.inner_text("#use-json"))["ebbtide"] == {"plan": "plan.json"}

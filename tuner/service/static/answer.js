@@ -154,9 +154,15 @@ export class AnswerView {
     const scenario = this.controls.scenario();
     const asked = this.plan ? { ...scenario, plan: this.plan } : scenario;
     try {
-      this.render(await call("/answer", { method: "POST", body: { ...asked, peers: false } }), false);
+      const first = await call("/answer", { method: "POST", body: { ...asked, peers: false } });
+      this.render(first, false);
       requestAnimationFrame(() => performance.measure("answer", { start: moved, end: performance.now() }));
-      if (!this.pending) this.render(await call("/answer", { method: "POST", body: asked }), true);
+      if (!this.pending) {
+        // Only the other systems' rows are missing. With its plan, the server need not search for the same plan again.
+        const body = { ...asked, ...(first.plan && { plan: first.plan }), timelines: false };
+        const whole = await call("/answer", { method: "POST", body });
+        this.render({ ...whole, timelines: first.timelines }, true);
+      }
     } catch (error) {
       this.refuse(error);
     }
