@@ -12,7 +12,7 @@ import logging
 import cpuinfo
 
 from studies.bench.byte_gpt import python_sources
-from studies.bench.many_engines import remember_processor
+from studies.bench.many_engines import freeze_heap, remember_processor
 
 logging.disable(logging.WARNING)  # nobody's phase: no log would have it
 for _name in (
@@ -36,3 +36,4 @@ remember_processor()
 for _ask in (cpuinfo.get_cpu_info, python_sources):
     with contextlib.suppress(Exception):
         _ask()
+freeze_heap()  # else garbage collections in each process visit, and so copy, all these modules
