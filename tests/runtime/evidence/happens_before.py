@@ -169,8 +169,9 @@ class Order:
 
         def copied(stream, to, source, crossing):
             order.issued(stream)
-            order.access(stream, source, False, f"a copy from, {_where()}")
-            order.access(stream, to, True, f"a copy to, {_where()}")
+            where = _where()
+            order.access(stream, source, False, f"a copy from, {where}")
+            order.access(stream, to, True, f"a copy to, {where}")
             copy_later(stream, to, source, crossing)
             if crossing and not (fake.runtime.pinned(to) or fake.runtime.pinned(source)):
                 order.after(_host(), order.snapshot(stream))  # it has blocked
@@ -178,9 +179,10 @@ class Order:
         def ran(stream, func, args, kwargs):
             order.issued(stream)
             updates = "device_update" in getattr(func, "__qualname__", "")
+            what = f"a kernel, {_where()}"
             for place, tensor in enumerate(args):
                 if isinstance(tensor, torch.Tensor):  # an update writes all but the gradient
-                    order.access(stream, tensor, (place == 0) != updates, f"a kernel, {_where()}")
+                    order.access(stream, tensor, (place == 0) != updates, what)
             run_later(stream, func, args, kwargs)
 
         def updated(state, grad, out, *rest, **options):
@@ -285,9 +287,9 @@ class _Ops(TorchDispatchMode):
         if not host:
             order.issued(stream)
         written = {id(t) for t in self._written(func, args, kwargs)}
+        actor, what = _host() if host else stream, f"{name}, {_where()}"
         for tensor in given:
-            actor = _host() if host else stream
-            order.access(actor, tensor, id(tensor) in written, f"{name}, {_where()}")
+            order.access(actor, tensor, id(tensor) in written, what)
         crosses = func is torch.ops.aten.copy_.default and not host
         if crosses and any(self._fake.runtime.pinned(t) for t in given):
             order.after(_host(), order.snapshot(stream))  # it has blocked
