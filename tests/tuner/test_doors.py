@@ -101,13 +101,13 @@ def test_a_what_if_is_the_quick_answer_in_python_and_over_http():
     """Check that `what_if`, in Python and over HTTP, predicts the same iteration time as a quick plan search
     (`even_plan`).
 
-    The size of GPU memory and the fraction of steps that clip gradients are varied.
+    The GPU has less memory than its preset, and the fraction of steps that clip gradients is varied.
     """
     model, machine, sequence, _ = ASKED
     have = preset(machine)
     scenario = {"machine": have, "model": MODELS[model], "sequence": sequence}
     work = workload_from_model(MODELS[model], have, sequence=sequence)
-    sizes, changes = [16 * 2**30, have.device_memory_bytes], {"clip_rate": [0.0, 0.5]}
+    sizes, changes = [16 * 2**30], {"clip_rate": [0.0, 0.5]}
     asked = {"strategies": ["ebbtide"], "gpu_memory_bytes": sizes}
     rows = answers.what_if(WhatIf(**scenario, changes=changes, **asked), silent)["rows"]
     table = ebbtide.what_if(work, have, **asked, **changes, n_jobs=1).to_dict("records")
