@@ -55,7 +55,7 @@ def main() -> None:
     figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
     passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else many_layers()
     ratios = (1.0,) if args.quick else UPDATE_RATIOS
-    figures |= measure_early_updates(passes, args.steps, args.clipped_steps, ratios)
+    figures |= measure_early_updates(passes, args.steps, args.clipped_steps, ratios, profiled=not args.quick)
     publish("overlap", args.json, figures)
 
 

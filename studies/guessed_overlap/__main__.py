@@ -40,6 +40,7 @@ BURST = 10  # steps
 PIECES_OF = 4  # layers, in one of DeepSpeed's subgroups
 STEPS, PART, PLAIN_STEPS = 120, 40, 10  # of a sequence, of its parts, and of a block without early updates
 WARM_UP = 2  # steps behind a switch
+PROFILED_STEPS = 5  # for the plan; with --quick it is made for the given times
 Clips = Callable[[int], bool]
 Outcomes = list[bool | None]  # by step: whether early updates were right; None: there were none
 
@@ -116,10 +117,14 @@ def main() -> None:
     asked = sequences(args.steps)
     if args.quick:
         asked = {name: asked[name] for name in (f"{COMPARED:.0%}", "100%")}
-    publish("guessed_overlap", args.json, measure(setting_of(base, RATIO), args.steps, asked))
+    publish(
+        "guessed_overlap",
+        args.json,
+        measure(setting_of(base, RATIO), args.steps, asked, 0 if args.quick else PROFILED_STEPS),
+    )
 
 
-def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[str, Any]:
+def measure(setting: Setting, steps: int, asked: Mapping[str, Clips], profiled_steps: int) -> dict[str, Any]:
     """Measure training with early updates (before the gradient norm is known), and return all results as a dict.
 
     All sequences of steps are trained twice: with DeepSpeed's subgroups, and with subgroups that are split into
@@ -130,10 +135,11 @@ def measure(setting: Setting, steps: int, asked: Mapping[str, Clips]) -> dict[st
         steps: Number of timed steps of each sequence.
         asked: For each sequence of steps, by name, a function that returns True if the step with the given number
             clips.
+        profiled_steps: Number of steps that measure forward and backward for the plan. 0 makes it for the given times.
     """
     rows, same, noise = list[Row](), True, dict[str, float]()
     for name, zero in (("whole", {}), ("pieces", {"sub_group_size": PIECES_OF * setting.subgroup})):
-        trial = Trial(name, setting, zero)
+        trial = Trial(name, setting, zero, profiled_steps)
         rows += trial.rows(asked, steps)
         noise[name] = trial.noise_pct
         same = trial.ends_as_stock() and same
@@ -158,11 +164,13 @@ class Trial:
         clipped: For each step so far, True if the step clipped.
     """
 
-    def __init__(self, name: str, setting: Setting, zero: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, setting: Setting, zero: Mapping[str, Any], profiled_steps: int) -> None:
         self.name, self.clipped = name, list[bool]()
         self._setting, self._zero = setting, zero
         self._bench = Bench(setting, clips=lambda _: False, **zero)
-        work = self._bench.workload(5).model_copy(update={"clip_rate": COMPARED, "state_stays": bool(zero)})
+        work = self._bench.workload(profiled_steps).model_copy(
+            update={"clip_rate": COMPARED, "state_stays": bool(zero)}
+        )
         self.clipped += [False] * self._bench.steps
         self._early = ebbtide.tuner.plan(work, setting.machine(), memory_margin=0)
         if not any(self._early.updated_early):

@@ -95,7 +95,7 @@ def setting_of(base: Setting, ratio: float) -> Setting:
 
 
 def measure_early_updates(
-    base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS
+    base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS, *, profiled: bool = True
 ) -> dict[str, Any]:
     """Measure what early updates (before the gradient norm is known) gain and cost on an emulated device.
 
@@ -105,8 +105,9 @@ def measure_early_updates(
         clipped_steps: Number of timed steps for each tested fraction of clipping steps.
         ratios: Times of all updates, divided by the time of forward and backward. Each ratio is measured on an engine
             of its own.
+        profiled: True to make plans for measured times of forward and backward. False to make them for the given times.
     """
-    rows = [_measured(setting_of(base, ratio), ratio, steps, clipped_steps) for ratio in ratios]
+    rows = [_measured(setting_of(base, ratio), ratio, steps, clipped_steps, profiled) for ratio in ratios]
     slowdowns = [pct for row in rows for pct in row.slowdown_pct.values()]
     return {
         "guessed_iteration_over_floor": max(row.over_floor for row in rows),
@@ -128,7 +129,7 @@ def clipping(rate: float) -> Callable[[int], bool]:
     return lambda number: Random(f"0 {number}").random() < rate
 
 
-def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) -> Guessed:
+def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int, profiled: bool) -> Guessed:
     bench, clipped = Bench(setting, clips=lambda _: False), list[bool]()
 
     def mean_s(plan: Plan, rate: float, count: int) -> float:
@@ -138,7 +139,7 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int) ->
         clipped.extend(map(clips, range(bench.steps - first)))
         return found.mean_s if rate else found.iteration_s
 
-    work, machine = bench.workload(steps), setting.machine()
+    work, machine = bench.workload(steps if profiled else 0), setting.machine()
     clipped += [False] * bench.steps
     plain = ebbtide.tuner.plan(work, machine, memory_margin=0)
     guessed = ebbtide.tuner.plan(work.model_copy(update={"clip_rate": 0.0}), machine, memory_margin=0)

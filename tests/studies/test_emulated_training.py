@@ -47,7 +47,7 @@ def test_what_prepares_a_kernel_is_done_beside_the_one_before(monkeypatch):
 
 @pytest.mark.slow
 def test_overlap(tmp_path, run):
-    found = run("overlap", tmp_path / "o.json", "--steps", "1", "--clipped-steps", "2")
+    found = run("overlap", tmp_path / "o.json", "--steps", "2", "--clipped-steps", "2")
     assert found["bit_identical"] is True
     assert found["device_kind"] == "emulated"
     names = {row["name"] for row in found["rows"]}
