@@ -84,7 +84,7 @@ tune run -- python plain_loop.py ds.json 3 >run.txt 2>&1 || { cat run.txt; exit 
 grep -q 'step 2: loss' run.txt
 grep -q 'ebbtide: 1 subgroups on' run.txt || { cat run.txt; exit 1; }
 
-if python -c 'import fastapi, uvicorn' 2>/dev/null; then
+if python -c 'from importlib.util import find_spec as find; exit(not (find("fastapi") and find("uvicorn")))'; then
     python - <<'PYTHON'
 import json, subprocess, time, urllib.request
 
