@@ -92,3 +92,17 @@ def server(tmp_path_factory):
     started = Server(database, "--show", shipped_example())
     yield started
     started.stop()
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Return an instance of the HTTP service in this process and an HTTP client for it. The service starts no worker
+    processes, and runs no jobs.
+    """
+    from ebbtide.tuner.service.app import create_app
+    from ebbtide.tuner.service.resources import Service
+    from ebbtide.tuner.service.store import Store
+    from fastapi.testclient import TestClient
+
+    service = Service(Store(tmp_path / "x.db"), hosts=("testserver",))
+    return service, TestClient(create_app(service))

@@ -79,13 +79,12 @@ def test_probes_and_methods(server):
     assert server.client.get("/nowhere").status_code == 404
 
 
-def test_the_title_of_a_job_tells_what_was_asked(server):
-    first = server.post("/jobs/plan", {**LLAMA, "sequence": 512}).json()
-    named = server.post("/jobs/plan", {**LLAMA, "name": "friday, 1 B"}).json()
+def test_the_title_of_a_job_tells_what_was_asked(held):
+    _, client = held
+    first = client.post("/api/v1/jobs/plan", json={**LLAMA, "sequence": 512}).json()
+    named = client.post("/api/v1/jobs/plan", json={**LLAMA, "name": "friday, 1 B"}).json()
     assert first["title"] == "Llama 3.2 1B on rtx4090, 512 tokens"
     assert named["title"] == "friday, 1 B"
-    for job in (first, named):
-        server.client.delete(f"/jobs/{job['id']}")
 
 
 def test_a_machine_that_cannot_be_read_takes_no_list_away(server):

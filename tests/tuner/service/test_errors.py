@@ -202,18 +202,6 @@ def test_what_nobody_has_foreseen_has_the_common_form_and_headers(tmp_path, monk
     assert "content-security-policy" in response.headers
 
 
-@pytest.fixture
-def held(tmp_path):
-    """Return an instance of the HTTP service in this process and an HTTP client for it."""
-    from ebbtide.tuner.service.app import create_app
-    from ebbtide.tuner.service.resources import Service
-    from ebbtide.tuner.service.store import Store
-    from fastapi.testclient import TestClient
-
-    service = Service(Store(tmp_path / "x.db"), hosts=("testserver",))
-    return service, TestClient(create_app(service))
-
-
 WRITES = [("/machines", MACHINE | {"name": "m"}), ("/runs", {"name": "x", "spans": [SPAN]}), ("/jobs/plan", LLAMA)]
 
 
