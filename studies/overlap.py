@@ -48,7 +48,9 @@ def main() -> None:
         default=16,
         help="number of timed steps in each run with clipping. The runs differ in the share of steps that clip",
     )
-    parser.add_argument("--quick", action="store_true", help="use a small, fast model, for tests")
+    parser.add_argument(
+        "--quick", action="store_true", help="use a small, fast model, and plans for the given times, for tests"
+    )
     args = parser.parse_args()
     become_only_rank(quiet=True)
     setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
@@ -67,7 +69,7 @@ def measure(setting: Setting, steps: int, trace: Path | None = None) -> dict[str
     """
     bench = Bench(setting)
     work, machine = bench.workload(steps), setting.machine()
-    given = setting.workload(*setting.given_s)
+    given = setting.given_workload()
     floor_s = lower_bound(given, machine).iteration_s
     rows = dict[str, dict[str, float]]()
     for name, plan in track(plans(work, machine).items(), description="executing plans"):

@@ -65,7 +65,6 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
 # DeepSpeed calls ninja by name, also where .venv was not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
-import execnet
 import pytest
 from ebbtide.runtime.hardware.launcher import VARIABLES, remove_left_buffers
 from filelock import FileLock
@@ -148,11 +147,15 @@ def pytest_configure(config):
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_setupnodes(config, specs):
-    """Make the workers forks of one process that has imported ebbtide. Otherwise each imports it, in ten seconds."""
+    """Make pytest's workers forks of one process that has imported ebbtide. Otherwise each worker imports it, which
+    takes ten seconds.
+    """
+    import execnet
+
     forking = Prepared(workers=True)
     config.stash[PREPARED].append(forking)
     program = shlex.join([sys.executable, "-IS", str(Path(__file__).with_name("forked_worker.py")), forking.address])
-    specs[:] = [execnet.XSpec(f"{spec}//python={program}") for spec in specs]
+    specs[:] = [execnet.XSpec(f"{spec}//id={spec.id}//python={program}") for spec in specs]
 
 
 def pytest_unconfigure(config):

@@ -1,16 +1,18 @@
-"""The program that pytest starts for each of its workers: it has the worker forked from a process that has already
-imported torch and DeepSpeed, see `tests.prepared`. It runs until the worker ends.
+"""A small program that pytest-xdist starts for each of its workers. It asks a prepared process (`tests.prepared`),
+which has already imported torch and DeepSpeed, to fork the worker. It ends when the worker ends.
 
     python -IS forked_worker.py SOCKET -u -c PROGRAM
 """
 
 import json
 import os
+import signal
 import socket
 import sys
 
-_, address, _, *words = sys.argv
-request = {"words": words, "env": dict(os.environ), "cwd": os.getcwd(), "finalize": False}
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # after Ctrl-C, pytest ends the worker
+_, address, *words = sys.argv
+request = {"words": words[words.index("-c") :], "env": dict(os.environ), "cwd": os.getcwd(), "finalize": False}
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as prepared:
     prepared.connect(address)
     socket.send_fds(prepared, [json.dumps(request).encode()], [0, 1, 2])

@@ -4,7 +4,7 @@ The imports take two to three seconds of a core in each new process. A forked pr
 to test what a program does. To test imports, a launcher or the start of Python, start a new process with `subprocess`.
 
 `tests.conftest` starts this process before all tests. The imports are done when the first test requests a fork. Another
-such process forks the workers of pytest: each worker would take ten seconds for the imports.
+such process forks the workers of pytest. Without it, each worker would take ten seconds for the imports.
 
     python -m tests.prepared SOCKET [workers]
 """
@@ -124,7 +124,8 @@ class Prepared:
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        assert self._process.stdout.readline() == b"ready\n"
+        if self._process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"`{' '.join(command)}` has ended at once: its traceback is above")
 
     def close(self):
         """End the prepared process and all its forks."""
@@ -138,6 +139,7 @@ class Prepared:
 
 
 def main():
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a forked process may use the GPU
     made = serve(sys.argv[1], import_all if "workers" in sys.argv else prepare)
     if made is None:
         os._exit(0)
@@ -165,10 +167,12 @@ def main():
 
 
 class Child(NamedTuple):
-    """A fork of this process, which runs the Python program that a test has requested."""
+    """A fork of this process, which runs the Python program that a client has requested: a test, or pytest-xdist for a
+    worker.
+    """
 
     pid: int
-    connection: socket.socket  # closed by a test that no longer waits
+    connection: socket.socket  # closed by a client that no longer waits
     descriptor: int  # can be read when the process has ended
 
     def kill(self):
@@ -178,9 +182,9 @@ class Child(NamedTuple):
         os.kill(self.pid, signal.SIGKILL)
 
     def reap(self):
-        """Wait until the forked process has ended, and send its exit code to the test that requested the fork."""
+        """Wait until the forked process has ended, and send its exit code to the client that requested the fork."""
         _, status = os.waitpid(self.pid, 0)
-        with contextlib.suppress(BrokenPipeError):  # no test waits any more
+        with contextlib.suppress(BrokenPipeError):  # the client no longer waits
             self.connection.send(str(os.waitstatus_to_exitcode(status)).encode())
         self.connection.close()
         os.close(self.descriptor)
@@ -250,7 +254,6 @@ def prepare():
     from studies.bench.many_engines import answer_once
     from studies.checkpoints.run import warm_up
 
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a forked process may use the GPU
     for module in MODULES:
         importlib.import_module(module)
     build_host_ops()  # in turn with the tests that compile the same ops
@@ -259,16 +262,20 @@ def prepare():
 
 
 def import_all():
-    """Import all modules of ebbtide, and what they import. Start no thread: a fork would lack it."""
+    """Import all modules of ebbtide, and what they import. Start no thread: a fork would lack it.
+
+    A module that cannot be imported is left out: the tests that need it report why.
+    """
     if MODULES[-1] in sys.modules:
         return
+    names = []
     for folder in FOLDERS:
         package = importlib.import_module(f"ebbtide.{folder}")
-        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith((".__main__", ".sitecustomize")):
-                importlib.import_module(module.name)
-    for module in MODULES:
-        importlib.import_module(module)
+        modules = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda _: None)
+        names += [one.name for one in modules if not one.name.endswith((".__main__", ".sitecustomize"))]
+    for name in (*names, *MODULES):
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     gc.freeze()
 
 

@@ -18,7 +18,7 @@ def enable(hook: Any) -> None:
     """Set up this process for `tune verify`: seed random generators and record the training steps.
 
     Python's generator is seeded now. numpy and torch are seeded when they are imported. Recording is set up
-    when torch or DeepSpeed is imported.
+    when torch or DeepSpeed is imported. The compiler is made deterministic when it is imported.
     """
     job = json.loads(os.environ[VARIABLE])
     random.seed(job["seed"])

@@ -107,7 +107,7 @@ class Run:
         return self.folder.parent / f"{kind}_{self.number}_{rank}"
 
 
-# Modules that making, attaching and resuming an engine imports. Else each forked process would import them.
+# Modules that making, attaching and resuming an engine imports. Otherwise each forked process would import them.
 IMPORTED_LATE = (
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.distributed.nn.functional",

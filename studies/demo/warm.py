@@ -36,4 +36,4 @@ remember_processor()
 for _ask in (cpuinfo.get_cpu_info, python_sources):
     with contextlib.suppress(Exception):
         _ask()
-freeze_heap()  # else garbage collections in each process visit, and so copy, all these modules
+freeze_heap()  # otherwise garbage collections in each process visit, and so copy, all these modules

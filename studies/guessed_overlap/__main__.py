@@ -109,7 +109,9 @@ def main() -> None:
         "smaller factor shortens the study",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="run only the parts with 10%% and 100%% clipped steps, for tests"
+        "--quick",
+        action="store_true",
+        help="run only the parts with 10%% and 100%% clipped steps, with plans for the given times, for tests",
     )
     args = parser.parse_args()
     become_only_rank(quiet=True)

@@ -255,10 +255,10 @@ class Bench:
         """Measure forward and backward on the emulated device while no update runs.
 
         Return the workload with these times. If ``steps`` is 0, nothing is measured, and the workload has the given
-        times, which do not depend on how busy the machine is.
+        times.
         """
         if not steps:
-            return self.setting.workload(*self.setting.given_s)
+            return self.setting.given_workload()
         plan = Plan(
             subgroup_size=self.setting.subgroup, ways=Way.each(["host"] * self.setting.subgroups), overlap_forward=False
         )

@@ -150,7 +150,7 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int, pr
         slower[f"{rate:.0%}"] = 100 * (with_s / without_s - 1)
     same = differences(bench.close(), stock_state(setting, len(clipped), clipped.__getitem__)) == ()
     assert guessed.prediction is not None
-    given = setting.workload(*setting.given_s)
+    given = setting.given_workload()
     floor_s = lower_bound(given.model_copy(update={"clip_rate": 0.0}), machine).iteration_s
     return Guessed(
         ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, sum(guessed.updated_early), slower, same

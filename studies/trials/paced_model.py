@@ -90,6 +90,10 @@ class Setting:
         """
         return self.forward_s * self.layers, self.backward_s * self.layers
 
+    def given_workload(self) -> Workload:
+        """Return the workload with the given times of forward and backward, which no other process can change."""
+        return self.workload(*(seconds * self.micro_batches for seconds in self.given_s))
+
     def machine(self) -> Machine:
         """Return a machine for the simulator with the same copy and update speeds as the emulated device.
 

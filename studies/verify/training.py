@@ -50,13 +50,13 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.set_num_threads(max(1, torch.get_num_threads() // RANKS))
-    from studies.bench.many_engines import answer_once
-
-    answer_once()
     expected: dict[str, Any] = {}
     if options.overhead:
         expected = {"overhead_pct": overhead_pct(options.stage)}
     else:
+        from studies.bench.many_engines import answer_once
+
+        answer_once()
         right_runs(options.stage, options.out)
         for defect in defects_of(tuple(options.rounds), RANKS):
             expected[defect.name] = train_with(defect, options.stage, options.out)

@@ -20,11 +20,14 @@ JOBS = [
 
 @pytest.fixture
 def outside(monkeypatch):
-    """Return the list of searches that begin outside of `decision._quickly`, the function for quick plan searches."""
-    deciding, began, inside, outside = decision._quickly, Search.__init__, [], []
+    """Yield the list of searches that begin outside of `decision._quickly`, the function for quick plan searches. Fail
+    if a test never calls this function.
+    """
+    deciding, began, inside, outside, calls = decision._quickly, Search.__init__, [], [], []
 
     def counted(*args, **options):
         inside.append(1)
+        calls.append(1)
         try:
             return deciding(*args, **options)
         finally:
@@ -37,7 +40,8 @@ def outside(monkeypatch):
 
     monkeypatch.setattr(decision, "_quickly", counted)
     monkeypatch.setattr(Search, "__init__", noted)
-    return outside
+    yield outside
+    assert calls
 
 
 @pytest.mark.parametrize(("model", "name", "about"), JOBS[1:])

@@ -654,4 +654,4 @@ def test_an_unchanged_script_is_identical_under_its_plan(only_rank, monkeypatch,
     assert told["identical"]
     assert [side["name"] for side in told["sides"]] == ["plan", "stock"]
     assert all(side["steps"] == 3 for side in told["sides"])
-    assert "identical, every bit of 3 steps" in done.output
+    assert "identical, every bit of 3 steps" in done.stdout

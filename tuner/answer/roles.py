@@ -1,4 +1,4 @@
-"""The roles that ways to train have beside a plan, such as that of DeepSpeed without a plan.
+"""The kinds of rows in a comparison of ways to train: the plan, DeepSpeed without a plan, no offload, and others.
 
 This module imports no simulation, so that commands which only print results start without numba.
 """

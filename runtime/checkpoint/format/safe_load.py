@@ -65,7 +65,7 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
     """
     try:
         with only_weights():
-            return _load_in_parallel(Path(path), into or {})
+            return _load(Path(path), into or {})
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -114,6 +114,18 @@ def _gist(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "WeightsUnpickler error" in line or "Can only" in line]
     return (telling or lines or [type(error).__name__])[-1].rstrip(".")
+
+
+def _load(path: Path, into: dict[tuple[Any, ...], torch.Tensor]) -> Any:
+    try:
+        return _load_in_parallel(path, into)
+    except CheckpointError:
+        raise
+    except Exception:  # a FakeTensorMode cannot make all tensors: compressed sparse ones, for example
+        tree = torch.load(path, map_location="cpu", weights_only=True)
+        if any(t.device.type == "meta" for _, t in tensors_of(tree)):  # on a drive, not in the file
+            raise
+        return tree
 
 
 def _load_in_parallel(path: Path, into: dict[tuple[Any, ...], torch.Tensor]) -> Any:

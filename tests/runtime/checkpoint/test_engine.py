@@ -425,6 +425,7 @@ def test_a_damaged_target_is_an_error_that_names_the_newest_good_one(engines, tm
         engine.load_checkpoint(str(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 def test_what_people_put_into_client_state_comes_back(engines, tmp_path):
     inner = torch.arange(3)
     state = {
@@ -439,6 +440,7 @@ def test_what_people_put_into_client_state_comes_back(engines, tmp_path):
         "best": collections.deque([1, 2], 3),
         "seen": collections.defaultdict(list, a=[inner]),
         "set": {1, 2},
+        "sparse": torch.eye(3).to_sparse_csr(),
     }
     generator = np.random.default_rng(5)
     expected = np.random.default_rng(5).random()
@@ -458,6 +460,7 @@ def test_what_people_put_into_client_state_comes_back(engines, tmp_path):
     assert torch.equal(loaded["seen"]["a"][0], inner)
     assert loaded["seen"].default_factory is list
     assert loaded["generator"].random() == expected
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
 
 
 class Unknown:
@@ -628,8 +631,8 @@ def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, mon
     """Check that a save does not load the checkpoint's file as a trial, if the client state (the user's own
     entries) has only usual types.
 
-    A trial shows whether the file can be loaded, but takes longer than everything else that training waits for in a
-    save. So ebbtide tries only files with unusual types.
+    A trial shows whether the file can be loaded, but takes time that training waits for. So ebbtide tries only files
+    with unusual types.
     """
     from ebbtide.runtime.checkpoint.format import skeleton
 

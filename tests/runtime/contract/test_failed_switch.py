@@ -213,7 +213,7 @@ def test_a_plan_that_cannot_be_restored_ends_training_clearly(layout, broken, mo
     left = [thread for thread in threading.enumerate() if thread not in before]
     left = [thread for thread in left if thread.name != "ebbtide-sigterm"]  # a process keeps this one
     for thread in left:
-        thread.join(DEADLINE_S)  # one that was told to end may not have run since
+        thread.join(5)  # one that was told to end may not have run since
     assert not [thread.name for thread in left if thread.is_alive()]
 
 

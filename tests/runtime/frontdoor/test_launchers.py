@@ -11,7 +11,7 @@ from studies.bench.rank import free_port
 
 ROOT = Path(__file__).parents[3]
 LAUNCHERS = (
-    ["torchrun", "--nproc-per-node=1", "--master-port={port}"],
+    ["torchrun", "--nproc-per-node=2", "--master-port={port}"],
     ["deepspeed", "--hostfile=", "--num_gpus=1", "--master_port={port}"],
     [
         "accelerate",
@@ -29,15 +29,16 @@ LAUNCHERS = (
 @pytest.mark.slow
 def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path):
     (tmp_path / "train.py").write_text(
-        "import sys\nfrom deepspeed import initialize\n"
-        "open(sys.argv[-1], 'w').write(str(hasattr(initialize, '_ebbtide_original')))\n"
+        "import os, sys\nfrom deepspeed import initialize\n"
+        "file = f'{sys.argv[-1]}.{os.environ[\"RANK\"]}'\n"
+        "open(file, 'w').write(str(hasattr(initialize, '_ebbtide_original')))\n"
     )
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**child_environment, "PATH": path}
     started = []
     for words in LAUNCHERS:
         command = [word.format(port=free_port()) for word in words]
-        command += ["train.py", f"{command[0]}.txt"]
+        command += ["train.py", command[0]]
         started.append(
             subprocess.Popen(
                 [sys.executable, "-m", "ebbtide.tuner.cli", "run", "--", *command],
@@ -51,5 +52,5 @@ def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path)
     for process in started:
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0, output
-    for name in ("torchrun", "deepspeed", "accelerate"):
-        assert (tmp_path / f"{name}.txt").read_text() == "True"
+    for name in ("torchrun.0", "torchrun.1", "deepspeed.0", "accelerate.0"):
+        assert (tmp_path / name).read_text() == "True"

@@ -66,8 +66,8 @@ class Server:
 
 
 def add_unreadable_machines(database):
-    """Create a database of the service with two machine descriptions that the service cannot read. One has a field of
-    another version of ebbtide, and one is cut off.
+    """Add two machine descriptions that the service cannot read to its database, which is created if it is missing. One
+    has a field of another version of ebbtide, and one is cut off.
     """
     from ebbtide.simulator import preset
     from ebbtide.tuner.service.store import Store
@@ -75,8 +75,8 @@ def add_unreadable_machines(database):
     Store(database).close()
     fields = {**preset("rtx4090").model_dump(mode="json"), "name": "of another version", "gone": 1}
     with sqlite3.connect(database) as db:
-        db.execute("INSERT INTO machines VALUES ('of another version', ?, 1e12)", (json.dumps(fields),))
-        db.execute("INSERT INTO machines VALUES ('torn', '{\"name\": ', 1e12)")
+        db.execute("INSERT OR REPLACE INTO machines VALUES ('of another version', ?, 1e12)", (json.dumps(fields),))
+        db.execute("INSERT OR REPLACE INTO machines VALUES ('torn', '{\"name\": ', 1e12)")
     db.close()
 
 

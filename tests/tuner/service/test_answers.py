@@ -151,6 +151,13 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
     assert {**again, "timelines": answer["timelines"]} == answer, "as the page asks: the plan is that of a first answer"
 
 
+def test_a_full_answer_is_no_slower_than_a_quick_one(server):
+    asked = {**LLAMA, "peers": False, "timelines": False}
+    quick, full = (server.post("/answer", {**asked, "effort": effort}).json() for effort in ("quick", "full"))
+    assert full["plan"]["prediction"]["iteration_s"] <= quick["plan"]["prediction"]["iteration_s"]
+    assert full["verdict"] == quick["verdict"]
+
+
 def test_storage_takes_what_memory_cannot_hold(server):
     """Check that the service answers with a plan that stores on a drive the optimizer state that memory cannot
     hold. The request gives the drive's size, or its DeepSpeed config names an NVMe drive.

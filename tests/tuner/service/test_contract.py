@@ -13,6 +13,8 @@ from ebbtide.tuner.cli import main
 from ebbtide.tuner.service import responses
 from ebbtide.tuner.service.store import Store
 
+from tests.tuner.service.conftest import add_unreadable_machines
+
 LLAMA = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
 
 
@@ -98,9 +100,12 @@ def test_a_machine_that_cannot_be_read_takes_no_list_away(server):
     asked = server.post("/simulate", {**LLAMA, "machine": "of another version"})
     assert (asked.status_code, asked.json()["errors"][0]["key"]) == (422, "machine")
     assert "delete it" in asked.json()["errors"][0]["rule"]
-    for name in ("of another version", "torn"):
-        assert server.client.delete(f"/machines/{name}").status_code == 200
-    assert server.client.get("/machines").json()["unreadable"] == []
+    try:
+        for name in ("of another version", "torn"):
+            assert server.client.delete(f"/machines/{name}").status_code == 200
+        assert server.client.get("/machines").json()["unreadable"] == []
+    finally:
+        add_unreadable_machines(server.database)
 
 
 def test_a_damaged_database_is_told_in_a_sentence(tmp_path):

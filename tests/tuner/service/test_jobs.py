@@ -12,7 +12,7 @@ import pytest
 from ebbtide.simulator import Plan, preset, workload_from_model
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.configurations.evaluation import Question
-from ebbtide.tuner.configurations.space import Configuration
+from ebbtide.tuner.configurations.space import KNOBS, Configuration
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service import jobs, responses
 from ebbtide.tuner.service.pool import Pool, Result
@@ -24,6 +24,7 @@ from tests.tuner.service.conftest import Server
 from tests.tuner.service.test_hostile import children
 
 SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
+TINY = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
 GRID = {**SMALL, "strategies": ["zero3_offload"], "changes": {"h2d_bytes_per_s": [1e10 + 1e8 * i for i in range(12)]}}
 
 
@@ -211,6 +212,15 @@ def test_a_search_job_finds_what_the_api_finds(server):
     assert result["best"]["tokens_per_s"] == max(fitting)
 
 
+def test_a_search_varies_all_settings_unless_told_otherwise(server):
+    job = server.post("/jobs/search", {**SMALL, "model": TINY, "trials": 4}).json()
+    assert ended(server, job["id"])["state"] == "done"
+    found = responses.SearchResult.model_validate(server.client.get(f"/jobs/{job['id']}/result").json())
+    assert set(found.free) == set(KNOBS)
+    assert not found.complete
+    assert {*found.outcomes[0].configuration} == {*KNOBS}
+
+
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
@@ -279,12 +289,12 @@ def started(tmp_path_factory):
 @pytest.fixture
 def mortal(started):
     """Return a running server that a test may kill. If an earlier test has ended it, start it again on the same
-    database, and cancel what it then has to do.
+    database. Cancel all its jobs.
     """
     if started.process.poll() is not None:
         started.start()
-        for job in started.client.get("/jobs").json()["jobs"]:
-            started.client.delete(f"/jobs/{job['id']}")
+    for job in started.client.get("/jobs").json()["jobs"]:
+        started.client.delete(f"/jobs/{job['id']}")
     return started
 
 

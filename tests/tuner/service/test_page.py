@@ -20,11 +20,11 @@ QUIET = ("gpu", "background-networking", "component-update", "sync")
 FLAGS = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
 KINDS = ("parameters", "gradients", "state", "activations", "buckets", "staging")
 PATIENCE_MS = 300_000  # a browser among other tests; playwright's own is 30 s
-# Of few layers: larger models are searched, drawn and checked for much longer.
+# A model with few layers: a search for the plan of a larger one, its drawing and its checks take much longer.
 ASKED = "/?model=Llama+3.2+1B&machine=rtx4090-x4"
 
 # After each change of the form the page asks for the full search, which takes seconds of a core. No test looks at its
-# answer: here the page gets the quick one for it, which it has asked for in two parts.
+# answer, so the page gets the quick answer instead, which it has asked for in two parts.
 QUICK_ANSWERS = """
 const { fetch } = window;
 let timelines, quick;

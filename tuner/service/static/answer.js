@@ -158,7 +158,7 @@ export class AnswerView {
       this.render(first, false);
       requestAnimationFrame(() => performance.measure("answer", { start: moved, end: performance.now() }));
       if (!this.pending) {
-        // Only the other systems' rows are missing. With its plan, the server need not search for the same plan again.
+        // Only rows of other systems and of the plan's variants are missing. With the plan, the server need not search again.
         const body = { ...asked, ...(first.plan && { plan: first.plan }), timelines: false };
         const whole = await call("/answer", { method: "POST", body });
         this.render({ ...whole, timelines: first.timelines }, true);
