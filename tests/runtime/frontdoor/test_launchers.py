@@ -30,7 +30,7 @@ LAUNCHERS = (
 def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path):
     (tmp_path / "train.py").write_text(
         "import os, sys\nfrom deepspeed import initialize\n"
-        "file = f'{sys.argv[-1]}.{os.environ[\"RANK\"]}'\n"
+        "file = f'{sys.argv[-1]}.{os.environ.get(\"RANK\", 0)}'\n"
         "open(file, 'w').write(str(hasattr(initialize, '_ebbtide_original')))\n"
     )
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])

@@ -72,7 +72,8 @@ def add_unreadable_machines(database):
     from ebbtide.simulator import preset
     from ebbtide.tuner.service.store import Store
 
-    Store(database).close()
+    if not database.exists():
+        Store(database).close()
     fields = {**preset("rtx4090").model_dump(mode="json"), "name": "of another version", "gone": 1}
     with sqlite3.connect(database) as db:
         db.execute("INSERT OR REPLACE INTO machines VALUES ('of another version', ?, 1e12)", (json.dumps(fields),))
