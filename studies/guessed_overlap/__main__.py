@@ -40,7 +40,7 @@ BURST = 10  # steps
 PIECES_OF = 4  # layers, in one of DeepSpeed's subgroups
 STEPS, PART, PLAIN_STEPS = 120, 40, 10  # of a sequence, of its parts, and of a block without early updates
 WARM_UP = 2  # steps behind a switch
-PROFILED_STEPS = 5  # for the plan; with --quick it is made for the given times
+PROFILED_STEPS = 5  # for the plan
 Clips = Callable[[int], bool]
 Outcomes = list[bool | None]  # by step: whether early updates were right; None: there were none
 
@@ -119,14 +119,11 @@ def main() -> None:
     asked = sequences(args.steps)
     if args.quick:
         asked = {name: asked[name] for name in (f"{COMPARED:.0%}", "100%")}
-    publish(
-        "guessed_overlap",
-        args.json,
-        measure(setting_of(base, RATIO), args.steps, asked, 0 if args.quick else PROFILED_STEPS),
-    )
+    figures = measure(setting_of(base, RATIO), args.steps, asked, profiled=not args.quick)
+    publish("guessed_overlap", args.json, figures)
 
 
-def measure(setting: Setting, steps: int, asked: Mapping[str, Clips], profiled_steps: int) -> dict[str, Any]:
+def measure(setting: Setting, steps: int, asked: Mapping[str, Clips], *, profiled: bool) -> dict[str, Any]:
     """Measure training with early updates (before the gradient norm is known), and return all results as a dict.
 
     All sequences of steps are trained twice: with DeepSpeed's subgroups, and with subgroups that are split into
@@ -137,11 +134,11 @@ def measure(setting: Setting, steps: int, asked: Mapping[str, Clips], profiled_s
         steps: Number of timed steps of each sequence.
         asked: For each sequence of steps, by name, a function that returns True if the step with the given number
             clips.
-        profiled_steps: Number of steps that measure forward and backward for the plan. 0 makes it for the given times.
+        profiled: True to make plans for measured times of forward and backward. False to make them for the given times.
     """
     rows, same, noise = list[Row](), True, dict[str, float]()
     for name, zero in (("whole", {}), ("pieces", {"sub_group_size": PIECES_OF * setting.subgroup})):
-        trial = Trial(name, setting, zero, profiled_steps)
+        trial = Trial(name, setting, zero, profiled=profiled)
         rows += trial.rows(asked, steps)
         noise[name] = trial.noise_pct
         same = trial.ends_as_stock() and same
@@ -166,13 +163,12 @@ class Trial:
         clipped: For each step so far, True if the step clipped.
     """
 
-    def __init__(self, name: str, setting: Setting, zero: Mapping[str, Any], profiled_steps: int) -> None:
+    def __init__(self, name: str, setting: Setting, zero: Mapping[str, Any], *, profiled: bool) -> None:
         self.name, self.clipped = name, list[bool]()
         self._setting, self._zero = setting, zero
         self._bench = Bench(setting, clips=lambda _: False, **zero)
-        work = self._bench.workload(profiled_steps).model_copy(
-            update={"clip_rate": COMPARED, "state_stays": bool(zero)}
-        )
+        work = self._bench.workload(PROFILED_STEPS) if profiled else setting.given_workload()
+        work = work.model_copy(update={"clip_rate": COMPARED, "state_stays": bool(zero)})
         self.clipped += [False] * self._bench.steps
         self._early = ebbtide.tuner.plan(work, setting.machine(), memory_margin=0)
         if not any(self._early.updated_early):

@@ -254,11 +254,8 @@ class Bench:
     def workload(self, steps: int) -> Workload:
         """Measure forward and backward on the emulated device while no update runs.
 
-        Return the workload with these times. If ``steps`` is 0, nothing is measured, and the workload has the given
-        times.
+        Return the workload with these times.
         """
-        if not steps:
-            return self.setting.given_workload()
         plan = Plan(
             subgroup_size=self.setting.subgroup, ways=Way.each(["host"] * self.setting.subgroups), overlap_forward=False
         )

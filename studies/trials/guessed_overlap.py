@@ -139,7 +139,8 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int, pr
         clipped.extend(map(clips, range(bench.steps - first)))
         return found.mean_s if rate else found.iteration_s
 
-    work, machine = bench.workload(steps if profiled else 0), setting.machine()
+    given, machine = setting.given_workload(), setting.machine()
+    work = bench.workload(steps) if profiled else given
     clipped += [False] * bench.steps
     plain = ebbtide.tuner.plan(work, machine, memory_margin=0)
     guessed = ebbtide.tuner.plan(work.model_copy(update={"clip_rate": 0.0}), machine, memory_margin=0)
@@ -150,7 +151,6 @@ def _measured(setting: Setting, ratio: float, steps: int, clipped_steps: int, pr
         slower[f"{rate:.0%}"] = 100 * (with_s / without_s - 1)
     same = differences(bench.close(), stock_state(setting, len(clipped), clipped.__getitem__)) == ()
     assert guessed.prediction is not None
-    given = setting.given_workload()
     floor_s = lower_bound(given.model_copy(update={"clip_rate": 0.0}), machine).iteration_s
     return Guessed(
         ratio, floor_s, barrier_s, guessed_s, guessed.prediction.iteration_s, sum(guessed.updated_early), slower, same

@@ -20,7 +20,7 @@ from studies.bench.many_engines import freeze_heap
 from studies.checkpoints.interval_run import warm_up
 
 warm_up()
-freeze_heap()  # else each fork's collections visit and copy all modules
+freeze_heap()  # otherwise each fork's collections visit and copy all modules
 folder = sys.argv[1]
 status = checkpoint_stall.main(
     ["--quick", "--folder", folder, "--writers", "none", "torch", "ebbtide",
