@@ -225,11 +225,11 @@ class Locking(DEVICES[DEVICE]):
 
     def host_empty(self, elements, dtype):
         made = super().host_empty(elements, dtype)
-        self.own.add(made.untyped_storage().data_ptr())
+        self.own.add(StorageWeakRef(made.untyped_storage()))
         return made
 
     def host_adopt(self, tensor):
-        if tensor.untyped_storage().data_ptr() in self.own:
+        if StorageWeakRef(tensor.untyped_storage()) in self.own:
             return tensor
         self.kept += sum(not source.expired() for source in self.sources)
         self.sources.append(StorageWeakRef(tensor.untyped_storage()))
