@@ -145,6 +145,7 @@ class Shell:
         return done.stdout + done.stderr
 
     def serve(self, line):
+        self.port = str(free_port())  # it stays free for a minute
         log = (self.folder / "serve.log").open("w")
         # A process of its own and no fork, because its end is waited for.
         words = [str(Path(sys.executable).parent / "tune"), *line.split()[1:], "--port", self.port]

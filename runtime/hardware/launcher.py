@@ -101,10 +101,16 @@ def one_node() -> bool:
 
 
 def free_port() -> int:
-    """Return a TCP port of the loopback interface that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    """Return a TCP port of the loopback interface that is free now.
+
+    A connection to the port has been closed just now. For a minute, the kernel therefore gives the port to no program
+    that asks for any free port. A program that asks for this port gets it, if it sets ``SO_REUSEADDR``. PyTorch and
+    uvicorn do.
+    """
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as server:  # with SO_REUSEADDR
+        port: int = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            server.accept()[0].close()  # whoever closes first leaves the port in TIME_WAIT
         return port
 
 

@@ -122,6 +122,7 @@ def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
         "DS_DISABLE_REUSE_DIST_ENV": "1",
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes to fork beside
     }
+    made.pop("PYTEST_ADDOPTS", None)  # of the pytest that tests this study
     if not Path("/proc/driver/nvidia").exists():
         made |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_SIZE": "2"}
     return made

@@ -107,6 +107,18 @@ def replaced(attribute, changed):
     return change
 
 
+def starved(pool):
+    """Give the workers of the planning service 30 times as long for each request: beside other tests, they may wait for
+    a core.
+    """
+    made = pool.Lane.__init__
+
+    def init(self, name, size, niceness, limit_s, *rest, **options):
+        made(self, name, size, niceness, 30 * limit_s, *rest, **options)
+
+    pool.Lane.__init__ = init
+
+
 CHANGES = {}
 if os.environ.get(OFF) == "1":
     CHANGES |= {
@@ -117,6 +129,7 @@ if os.environ.get(OFF) == "1":
     }
 if os.environ.get(SHORT) == "1":
     CHANGES["ebbtide.tuner.placements.decision"] = shorten
+    CHANGES["ebbtide.tuner.service.pool"] = starved
     os.nice = lambda _: 0  # beside other tests, a worker of low priority would get no core for minutes
 
 

@@ -62,7 +62,9 @@ def test_the_study_runs_kills_and_records(tmp_path, child_environment):
     assert left == {"interval.json", "interval.png"}  # the checkpoints are gone
     assert found["kills"] == 1 == len(found["measured"])
     row = found["measured"][0]
-    assert row["failures"][0]["reached_step"] is None or (row["useful_steps"] <= row["failures"][0]["reached_step"])
+    reached = row["failures"][0]["reached_step"]
+    # A checkpoint may be committed just before its step is noted.
+    assert reached is None or row["useful_steps"] <= reached + 1
     rules = found["predicted"]["rules"]
     assert set(rules) == {"ebbtide", "Young", "Daly", "CheckFreq"}
     assert all(r["goodput"] <= rules["ebbtide"]["goodput"] + 1e-9 for r in rules.values())

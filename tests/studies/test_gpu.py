@@ -147,7 +147,8 @@ def test_forked_studies_leave_the_driver_alone(monkeypatch):
     """
     from studies.checkpoints.run import warm_up
 
-    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK", raising=False)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # so that the value of `warm_up` goes after the test
+    monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")
     warm_up()
     assert torch.cuda._nvml_based_avail()
 

@@ -34,7 +34,7 @@ def test_the_study_runs(monkeypatch, tmp_path):
         ("WORKERS", 1),
     ):
         monkeypatch.setattr(service_load, name, value)
-    service_load.main(["--clients", "2", "--seconds", "1", "--json", str(tmp_path / "r.json")])
+    service_load.main(["--clients", "2", "--seconds", "5", "--json", str(tmp_path / "r.json")])
     figures = json.loads((tmp_path / "r.json").read_text())
     assert figures["errors"] == figures["equal/errors"] == 0
     assert figures["requests"] > 2

@@ -49,7 +49,7 @@ class Server:
     def stop(self):
         self.client.close()
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(120)
 
     def post(self, path, body, **options):
         return self.client.post(path, json=body, **options)

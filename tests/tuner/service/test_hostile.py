@@ -2,6 +2,7 @@
 running.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -115,7 +116,7 @@ def test_a_plan_of_more_subgroups_than_memory_is_refused_unread(server, path, ca
     plan = {"subgroup_size": 10, **HUGE_PLANS[case]}
     span = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 1}
     about = {"/simulate": LLAMA, "/runs": {"name": "x", "spans": [span]}, "/trace": {"scenario": LLAMA}, "/report": {}}
-    response = server.post(path, {**about[path], "plan": plan}, timeout=5)
+    response = server.post(path, {**about[path], "plan": plan})
     assert response.status_code == 422
     assert "at most 4096 subgroups" in response.text
 
@@ -208,8 +209,24 @@ def test_the_page_allows_no_inline_script_and_no_other_host(server):
 
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory):
+    """Yield a client of a server of the HTTP service that requires a token."""
+    with served(tmp_path_factory.mktemp("strict"), Quota()) as client:
+        yield client
+
+
+@pytest.fixture
+def impatient(tmp_path):
+    """Yield a client of a server of the HTTP service that waits 0.1 s for a request's header or body. A client that
+    gets no core for this long is refused.
+    """
+    with served(tmp_path, Quota(head_s=0.1, body_s=0.1)) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def served(folder, quota):
     """Run a server of the HTTP service in a thread of this process, and yield a client. The server requires a
-    token and waits 0.1 s for a request's header or body. It starts no worker processes, since it computes nothing.
+    token. It starts no worker processes, since it computes nothing.
     """
     import asyncio
     import threading
@@ -219,8 +236,7 @@ def strict(tmp_path_factory):
     from ebbtide.tuner.service.server import config
     from ebbtide.tuner.service.store import Store
 
-    quota = Quota(head_s=0.1, body_s=0.1)
-    store = Store(tmp_path_factory.mktemp("strict") / "s.db")
+    store = Store(folder / "s.db")
     service = Service(store, quota=quota, token="right-token", light_workers=1)
     settings = config(service, "127.0.0.1", 0)
     settings.lifespan = "off"
@@ -256,10 +272,10 @@ def test_with_the_token_it_is(strict):
     assert page.status_code == 200  # it holds nothing, and asks for the token
 
 
-def test_a_slow_client_is_let_go(strict):
+def test_a_slow_client_is_let_go(impatient):
     head = b"POST /api/v1/simulate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n"
     head += b"Authorization: Bearer right-token\r\nContent-Type: application/json\r\n\r\n{"
-    address = strict.base_url.host, strict.base_url.port
+    address = impatient.base_url.host, impatient.base_url.port
     for sent in (head, b"GET / HTTP/1.1\r\nHost", b""):
         with socket.create_connection(address, 60) as slow:
             slow.sendall(sent)

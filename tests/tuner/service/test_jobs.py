@@ -26,9 +26,10 @@ from tests.tuner.service.test_hostile import children
 SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
 GRID = {**SMALL, "strategies": ["zero3_offload"], "changes": {"h2d_bytes_per_s": [1e10 + 1e8 * i for i in range(12)]}}
+PATIENCE_S = 120  # for what takes seconds on a machine with a free core
 
 
-def ended(server, job, limit_s=60):
+def ended(server, job, limit_s=300):
     """Follow the events of a job of the service. Return the state of the job once it is done, failed or
     cancelled.
     """
@@ -62,7 +63,8 @@ def test_no_job_is_lost_to_a_disk_that_is_full_for_a_while(name, tmp_path, monke
         line = jobs.Jobs(store, pool, Quota(), jobs.Feed())
         line.start()
         job = (await line.submit("plan", {}, "one"))["id"]
-        for _ in range(500):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             await asyncio.sleep(0.01)
             if line.state(job)["state"] == "done" and left[0] < 0:
                 break
@@ -133,7 +135,8 @@ def test_a_job_ends_where_no_worker_can_be_started(tmp_path, monkeypatch):
         line = jobs.Jobs(store, pool, Quota(), jobs.Feed())
         line.start()
         job = (await line.submit("plan", {}, "one"))["id"]
-        for _ in range(500):
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             await asyncio.sleep(0.01)
             if line.state(job)["state"] == "failed":
                 break
@@ -271,7 +274,7 @@ def _wait_until_gone(processes):
     would go on computing without its server.
     """
     assert processes
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while any(Path(f"/proc/{pid}").exists() for pid in processes):
         assert time.monotonic() < deadline, "workers outlive their server"
         time.sleep(0.02)
@@ -337,6 +340,6 @@ def test_a_server_that_ends_ends_its_streams(mortal):
         for lines in both:
             for _ in lines:  # to the end, which is one: a stream that is cut raises
                 pass
-    server.process.wait(20)
+    server.process.wait(PATIENCE_S)
     assert "Traceback" not in server.errors.read_text()
     assert "timeout" not in server.errors.read_text()
