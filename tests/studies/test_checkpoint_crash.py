@@ -7,24 +7,18 @@ every named point of a save, and the study's option `--kills` makes more kills.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests import prepared
 
 pytestmark = pytest.mark.slow
 
 
 def test_kills(tmp_path, child_environment):
     record = tmp_path / "crash.json"
-    command = [sys.executable, "-m", "studies.checkpoint_crash", "--kills", "3"]
-    done = subprocess.run(
-        [*command, "--json", str(record)],
-        env={**child_environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["-m", "studies.checkpoint_crash", "--kills", "3", "--json", record]
+    done = prepared.run(command, env={**child_environment, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(record.read_text())
     assert found["fired"] == found["kills"] == 3

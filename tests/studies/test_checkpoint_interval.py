@@ -6,14 +6,13 @@ run, no other rule for the interval may have a higher predicted goodput than ebb
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures
 
 from studies.checkpoint_interval import __main__ as study
 from studies.checkpoint_interval import kills
+from tests import prepared
 
 COST = CheckpointCost(0.1, 0.1, 0.5, 0.0, 0.0, 0.0, 0)
 
@@ -49,12 +48,9 @@ def test_a_short_interval_waits_for_the_disk():
 @pytest.mark.slow
 def test_the_study_runs_kills_and_records(tmp_path, child_environment):
     path = tmp_path / "interval.json"
-    # In a process of its own: it forks, which one that has used OpenMP threads must not.
-    command = [sys.executable, "-m", "studies.checkpoint_interval", "--json", str(path), "--quick", "--mtbf", "4"]
-    environment = {**child_environment, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--folder", str(tmp_path)], env=environment, capture_output=True, text=True, check=False
-    )
+    # In another process: it forks, which a process that has used OpenMP threads must not.
+    command = ["-m", "studies.checkpoint_interval", "--json", path, "--quick", "--mtbf", "4", "--folder", tmp_path]
+    done = prepared.run(command, env={**child_environment, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(path.read_text())
     assert path.with_suffix(".png").stat().st_size > 10_000

@@ -3,11 +3,10 @@ stalls are not checked.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests import prepared
 from tests.conftest import without_a_rank
 
 pytestmark = pytest.mark.slow
@@ -38,9 +37,7 @@ def compared(tmp_path_factory, deepspeed_ops):
     (JSON files) and plots.
     """
     folder = tmp_path_factory.mktemp("compared")
-    done = subprocess.run(
-        [sys.executable, "-c", BOTH, str(folder)], env=without_a_rank(), capture_output=True, text=True, check=False
-    )
+    done = prepared.run(["-c", BOTH, folder], env=without_a_rank())
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return folder
 

@@ -4,10 +4,10 @@ restarts it: no checkpoint is lost.
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+
+from tests import prepared
 
 pytestmark = pytest.mark.slow
 
@@ -16,14 +16,8 @@ def test_kills(tmp_path, child_environment, deepspeed_ops):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     record = tmp_path / "front_door.json"
-    command = [sys.executable, "-m", "studies.front_door_kills", "--kills", "4"]
-    done = subprocess.run(
-        [*command, "--scripts", "trainer", "loop", "--json", str(record)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**child_environment, "OMP_NUM_THREADS": "1"},
-    )
+    command = ["-m", "studies.front_door_kills", "--kills", "4", "--scripts", "trainer", "loop", "--json", record]
+    done = prepared.run(command, env={**child_environment, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(record.read_text())
     assert found["resumed"] > 0

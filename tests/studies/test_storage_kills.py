@@ -3,10 +3,10 @@ step, and a broken store of state is detected.
 """
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from tests import prepared
 
 pytestmark = pytest.mark.slow
 
@@ -27,15 +27,8 @@ sys.exit(command.main(["--kills", "5", "--json", sys.argv[1]]))
 
 def run(command, folder, child_environment):
     record = folder / "kills.json"
-    done = subprocess.run(
-        [sys.executable, *command, str(record)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        env={**child_environment, "OMP_NUM_THREADS": "1"},
-        check=False,
-        timeout=200,
-    )
+    environment = {**child_environment, "OMP_NUM_THREADS": "1"}
+    done = prepared.run([*command, record], cwd=folder, env=environment, timeout=200)
     assert record.exists(), done.stdout[-3000:] + done.stderr[-3000:]
     return done.returncode, json.loads(record.read_text())
 
