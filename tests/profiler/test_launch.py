@@ -60,7 +60,7 @@ def tune(tmp_path, child_environment, deepspeed_ops):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
             check=False,
         )
 

@@ -60,7 +60,8 @@ class FakeStream:
         self._closed = False
         self.ran = 0
         self.device = torch.device("cpu")
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def _run(self):
         while True:
@@ -153,6 +154,7 @@ class FakeStream:
         with self._state:
             self._closed = True
             self._state.notify_all()
+        self._thread.join(30)  # the next test may count threads
 
 
 class DefaultStream:

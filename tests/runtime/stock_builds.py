@@ -12,6 +12,7 @@ import functools
 import hashlib
 import importlib
 import subprocess
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -174,10 +175,17 @@ def _library(name: str, source: str, build: str) -> Path:
     library = folder / "op.so"
     if library.exists():
         return library
-    (folder / "torch").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as made:  # several processes may compile it at the same time
+        _compile(Path(made), sources, source, build).rename(library)
+    return library
+
+
+def _compile(folder: Path, sources: Path, source: str, build: str) -> Path:
+    (folder / "torch").mkdir()
     (folder / "torch" / "extension.h").write_text(_EXTENSION_H)
     (folder / "op.cpp").write_text(source)
-    lib = Path(torch.__file__).parent / "lib"
+    library, lib = folder / "op.so", Path(torch.__file__).parent / "lib"
     command = [
         "g++",
         *_FLAGS,
@@ -189,11 +197,10 @@ def _library(name: str, source: str, build: str) -> Path:
         str(lib.parent / "include"),
         str(folder / "op.cpp"),
         "-o",
-        f"{library}.new",
+        str(library),
         f"-L{lib}",
         "-lc10",
         "-ltorch_cpu",
     ]
     subprocess.run(command, check=True)
-    Path(f"{library}.new").rename(library)
     return library

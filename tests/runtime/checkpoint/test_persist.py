@@ -2,11 +2,13 @@
 
 import threading
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
+from ebbtide.runtime.checkpoint.format import output
 from ebbtide.runtime.checkpoint.format.blocks import State
 from ebbtide.runtime.checkpoint.format.output import Pace
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
@@ -184,13 +186,17 @@ def test_a_dead_writer_lets_updates_go_on_and_is_reported(tmp_path):
     assert not (bench.folder / "a").exists()
 
 
-def test_pace_adds_up():
+def test_pace_adds_up(monkeypatch):
+    passed_s = [0.0]
+
+    def sleep(seconds):
+        passed_s[0] += seconds
+
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=lambda: passed_s[0], sleep=sleep))
     pace = Pace(1e6)
-    starts = []
-    for _ in range(5):
-        pace.wait(100_000, lambda: True)
-        starts.append(pace._free_s)
-    assert starts[-1] - starts[0] == pytest.approx(0.4, abs=0.05)
+    for written in range(5):
+        pace.wait(100_000, lambda: False)
+        assert passed_s[0] == pytest.approx(0.1 * written)
 
 
 def test_blocks_cover_each_file_once(bench):

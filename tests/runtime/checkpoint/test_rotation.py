@@ -348,22 +348,23 @@ def test_two_ranks_place_and_sync_together(tmp_path):
 
 def test_a_rank_that_never_syncs_is_an_error_and_the_older_checkpoint_stays(tmp_path):
     saved(tmp_path / "checkpoint-10", 10)
-    real, jobs = Files(), []
-    for rank in range(2):
-        bench = Bench(tmp_path / "checkpoint-20", deadline_s=0.5)
-        stuck = Gate("placed") if rank else real
+    real, jobs, gates = Files(), [], [Gate("placed") for _ in range(2)]
+    for rank, gate in enumerate(gates):
+        bench = Bench(tmp_path / "checkpoint-20")
         state = {f"part{rank}": some_state(rank)["optim_states"]}
-        jobs.append(bench.begin(state, "t", files=Deferred(stuck), durably=real, rank=rank, world_size=2, nonce="n"))
+        jobs.append(bench.begin(state, "t", files=Deferred(gate), durably=real, rank=rank, world_size=2, nonce="n"))
     guard(jobs[0])
     for job in jobs:
         job.start()
     for job in jobs:
         job.wait_until_placed()
     shutil.rmtree(tmp_path / "checkpoint-10")
+    jobs[0]._commit._deadline_s = 0.5
+    gates[0].opened.set()
     assert jobs[0].wait(30)
     release(jobs[0])
     assert "rank 1 did not report its files as synced" in str(jobs[0].failure)
-    stuck.opened.set()
+    gates[1].opened.set()
     assert jobs[1].wait(30)
     assert verify(tmp_path / "checkpoint-10", "state") == []
 

@@ -478,5 +478,5 @@ def test_a_gate_removed_is_caught():
 
     ours = attached(engine_for("clipping"), ["host"], DEVICE, seed=None)
     ours.optimizer._gathers.open()
-    ours.optimizer._ebbtide.executor.before_op = lambda op: time.sleep(0.02)
+    ours.optimizer._ebbtide.executor.before_op = lambda op: time.sleep(0.1)
     assert not same(outcome(ours), stock("clipping"))

@@ -270,7 +270,7 @@ def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
     In this test each gradient copy to host memory takes a minute, and the backward pass has to wait for it.
     """
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
-    monkeypatch.setattr(fake, "latest_s", 30.0)  # a copy runs when something waits for it
+    monkeypatch.setattr(fake, "latest_s", 1e6)  # a copy runs when something waits for it
     copy = CudaDevice.copy
 
     def pass_a_minute():

@@ -50,7 +50,7 @@ def test_ranks_of_each_launcher_have_the_front_door(child_environment, tmp_path)
             )
         )
     for process in started:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=600)
         assert process.returncode == 0, output
     for name in ("torchrun.0", "torchrun.1", "deepspeed.0", "accelerate.0"):
         assert (tmp_path / name).read_text() == "True"

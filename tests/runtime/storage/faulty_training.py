@@ -29,7 +29,7 @@ from studies.bench.many_engines import answer_once
 from studies.checkpoints.run import warm_up
 
 STEPS, RESUMED_STEPS, FAULT_AT, LIMIT_S = 4, 2, 2, 60
-DEADLINE_S, STALL_S = 2.0, 0.8  # of a drive; a stall is logged after a quarter of STALL_S
+STALL_S = 0.8  # of a drive. The log tells of it after a quarter of this time
 
 
 class Drive(Files):
@@ -113,6 +113,7 @@ class Case:
     at: int | None = FAULT_AT
     verify_reads: bool = False
     flip_tensor: int | None = None  # on the drive, between two runs
+    deadline_s: float = 30.0  # training looks for a stall every quarter of it, and every second
 
 
 def cases():
@@ -124,9 +125,9 @@ def cases():
         "sync": Case(Drive(("fdatasync",), fails(errno.EIO))),
         "commit": Case(Drive(("rename",), fails(errno.EIO))),
         "short": Case(Drive((*write, *read), cut_short, every=1)),
-        "stalls": Case(Drive((*write, *read), stalls, 4, every=9)),
-        "stall of a sync": Case(Drive(("fdatasync",), stalls)),
-        "hang": Case(Drive(write, hangs, 4)),
+        "stalls": Case(Drive((*write, *read), stalls, 4, every=9), deadline_s=2.0),
+        "stall of a sync": Case(Drive(("fdatasync",), stalls), deadline_s=2.0),
+        "hang": Case(Drive(write, hangs, 4), deadline_s=2.0),
         "torn, all reads checked": Case(Drive(write, torn, 4), verify_reads=True),
         "flipped, all reads checked": Case(Drive(read, flipped, 7), verify_reads=True),
         "torn at the end": Case(Drive(write, torn, 4), at=STEPS - 1),
@@ -147,7 +148,7 @@ def engine_on(place, drive, case):
     for module in (ebbtide.runtime.storage.store, ebbtide.runtime.storage.reader):
         vars(module)["Files"] = lambda: drive  # this process is this run
     ebbtide.runtime.storage.waiting.TOLD_AFTER_S = STALL_S / 4
-    checkpoint = CheckpointPlan(keep=2, deadline_s=DEADLINE_S, verify_reads=case.verify_reads)
+    checkpoint = CheckpointPlan(keep=2, deadline_s=case.deadline_s, verify_reads=case.verify_reads)
     return attached(
         start(), ["stored"], list(DEVICES)[-1], seed=None, storage_dir=str(place / "state"), checkpoint=checkpoint
     )

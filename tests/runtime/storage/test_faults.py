@@ -197,8 +197,9 @@ def test_a_drive_that_stalls_is_waited_for(stores, name):
 
 
 def test_a_drive_that_hangs_is_an_error_in_time(stores):
-    store = stores.open(files=(files := Stalls("pwrite")), deadline_s=0.3)
+    store = stores.open(files=(files := Stalls("pwrite")))
     step(store, 1)
+    store._blocks._deadline_s = 0.3
     files.armed = True
     with pytest.raises(StorageError, match=r"no block of subgroup 0 .* \(limit: 0.3 s\): the drive hangs"):
         store.write(0, state(0, 2))

@@ -42,7 +42,7 @@ DAMAGED = {"torn, all reads checked", "torn at the end", "flipped master"}  # on
 @pytest.fixture(scope="module")
 def found(deepspeed_ops, tmp_path_factory):
     folder = tmp_path_factory.mktemp("faults")
-    done = run(["-m", "tests.runtime.storage.faulty_training", folder], timeout=400)
+    done = run(["-m", "tests.runtime.storage.faulty_training", folder], timeout=800)
     assert (folder / "found.json").exists(), done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 
