@@ -2,6 +2,7 @@
 # Builds the wheel, installs it into an empty environment, and tries there what its users do.
 #   sh scripts/check_wheel.sh [FOLDER]   works in FOLDER, a new temporary one without
 #   PACKAGES  a site-packages folder with the dependencies and pip: nothing is downloaded then
+#   STARTUP  a folder for PYTHONPATH, without modules of ebbtide: what it holds may spare each process seconds
 #   NUMBA_DISABLE_JIT=1  spares ten seconds: numba compiles one kernel only, and the first plan runs as plain Python
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -11,6 +12,7 @@ folder=$(cd "$folder" && pwd)
 constraints=
 nvidia-smi -L >/dev/null 2>&1 || constraints="-c $root/constraints-cpu.txt"
 unset PYTHONPATH
+[ -z "${STARTUP:-}" ] || export PYTHONPATH="$STARTUP"
 
 # PACKAGES holds pip as well. To unpack another one takes two seconds.
 python3 -m venv --clear ${PACKAGES:+--without-pip} "$folder/venv"
