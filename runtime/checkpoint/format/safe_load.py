@@ -1,6 +1,7 @@
 """The loading of checkpoint files: in parallel, without executing code, and into existing tensors if possible."""
 
 import contextlib
+import io
 import os
 import pickle
 from collections.abc import Iterator
@@ -85,26 +86,31 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
         ) from error
 
 
-def refused_names(path: str | Path) -> str:
+def refused_names(path: str | Path | io.BytesIO) -> str:
     """Return the names, in one string, of the classes and functions in a checkpoint's file that loading
     would refuse.
 
     The string is empty if loading would accept the file.
     """
+    file = path if isinstance(path, io.BytesIO) else str(path)
     with contextlib.suppress(Exception), only_weights():  # a damaged file names none
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path))))
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
     return ""
 
 
-def unreadable(path: str) -> str:
+def unreadable(path: str | io.BytesIO) -> str:
     """Return the reason why loading would refuse a checkpoint's file, or an empty string."""
     names = refused_names(path)
     if names:
         return names
+    if isinstance(path, io.BytesIO):
+        path.seek(0)
     try:
         # Reads no tensors. A FakeTensorMode would import torch's compiler, which takes over a second.
         with only_weights(), torch.serialization.skip_data():
             torch.load(path, map_location="meta", weights_only=True)
+    except NotImplementedError:  # loading makes this tensor in host memory, where torch can: a nested one, for example
+        return ""
     except Exception as error:  # whatever it is, loading would end with it
         return _gist(error)
     return ""

@@ -73,9 +73,12 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
         tree = {ON_STORAGE: OnStorage(), **tree}
     descriptor = os.memfd_create("ebbtide-skeleton")
     try:
-        offsets, refused = _save_with_holes(tree, descriptor)
+        try:
+            offsets, refused = _save_with_holes(tree, descriptor)
+        except RuntimeError:  # torch saves a nested tensor only with its data
+            return _whole(state)
         if not stand_ins.cover(offsets):  # a tensor hides in an object: the whole file, by value
-            return _whole(state, refused)
+            return _whole(state)
         holes = [extent for key, sources in stand_ins.sources.items() for extent in _in_a_row(offsets[key], sources)]
         holes = sorted((e for e in holes if e.source.size_bytes), key=lambda e: e.offset)
         size = os.fstat(descriptor).st_size
@@ -225,8 +228,10 @@ def _frame(descriptor: int, holes: list[Extent], size: int) -> list[Extent]:
     return pieces
 
 
-def _whole(state: Any, refused: str) -> Layout:
+def _whole(state: Any) -> Layout:
+    pickler = _storage_recorder()
     buffer = io.BytesIO()
     with _torch_save:
-        torch.save(state, buffer, pickle_module=_storage_recorder())
+        torch.save(state, buffer, pickle_module=pickler)
+    refused = unreadable(buffer) if any(p.suspicious for p in pickler.made) else ""
     return plain(buffer.getvalue(), refused)

@@ -30,11 +30,20 @@ def of_the_kind(like: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replace_tensors(tree: Any, replace: Any) -> Any:
-    """Return a copy of nested dicts, lists and tuples, with each dense tensor replaced by the result of ``replace``."""
-    if isinstance(tree, torch.Tensor) and tree.layout == torch.strided:
-        return replace(tree)
+    """Return a copy of nested dicts, lists and tuples, with each dense tensor replaced by the result of ``replace``.
+
+    Tensors that consist of several others, or of more than their bytes, are left as they are: sparse, nested and
+    quantized ones, for example.
+    """
+    if isinstance(tree, torch.Tensor):
+        return replace(tree) if _is_dense(tree) else tree
     if type(tree) in (dict, OrderedDict):
         return type(tree)((k, replace_tensors(v, replace)) for k, v in tree.items())
     if type(tree) in (list, tuple):
         return type(tree)(replace_tensors(v, replace) for v in tree)
     return tree
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    made_of_others = tensor.is_nested or hasattr(tensor, "__tensor_flatten__")
+    return tensor.layout == torch.strided and not tensor.is_quantized and not made_of_others

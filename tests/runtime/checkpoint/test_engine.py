@@ -425,7 +425,7 @@ def test_a_damaged_target_is_an_error_that_names_the_newest_good_one(engines, tm
         engine.load_checkpoint(str(tmp_path))
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:.*in (beta|prototype) s", "ignore:.*quantize")
 def test_what_people_put_into_client_state_comes_back(engines, tmp_path):
     inner = torch.arange(3)
     state = {
@@ -441,6 +441,8 @@ def test_what_people_put_into_client_state_comes_back(engines, tmp_path):
         "seen": collections.defaultdict(list, a=[inner]),
         "set": {1, 2},
         "sparse": torch.eye(3).to_sparse_csr(),
+        "nested": torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)]),
+        "quantized": torch.quantize_per_tensor(torch.eye(3), 0.5, 0, torch.qint8),
     }
     generator = np.random.default_rng(5)
     expected = np.random.default_rng(5).random()
@@ -461,6 +463,8 @@ def test_what_people_put_into_client_state_comes_back(engines, tmp_path):
     assert loaded["seen"].default_factory is list
     assert loaded["generator"].random() == expected
     assert torch.equal(loaded["sparse"].to_dense(), torch.eye(3))
+    assert torch.equal(loaded["nested"].to_padded_tensor(2.0), torch.tensor([[0.0, 0, 2], [1, 1, 1]]))
+    assert torch.equal(loaded["quantized"].dequantize(), torch.eye(3))
 
 
 class Unknown:
