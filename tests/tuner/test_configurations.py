@@ -21,7 +21,7 @@ from ebbtide.tuner.placements import decision
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 2048,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 8,
     "num_attention_heads": 16,
     "intermediate_size": 5504,
     "vocab_size": 32000,
@@ -144,7 +144,8 @@ def test_the_search_finds_what_simulating_everything_finds():
     The compared results are the fastest configuration, the highest training speed for each value of a setting, the
     configurations that are slower but need less GPU memory, and the sentences that sum up the result.
     """
-    little = question(device_memory_bytes=20 * 2**30)
+    shallow = {**LLAMA, "num_hidden_layers": 4}
+    little = Question(shallow, preset("h100-node"), sequence=1024, device_memory_bytes=7 * 2**30)
     space = Space.of(Configuration(gpus=2), [k for k in KNOBS if k != "sub_group_size"], 8)
     found = explore(little, space)
     assert found.complete
@@ -175,7 +176,7 @@ def _kinds(remarks):
 
 
 def test_without_a_global_batch_the_front_is_that_of_all_accumulations():
-    asked = question(device_memory_bytes=20 * 2**30)
+    asked = question(device_memory_bytes=12 * 2**30)
     space = Space.of(Configuration(gpus=2, micro_batch=2), ("accumulation", "recompute"))
     found = explore(asked, space)
     reference = Answer(space, tuple(asked.answer(c) for c in space), complete=True)
@@ -219,7 +220,7 @@ PIPELINED = {"device": "nvme", "pipeline_read": True}
     ids=["plans", "activations", "pipelined", "stock", "twin_flow", "superoffload"],
 )
 def test_no_simulation_beats_its_bounds(given, free):
-    asked = question(ds_config=given, device_memory_bytes=14 * 2**30, host_memory_bytes=20 * 2**30)
+    asked = question(ds_config=given, device_memory_bytes=8 * 2**30, host_memory_bytes=12 * 2**30)
     knobs = [k for k in KNOBS if k != "offload" or free == k]
     base = Configuration(gpus=2, offload="none" if free == "offload" else free)
     every = list(Space.of(base, knobs, 16))
@@ -271,7 +272,7 @@ def test_a_configuration_is_the_same_in_search_simulate_and_plan(given, offload)
 
 
 def test_little_memory_makes_it_offload_and_says_what_is_missing():
-    small = question(device_memory_bytes=12 * 2**30)
+    small = question(device_memory_bytes=7 * 2**30)
     space = Space.of(Configuration(gpus=1), ("offload",))
     found = explore(small, space)
     fits = found.fitting[0]
@@ -283,7 +284,7 @@ def test_little_memory_makes_it_offload_and_says_what_is_missing():
 
 
 def test_state_that_memory_cannot_hold_is_stored_where_storage_is_given():
-    small = {"device_memory_bytes": 12 * 2**30, "host_memory_bytes": 6 * 2**30}
+    small = {"device_memory_bytes": 7 * 2**30, "host_memory_bytes": 4 * 2**30}
     base = Configuration(gpus=1, offload="optimizer", sub_group_size=10**8)
     space = Space.of(base, ("recompute",))
     assert not explore(question(**small), space).fitting
@@ -296,7 +297,7 @@ def test_state_that_memory_cannot_hold_is_stored_where_storage_is_given():
 def test_steps_too_long_for_a_plan_search_are_planned_with_fewer_micro_batches(monkeypatch):
     monkeypatch.setattr(decision, "MOST_PASSES", 64)
     base = Configuration(gpus=1, accumulation=8, offload="optimizer")
-    found = explore(question(device_memory_bytes=12 * 2**30), Space.of(base, ("sub_group_size",)))
+    found = explore(question(device_memory_bytes=7 * 2**30), Space.of(base, ("sub_group_size",)))
     best = found.fitting[0]
     assert best.configuration.accumulation == 8
     work = workload_from_model(LLAMA, preset("h100-node"), sequence=1024, gradient_accumulation_steps=8)
