@@ -30,7 +30,7 @@ def below(tried, floor_s):
     return seconds / floor_s
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_random_plan_beats_the_bound_of_its_job(seed):
     """Check that no random plan for a job has a shorter iteration than the job's lower bound.
 
