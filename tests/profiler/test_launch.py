@@ -164,12 +164,17 @@ def test_bad_flags_end_with_one_line(words, message):
 
 @pytest.mark.slow
 def test_ranks_at_once_from_the_command_line(tune, tmp_path):
-    """Check that `tune profile --ranks 2 --json` prints only the machine's JSON to standard output, although
-    DeepSpeed also writes log lines to standard output.
+    """Check that `tune profile --ranks 2` measures two ranks at the same time and leaves no files. With --json, only the
+    machine's JSON is printed to standard output, although DeepSpeed also writes log lines to standard output.
     """
     words = ("--fresh", "--storage-dir", "disk", "--seconds", "0.1", "--ranks", "2", "--json")
     done = tune("profile", *words, start=("-c", FEWER_ELEMENTS))
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["cpu_cores"] >= 2
-    assert set(Machine.load(tmp_path / "machine.json").rank_shares) == {2}
+    shares = Machine.load(tmp_path / "machine.json").rank_shares
+    assert set(shares) == {2}
+    assert set(shares[2]) == {"h2d", "d2h", "link", "dram", "storage"}
+    assert {shares[2][name].source for name in ("h2d", "d2h", "link")} == {"emulated"}
+    assert shares[2]["dram"].detail.startswith("2 ranks at once: ")
+    assert all(share.n >= 2 * 4 for share in shares[2].values())
     assert list((tmp_path / "disk").iterdir()) == []

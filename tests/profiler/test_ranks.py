@@ -1,7 +1,7 @@
 """Tests of the profiler's measurement by several ranks at the same time, with one process per rank.
 
 For copies, DRAM, host Adam and storage, the measurement gives the speed of each rank while all ranks run,
-as a fraction of the speed of one rank that runs alone.
+as a fraction of the speed of one rank that runs alone. `test_launch.py` measures two ranks from the command line.
 """
 
 import itertools
@@ -13,17 +13,8 @@ from contextlib import contextmanager
 
 import pytest
 from ebbtide.profiler.rates import ranks
-from ebbtide.profiler.rates.ranks import STAGES, Job, StageSamples, check_ranks, measure_ranks
+from ebbtide.profiler.rates.ranks import STAGES, Job, StageSamples, check_ranks
 from ebbtide.profiler.rates.sampling import timed_s
-
-
-def test_two_ranks_measure_at_once_and_leave_nothing(tmp_path):
-    found, _ = measure_ranks(2, 2, False, 20_000, tmp_path / "disk", 0.2)
-    assert set(found) == {"h2d", "d2h", "link", "dram", "storage"}
-    assert {found[name].source for name in ("h2d", "d2h", "link")} == {"emulated"}
-    assert found["dram"].detail.startswith("2 ranks at once: ")
-    assert all(q.n >= 2 * 4 for q in found.values())
-    assert list((tmp_path / "disk").iterdir()) == []
 
 
 def test_a_rank_that_fails_is_an_error_not_a_hang():
