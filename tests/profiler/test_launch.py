@@ -164,8 +164,8 @@ def test_bad_flags_end_with_one_line(words, message):
 
 @pytest.mark.slow
 def test_ranks_at_once_from_the_command_line(tune, tmp_path):
-    """Check that `tune profile --ranks 2` measures two ranks at the same time and leaves no files. With --json, only the
-    machine's JSON is printed to standard output, although DeepSpeed also writes log lines to standard output.
+    """Check that `tune profile --ranks 2` measures two ranks at the same time and leaves no files. With --json, only
+    the machine's JSON is printed to standard output, although DeepSpeed also writes log lines to standard output.
     """
     words = ("--fresh", "--storage-dir", "disk", "--seconds", "0.1", "--ranks", "2", "--json")
     done = tune("profile", *words, start=("-c", FEWER_ELEMENTS))
