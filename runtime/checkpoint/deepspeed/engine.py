@@ -21,7 +21,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from ebbtide.runtime.checkpoint.deepspeed.loading import Loading
-from ebbtide.runtime.checkpoint.deepspeed.saving import Means, Save, checked_name
+from ebbtide.runtime.checkpoint.deepspeed.saving import Means, Save, check_replaceable, checked_name
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.safe_load import load_file
@@ -202,7 +202,8 @@ class LazyCheckpointEngine(CheckpointEngine):
                 ``checkpoint.busy`` is ``skip``.
 
         Raises:
-            CheckpointError: An earlier checkpoint failed on any rank, or the training engine was destroyed.
+            CheckpointError: An earlier checkpoint failed on any rank, the training engine was destroyed, or a file has
+                the checkpoint's name. Nothing is written.
         """
         if self._closed:
             raise CheckpointError("this engine was destroyed, so it can no longer save or load checkpoints")
@@ -310,6 +311,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         failure = None
         try:
             self._reap()
+            check_replaceable(Path(target))
         except CheckpointError as error:
             failure = error
         verdict = self._peers.agree(running=self.running, failure=str(failure or ""), target=target)

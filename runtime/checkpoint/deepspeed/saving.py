@@ -2,6 +2,7 @@
 starts.
 """
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -162,6 +163,19 @@ def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str
             f"a tag must name a folder ('latest', '/' and a leading '.' are not allowed), but got {name!r}"
         )
     return name
+
+
+def check_replaceable(target: Path) -> None:
+    """Check that a checkpoint can get its name without deleting something that is no folder.
+
+    Raises:
+        CheckpointError: The name belongs to a file, which the checkpoint would replace.
+    """
+    if os.path.lexists(target) and not target.is_dir():
+        raise CheckpointError(
+            f"the checkpoint {target.name!r} needs the folder {target}, but a file has this name: move the file away, "
+            "or save with another tag"
+        )
 
 
 @cache  # once: the next checkpoint says nothing new

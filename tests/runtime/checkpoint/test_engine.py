@@ -372,6 +372,22 @@ def flip(victim):
     victim.write_bytes(data)
 
 
+def test_a_save_never_replaces_a_file(engines, tmp_path):
+    from ebbtide.runtime.checkpoint.errors import CheckpointError
+
+    engine, _, lazy = engines(CheckpointPlan())
+    (tmp_path / "best").write_text("my notes")
+    (tmp_path / "link").symlink_to("nowhere")
+    for tag in ("best", "link"):
+        with pytest.raises(CheckpointError, match=rf"needs the folder .*/{tag}, but a file has this name: move the"):
+            engine.save_checkpoint(str(tmp_path), tag=tag)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "link"]
+    assert (tmp_path / "best").read_text() == "my notes"
+    assert (tmp_path / "link").is_symlink()
+    engine.save_checkpoint(str(tmp_path), tag="other")
+    assert lazy.wait().tag == "other"
+
+
 def test_latest_is_the_law(engines, tmp_path):
     """Check that a load without a tag takes the checkpoint that the file ``latest`` names, even if a newer one
     exists.
