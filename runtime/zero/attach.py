@@ -205,7 +205,7 @@ def attach(
     host.load()
     session = _take_over(engine, plan, _chosen(device), rule, overlap_forward, size)
     _checkpointing(engine, session, plan.checkpoint)
-    call_after_step(engine, session)
+    _stepping(engine, session)
     warn_of_other_steps(plan, session.engine.wire_dtype(), engine)
     warn_of_late_gradients(plan, engine)
     warn_of_mismatch(session, engine.optimizer.gradient_accumulation_dtype.itemsize, machine)
@@ -257,8 +257,17 @@ def _attach_automatically(
     if storage is not None and not own_step:
         plan = storing_plan(engine, rule, sizes, storage)
     attach(engine, plan, device=device, checkpoint=checkpoint, overlap_forward=overlap_forward)
-    if not own_step:  # else there is no other placement to plan
+    if own_step:
+        return engine  # there is no other placement to plan
+    stages = private.pipeline_stages(engine)
+    if stages == 1:
         plan_later(session_of(engine), machine, _to_monitor(engine))
+    else:  # each has other subgroups, and one rank plans for all
+        logger.warning(
+            "plan='auto' makes no plan for a model of %d pipeline stages: the CPU updates every subgroup. Checkpoints "
+            'are written as usual. Remove "plan" to train with DeepSpeed alone',
+            stages,
+        )
     return engine
 
 
@@ -392,20 +401,11 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
         lazy._before_save = register
 
 
-def call_after_step(engine: Any, session: Session) -> None:
-    """Wrap ``engine.step`` of a DeepSpeed engine, so that functions such as checkpoints run after the whole
-    step.
+def _stepping(engine: Any, session: Session) -> None:
+    from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step
 
-    The step counter and the learning-rate schedule match the optimizer state only after the engine's step.
-    They do not match yet when the optimizer's own step returns.
-    """
-    stock, held = engine.step, weakref.proxy(engine)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        before = held.global_steps
-        result = stock(*args, **kwargs)
-        if held.global_steps != before and not session.closed:
+    def stepped() -> None:
+        if not session.closed:
             session.stepped()
-        return result
 
-    engine.step = step
+    call_after_step(engine, stepped)

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 from ebbtide.runtime.checkpoint.deepspeed.engine import LazyCheckpointEngine
+from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step
 from ebbtide.runtime.checkpoint.deepspeed.stock import StockState
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.live_state import LiveState
@@ -32,7 +33,7 @@ def install(
             optimizer. In that case the optimizer's ``step`` is wrapped, so that each step waits until a
             checkpoint in progress has read the state that the step overwrites.
         after_step: The runtime's list of functions to call after each step. One function is added to it. If
-            None, ``engine.step`` is wrapped instead.
+            None, the engine's step is wrapped instead (`call_after_step`).
         options: ``files``, ``plan_digest``, ``block_bytes`` of `LazyCheckpointEngine`.
 
     Raises:
@@ -48,13 +49,12 @@ def install(
         stock = StockState(engine, live)
         lazy._before_save = stock.register
         _wrap(engine.optimizer, "step", stock.step)
-    # Of the engine, not of the optimizer: only when the engine's step has returned do its step
-    # counter and the learning-rate schedule stand where the state stands.
+    held = weakref.proxy(engine)
+    on_step = lambda: lazy.on_step(held.global_steps)
     if after_step is None:
-        _wrap(engine, "step", _then_on_step(lazy, engine))
+        call_after_step(engine, on_step)
     else:
-        held = weakref.proxy(engine)
-        after_step.append(lambda: lazy.on_step(held.global_steps))
+        after_step.append(on_step)
     previous, engine.checkpoint_engine = engine.checkpoint_engine, lazy
     if previous is not None and previous.is_decoupled():
         previous.cleanup()
@@ -96,16 +96,3 @@ def _finish_first(lazy: LazyCheckpointEngine) -> Callable[..., None]:
             original(*args, **kwargs)
 
     return destroy
-
-
-def _then_on_step(lazy: LazyCheckpointEngine, engine: Any) -> Callable[..., Any]:
-    held = weakref.proxy(engine)
-
-    def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = held.global_steps
-        result = original(*args, **kwargs)
-        if held.global_steps != before:
-            lazy.on_step(held.global_steps)
-        return result
-
-    return step

@@ -92,6 +92,13 @@ def has_experts(model: Any) -> bool:
     return any(isinstance(module, MoE) for module in model.modules())
 
 
+def pipeline_stages(engine: Any) -> int:
+    """Return the number of stages of a DeepSpeed pipeline engine, or 1 for another engine."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    return int(engine.num_stages) if isinstance(engine, PipelineEngine) else 1
+
+
 def _accelerator() -> Any:
     from deepspeed.accelerator import get_accelerator
 
