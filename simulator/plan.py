@@ -81,6 +81,11 @@ class CheckpointPlan(Page):
         """Return the number of threads that write a checkpoint's files (``writers``), plus one that prepares bytes."""
         return self.writers + READY_BLOCKS
 
+    @property
+    def lacks_dir(self) -> bool:
+        """Return whether the settings have an interval, but no folder for automatic checkpoints."""
+        return self.interval_steps > 0 and not self.dir
+
     @model_validator(mode="before")
     @classmethod
     def _without_drain(cls, fields: Any) -> Any:

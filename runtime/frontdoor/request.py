@@ -95,11 +95,17 @@ def _checkpoint(value: Any) -> CheckpointPlan | None:
     if value is None:
         return None
     try:
-        return CheckpointPlan.model_validate(value)
+        made = CheckpointPlan.model_validate(value)
     except ValidationError as error:
         raise RequestError(
             f'"{KEY}.checkpoint" in DeepSpeed\'s config: {explain(error, model=CheckpointPlan)}'
         ) from None
+    if made.lacks_dir:
+        raise RequestError(
+            f'"{KEY}.checkpoint" in DeepSpeed\'s config has interval_steps {made.interval_steps}, but no "dir", so no '
+            'checkpoint would be written: add "dir", the folder of automatic checkpoints, or remove "interval_steps"'
+        )
+    return made
 
 
 def _device(value: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.hardware.builds import waits_are_told
-from ebbtide.runtime.hardware.launcher import one_node, world_size
+from ebbtide.runtime.hardware.launcher import one_node, rank, world_size
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.replan.ranks import masks_of_this_host
@@ -82,6 +82,7 @@ def initialize(
     """
     import deepspeed
 
+    _check_dir(checkpoint)
     automatic = isinstance(plan, str) and plan == "auto"
     named = None if automatic else load_plan(plan)
     private.check_version()
@@ -153,6 +154,15 @@ def _load_config(config: Any) -> dict[str, Any]:
     return json.loads(json.dumps(config))
 
 
+def _check_dir(checkpoint: CheckpointPlan | None) -> None:
+    if checkpoint is not None and checkpoint.lacks_dir:
+        raise ConfigError(
+            f"the checkpoint settings have interval_steps {checkpoint.interval_steps}, but no dir, so no checkpoint "
+            "would be written. They replace the plan's settings. Add dir, the folder of checkpoints, or remove "
+            "interval_steps"
+        )
+
+
 def _check_replan(replan: bool, machine: Machine | None, workload: Workload | None) -> None:
     if replan and (machine is None or workload is None):
         raise ConfigError(
@@ -194,6 +204,7 @@ def attach(
         PlanError: The plan is for another model or sub_group_size.
     """
     _check_replan(replan, machine, workload)
+    _check_dir(checkpoint)
     if isinstance(plan, str) and plan == "auto":
         return _attach_automatically(engine, device, machine, checkpoint, overlap_forward)
     plan = load_plan(plan)
@@ -262,7 +273,7 @@ def _attach_automatically(
     stages = private.pipeline_stages(engine)
     if stages == 1:
         plan_later(session_of(engine), machine, _to_monitor(engine))
-    else:  # each has other subgroups, and one rank plans for all
+    elif rank() == 0:  # each stage has other subgroups, and one rank plans for all
         logger.warning(
             "plan='auto' makes no plan for a model of %d pipeline stages: the CPU updates every subgroup. Checkpoints "
             'are written as usual. Remove "plan" to train with DeepSpeed alone',

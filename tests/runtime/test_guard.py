@@ -13,11 +13,11 @@ from ebbtide.runtime.zero.checks import private as deepspeed_private
 from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
 from ebbtide.runtime.zero.checks.private import UnsupportedDeepSpeedError
 from ebbtide.runtime.zero.host_memory import check_host_memory, needed_bytes
-from ebbtide.simulator import Plan, PlanError
+from ebbtide.simulator import CheckpointPlan, Plan, PlanError
 from ebbtide.simulator.update.optimizer import OPTIMIZERS
 
 from studies.bench.byte_gpt import SIZES, ByteGPT, ds_config
-from tests.runtime.contract.training import SUBGROUP, start
+from tests.runtime.contract.training import SUBGROUP, plan_for, start
 
 
 def config(**zero):
@@ -123,6 +123,24 @@ def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
     engine, *_ = ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=made, plan="auto")
     assert not hasattr(engine.optimizer, "_ebbtide")
     assert caplog.text.count("this engine is left to DeepSpeed, without a plan") == 1
+    engine.destroy()
+
+
+def test_an_interval_without_a_folder_is_refused_or_said(only_rank, caplog):
+    """Check that ``interval_steps`` without ``dir`` is an error of the caller, and a warning for a plan.
+
+    `tune plan --mtbf` without ``--checkpoint-dir`` makes such plans.
+    """
+    saving, refusal = CheckpointPlan(interval_steps=2), r"interval_steps 2, but no dir, .*\. Add dir,"
+    with pytest.raises(ConfigError, match=refusal):
+        ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=config(), plan="auto", checkpoint=saving)
+    engine = start()
+    plan = plan_for(engine, ["host"]).model_copy(update={"checkpoint": saving})
+    with pytest.raises(ConfigError, match=refusal):
+        ebbtide.runtime.attach(engine, plan, checkpoint=saving)
+    ebbtide.runtime.attach(engine, plan)
+    assert caplog.text.count("no checkpoint is written automatically") == 1
+    assert "checkpoint.interval_steps 2 but no checkpoint.dir" in caplog.text
     engine.destroy()
 
 

@@ -1,5 +1,6 @@
 """The installation of ebbtide's checkpoint engine in a DeepSpeed engine."""
 
+import logging
 import weakref
 from collections.abc import Callable
 from functools import wraps
@@ -12,8 +13,10 @@ from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.trainers.bystanders import ours, watch
 from ebbtide.runtime.checkpoint.trainers.ending import finish_at_sigterm
-from ebbtide.runtime.hardware.launcher import one_node
+from ebbtide.runtime.hardware.launcher import one_node, rank
 from ebbtide.simulator.plan import CheckpointPlan
+
+logger = logging.getLogger("ebbtide.checkpoint")
 
 
 def install(
@@ -40,6 +43,14 @@ def install(
         CheckpointError: The engine keeps state in a place that is not supported.
     """
     _refuse_unsupported(engine)
+    if checkpoint_plan.lacks_dir and rank() == 0:
+        logger.warning(
+            "no checkpoint is written automatically, because the plan has checkpoint.interval_steps %d but no "
+            "checkpoint.dir. Only saves of the script or its trainer are written. For automatic checkpoints, plan with "
+            '`tune plan --checkpoint-dir FOLDER`, or set "dir" and "interval_steps" under "ebbtide.checkpoint" in '
+            "DeepSpeed's config",
+            checkpoint_plan.interval_steps,
+        )
     live = live_state if live_state is not None else LiveState()
     lazy = LazyCheckpointEngine(engine, checkpoint_plan, live, **options)
     _wrap(engine, "save_checkpoint", lazy.save_checkpoint)

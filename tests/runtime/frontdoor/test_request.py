@@ -34,6 +34,8 @@ def test_checkpoints_beside_a_plan_or_alone():
         ({"plan": "nowhere.json"}, '"ebbtide.plan" .*readable JSON file, but got nowhere.json'),
         ({"plan": {"subgroup_size": 0}}, '"ebbtide.plan" .*subgroup_size'),
         ({"checkpoint": {"kep": 1}}, '"ebbtide.checkpoint" .*kep'),
+        ({"checkpoint": {"interval_steps": 2}}, '"ebbtide.checkpoint" .* interval_steps 2, but no "dir".*: add "dir"'),
+        ({"plan": "auto", "checkpoint": {"interval_steps": 2, "dir": ""}}, 'but no "dir"'),
         ({"checkpoint": "here"}, '"ebbtide.checkpoint" .*'),
         ({"plan": "auto", "device": "tpu"}, '"ebbtide.device" .* one of auto, emulated, but got'),
     ],
