@@ -95,19 +95,18 @@ class Limits:
             storage_bytes: Limit for optimizer state on storage, for all ranks of a node together.
 
         Raises:
-            ValueError: A limit is not positive, or the margin is not in [0, 1).
+            ValueError: A limit is not positive or exceeds the rank's share of the memory, or the margin is not in
+                [0, 1).
         """
         if storage_bytes is not None and storage_bytes <= 0:
             raise RuleError(f"storage_bytes (--storage) must be > 0, but got {storage_bytes}", key="storage_bytes")
-        asked = _asked(machine, {"device": device_memory_bytes, "host": host_memory_bytes})
+        ranks = workload.ranks_per_node
+        asked = _asked(machine, {"device": device_memory_bytes, "host": host_memory_bytes}, ranks)
         if margin is not None and not 0 <= margin < 1:
             raise RuleError(
                 f"memory_margin (--memory-margin) must lie in [0%, 100%), but got {margin:.0%}", key="memory_margin"
             )
-        available = {
-            name: size or TIERS[name].capacity_bytes(machine, workload.ranks_per_node) or 0
-            for name, size in asked.items()
-        }
+        available = {name: size or TIERS[name].capacity_bytes(machine, ranks) or 0 for name, size in asked.items()}
         left = {name: _margin_bytes(workload, name, size, margin) for name, size in available.items()}
         explained = [
             f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {MEMORIES[name]} are kept "
@@ -123,7 +122,7 @@ class Limits:
             max(0, int(available["host"] - left["host"][0])),
             tuple(explained),
             machine.unified_memory,
-            None if storage_bytes is None else int(storage_bytes * (1 - PADDING)) // workload.ranks_per_node,
+            None if storage_bytes is None else int(storage_bytes * (1 - PADDING)) // ranks,
         )
 
     @property
@@ -195,29 +194,53 @@ def lacks(missing_bytes: Mapping[str, int]) -> str:
     return f"needs {needs}" if needs else ""
 
 
-def _asked(machine: Machine, values: Mapping[Memory, int | None]) -> dict[Memory, int | None]:
+def exceeds_share(host_bytes: int | None, machine: Machine, ranks: int) -> bool:
+    """Return True if a limit of host memory per rank is more than the rank's share of a node's host memory.
+
+    A limit that exceeds the share by at most the fraction `SOLD_AS` means the whole share.
+
+    Args:
+        host_bytes: Limit of one rank. None: no limit.
+        ranks: Number of ranks per node.
+    """
+    share = TIERS["host"].capacity_bytes(machine, ranks) or 0
+    return host_bytes is not None and host_bytes > share * (1 + SOLD_AS)
+
+
+def _asked(machine: Machine, values: Mapping[Memory, int | None], ranks: int) -> dict[Memory, int | None]:
     """Check the user's limits for GPU memory and host memory, and return them as a dict by memory.
 
-    A limit is None if all memory of the machine may be used: if the user gave no limit, or one that exceeds the
-    machine's memory by at most the fraction `SOLD_AS`.
+    A limit is None if all memory that the rank has may be used: if the user gave no limit, or one that exceeds the
+    rank's memory by at most the fraction `SOLD_AS`.
+
+    Args:
+        ranks: Number of ranks per node, which share host memory.
 
     Raises:
-        ValueError: A limit is not positive, or exceeds the machine's memory by more than that.
+        ValueError: A limit is not positive, or exceeds the rank's memory by more than that.
     """
     asked = dict(values)
     for memory, name in _NAMES.items():
-        value, there = asked[memory], getattr(machine, name.partition(" ")[0])
+        value, there = asked[memory], TIERS[memory].capacity_bytes(machine, ranks) or 0
         if value is not None and value <= 0:
             raise RuleError(f"{name} must be > 0, but got {value}", key=name.partition(" ")[0])
         if value is not None and there < value <= there * (1 + SOLD_AS):
             asked[memory] = None
         elif value is not None and value > there:
             raise RuleError(
-                f"{name} must be at most what the machine has, {there / GIB:.1f} GiB, but got "
+                f"{name} must be at most {_most(machine, memory, ranks)}, but got "
                 f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)",
                 key=name.partition(" ")[0],
             )
     return asked
+
+
+def _most(machine: Machine, memory: Memory, ranks: int) -> str:
+    tier = TIERS[memory]
+    whole, share = (tier.capacity_bytes(machine, n) or 0 for n in (1, ranks))
+    if whole == share:
+        return f"what the machine has, {whole / GIB:.1f} GiB"
+    return f"the share of one rank, {whole / GIB:.1f} GiB per node / {ranks} ranks = {share / GIB:.1f} GiB"
 
 
 def _margin_bytes(workload: Workload, name: str, size_bytes: int, margin: float | None) -> tuple[float, str]:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from ebbtide.simulator import build_strategy, preset, workload_from_model
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.offloading import offloading
+from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.configurations.answer import Answer
 from ebbtide.tuner.configurations.deciding import explore, promise, tightened
@@ -283,6 +284,18 @@ def test_little_memory_makes_it_offload_and_says_what_is_missing():
     assert fits.plan.subgroups == work.subgroups, "the plan is for the workload it was made for"
 
 
+def test_ranks_that_share_a_node_get_their_share_where_the_limit_is_larger():
+    """Check that a search over the number of GPUs gives each rank at most its share of the node's host memory."""
+    machine = preset("h100-node")
+    asked = question(host_memory_bytes=machine.host_memory_bytes // 2)
+    for gpus, share in ((1, 2), (2, 2), (4, 4)):
+        work = asked.workload(Configuration(gpus=gpus, offload="optimizer"))
+        most = Limits.of(work, machine, host_memory_bytes=machine.host_memory_bytes // share)
+        assert asked.limits(work).host_bytes == most.host_bytes
+    with pytest.raises(ValueError, match="must be at most the share of one rank"):
+        question(host_memory_bytes=2 * machine.host_memory_bytes).limits(work)
+
+
 def test_state_that_memory_cannot_hold_is_stored_where_storage_is_given():
     small = {"device_memory_bytes": 7 * 2**30, "host_memory_bytes": 4 * 2**30}
     base = Configuration(gpus=1, offload="optimizer", sub_group_size=10**8)
@@ -334,7 +347,7 @@ def test_the_command_writes_what_it_prints(tmp_path):
         (["--global-batch", "7", "--free", "recompute", "--gpus", "4"], "multiple of the 4 GPUs"),
         (["--global-batch", "1000000000", "--free", "micro_batch,accumulation"], "at most 1024"),
         (["--gpu-memory", "900GiB"], "must be at most what the machine has"),
-        (["--host-memory", "90TiB"], "must be at most what the machine has"),
+        (["--host-memory", "90TiB"], "must be at most the share of one rank"),
         (["--gpu-memory", "1GiB"], "nothing fits"),
         (["--trials", "0"], "--trials"),
     ],

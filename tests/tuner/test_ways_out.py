@@ -122,6 +122,15 @@ def test_the_command_offers_them_in_the_place_of_advice():
     assert "smaller micro-batch or" not in done.output
 
 
+LLAMA_16B = {
+    "model_type": "llama",
+    "hidden_size": 5120,
+    "intermediate_size": 16000,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 LLAMA_7B = {
     "model_type": "llama",
     "hidden_size": 4096,
@@ -194,3 +203,22 @@ def test_the_refusal_is_printed_before_ways_out_are_tried(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main([*asked, "--sequence", "8192"])
     assert "GPU memory" in printed[0]
+
+
+def test_more_ranks_are_offered_without_a_limit_that_exceeds_their_share():
+    """Check that more GPUs are offered without the user's limit of host memory, if a rank would have less than that.
+
+    100 GiB of host memory per rank are less than the node's 110 GiB, but two ranks share the node.
+    """
+    machine = preset("a100-40gb").with_rates(host_memory_bytes=110 * GIB)
+    job = Job.of_deepspeed(LLAMA_16B, sequence=2048)
+    memory = {"host_memory_bytes": 100 * GIB, "device_memory_bytes": 20 * GIB}
+    ways = [way for way in ways_out(job, machine, **memory) if "data_parallel" in way.changes]
+    assert ways, "no change with more GPUs is offered"
+    for way in ways:
+        work, have = changed(job, machine, way.changes)
+        with pytest.raises(ValueError, match="the share of one rank"):
+            Limits.of(work, have, **memory)
+        assert flags(way, job).endswith(", without --host-memory")
+        assert "no limit of host memory" in way.label
+        assert not Limits.of(work, have, 20 * GIB).missing_bytes(way.plan.prediction)

@@ -10,9 +10,10 @@ from typing import Any
 from ebbtide.simulator.estimates.deepspeed_keys import at
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.limits import GIB
+from ebbtide.simulator.limits import GIB, exceeds_share
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import best_of
 from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Question, decide
@@ -38,11 +39,14 @@ class WayOut:
             (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``).
         plan: Plan that fits, with its prediction.
         tokens_per_s: Throughput of all ranks, or None if unknown.
+        no_host_limit: True if the user's limit of host memory per rank must be left out, because it exceeds the share
+            that a rank has after the changes.
     """
 
     changes: Changes
     plan: Plan
     tokens_per_s: float | None
+    no_host_limit: bool = False
 
     @property
     def iteration_s(self) -> float:
@@ -60,7 +64,8 @@ class WayOut:
     @property
     def label(self) -> str:
         """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4"."""
-        return ", ".join(_WORDS[name](value) for name, value in self.changes.items())
+        words = [_WORDS[name](value) for name, value in self.changes.items()]
+        return ", ".join([*words, *(["no limit of host memory per rank"] if self.no_host_limit else [])])
 
 
 _OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
@@ -111,7 +116,8 @@ class _Tried:
             return None
         made, tokens = best_of(found), found.search.workload.tokens_per_iteration
         assert made.prediction is not None
-        return WayOut(changes, made, tokens and tokens / made.prediction.iteration_s)
+        seconds, unlimited = made.prediction.iteration_s, self._beyond_share(question.workload)
+        return WayOut(changes, made, tokens and tokens / seconds, unlimited)
 
     def fits(self, changes: Changes) -> Question | None:
         key = tuple(changes.items())
@@ -131,12 +137,18 @@ class _Tried:
             workload = job.workload(machine)
         except ModelError:
             return None
+        if self._beyond_share(workload):
+            asked.pop("host_memory_bytes", None)  # the rank gets its whole share
         limits, machine, _ = with_storage(workload, machine, storage, **asked)
         try:
             check_bytes(workload, machine, limits)
         except ImpossibleError:
             return None
         return Question(workload, machine, limits, SIZES, effort=QUICK)
+
+    def _beyond_share(self, workload: Workload) -> bool:
+        """Return True if the user's limit of host memory exceeds a rank's share of the present machine."""
+        return exceeds_share(self.limits.get("host_memory_bytes"), self.machine, workload.ranks_per_node)
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
         """Return the smallest change with which a training job fits into memory, or None.
@@ -305,7 +317,8 @@ def flags(way: WayOut, job: Job) -> str:
 
     A change without an option is described in words.
     """
-    return ", ".join(_flag(name, value, job.config) for name, value in way.changes.items())
+    changed = [_flag(name, value, job.config) for name, value in way.changes.items()]
+    return ", ".join([*changed, *(["without --host-memory"] if way.no_host_limit else [])])
 
 
 def _flag(name: str, value: int | bool, config: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
-from ebbtide.simulator.limits import Limits, Peaks
+from ebbtide.simulator.limits import Limits, Peaks, exceeds_share
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
@@ -124,12 +124,18 @@ class Question:
     def limits(self, work: Workload) -> Limits:
         """Return the limits of the memory that plans for a workload may use, from this search's input.
 
+        The search may try several numbers of GPUs. If the ranks of a node have less host memory each than the limit
+        that the user gave, the limit is their share.
+
         Raises:
             ValueError: More memory is requested than the machine has.
         """
+        host_bytes, own = self.host_memory_bytes, self.machine
+        if not exceeds_share(host_bytes, own, 1) and exceeds_share(host_bytes, own, work.ranks_per_node):
+            host_bytes = None
         asked = {
             "device_memory_bytes": self.device_memory_bytes,
-            "host_memory_bytes": self.host_memory_bytes,
+            "host_memory_bytes": host_bytes,
             "margin": self.margin,
         }
         return with_storage(work, self.machine, self.storage, **asked)[0]
