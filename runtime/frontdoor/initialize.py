@@ -21,7 +21,7 @@ from ebbtide.runtime.frontdoor.request import Request, read_request
 from ebbtide.runtime.hardware.launcher import rank
 from ebbtide.runtime.zero.attach import initialize as initialize_under_plan
 from ebbtide.runtime.zero.checks.guard import leave_to_stock
-from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
+from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at, without_duplicates
 
 logger = logging.getLogger("ebbtide")
 _CONFIGS = ("config", "config_params")
@@ -101,7 +101,8 @@ def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
         return None, None
     try:
         if os.path.exists(given):
-            return hjson.loads(Path(given).read_text(encoding="utf-8")), Path(given).resolve().parent
+            text = Path(given).read_text(encoding="utf-8")
+            return hjson.loads(text, object_pairs_hook=without_duplicates), Path(given).resolve().parent
         return hjson.loads(base64.urlsafe_b64decode(given).decode()), None
     except (OSError, ValueError):
         return None, None

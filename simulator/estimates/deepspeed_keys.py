@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from importlib import metadata
@@ -116,14 +117,14 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """Read a DeepSpeed config from a file, which may have comments and trailing commas (Hjson), as a dict.
 
     Raises:
-        ModelError: The file cannot be read, or does not contain an object. The message names the file.
+        ModelError: The file cannot be read, does not contain an object, or has a key twice. The message names the file.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
         try:
-            config = json.loads(text)  # of 1e400 Hjson would make a string
-        except ValueError:
-            config = hjson.loads(text)
+            config = json.loads(text, object_pairs_hook=without_duplicates)  # of 1e400 Hjson would make a string
+        except json.JSONDecodeError:
+            config = hjson.loads(text, object_pairs_hook=without_duplicates)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"a DeepSpeed config must be a JSON file (--ds-config), but reading {path} failed: {error}", key="ds_config"
@@ -135,6 +136,19 @@ def read_file(path: str | Path) -> dict[str, Any]:
             key="ds_config",
         )
     return dict(config)
+
+
+def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of a JSON object's keys and values, for ``object_pairs_hook`` of a JSON reader.
+
+    Raises:
+        ValueError: A key occurs twice. DeepSpeed refuses such configs too. The message names the keys.
+    """
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        twice = [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]
+        raise ValueError(f"duplicate keys {twice}: keep each key once")
+    return made
 
 
 def as_deepspeed_reads(config: Mapping[str, Any]) -> Mapping[str, Any]:

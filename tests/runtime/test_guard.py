@@ -157,6 +157,10 @@ def test_a_file_with_comments_is_read_and_one_that_is_none_is_named(tmp_path):
     plan = Plan(subgroup_size=1, placement=Plan.runs(["host"]))
     with pytest.raises(ConfigError, match="stage must be 1, 2 or 3, but got 0"):
         ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)
+    for comment in ("", "// not JSON\n"):
+        path.write_text(comment + '{"zero_optimization": {"stage": 3, "stage": 2}}')
+        with pytest.raises(ConfigError, match=rf"{path} failed: duplicate keys \['stage'\]: keep each key once"):
+            ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)
     path.write_text("[]")
     with pytest.raises(ConfigError, match=str(path)):
         ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=str(path), plan=plan)

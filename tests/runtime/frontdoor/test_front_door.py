@@ -72,6 +72,15 @@ def test_a_config_by_file_in_base64_and_in_the_arguments(front_door, plan, tmp_p
     engine.destroy()
 
 
+@pytest.mark.parametrize("key", ["train_batch_size", "ebbtide"])
+def test_duplicate_keys_are_refused_as_by_deepspeed(front_door, tmp_path, key):
+    file = tmp_path / "ds.json"
+    text = json.dumps(config_with({"plan": "auto"}) | {"train_batch_size": 2}).removesuffix("}")
+    file.write_text(f'{text}, "{key}": {{}}}}')
+    with pytest.raises(ValueError, match=rf"Duplicate keys in DeepSpeed config: \['{key}'\]"):
+        initialize(str(file))
+
+
 def test_checkpoints_alone_and_beside_a_plan(front_door, plan, tmp_path, monkeypatch):
     looks = []
     monkeypatch.setattr(hook, "_has_leftovers", lambda folder: bool(looks.append(folder)))
