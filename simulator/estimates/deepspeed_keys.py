@@ -104,7 +104,7 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     if config is not None and not isinstance(config, Mapping):
         raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}", key="ds_config")
     config = as_deepspeed_reads(config or {})
-    _check_sections(config)
+    check_sections(config)
     _check_names(config)
     for key, kind in _KINDS.items():
         value = at(config, key)
@@ -225,7 +225,15 @@ def _installed_version() -> str | None:
         return None
 
 
-def _check_sections(config: Mapping[str, Any]) -> None:
+def check_sections(config: Mapping[str, Any]) -> None:
+    """Check that each section of a DeepSpeed config is a JSON object.
+
+    Args:
+        config: The config as `as_deepspeed_reads` returns it.
+
+    Raises:
+        ModelError: A section is not an object. The message names its key.
+    """
     for key in _SECTIONS:
         value = at(config, key)
         if value is not None and not isinstance(value, Mapping):

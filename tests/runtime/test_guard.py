@@ -49,6 +49,20 @@ REFUSED = [
 ]
 
 
+NO_OBJECTS = [
+    (config(offload_optimizer="cpu"), "zero_optimization.offload_optimizer must be an object, but got 'cpu'"),
+    (config(offload_param="cpu"), "zero_optimization.offload_param must be an object, but got 'cpu'"),
+    ({**config(), "compile": True}, "compile must be an object, but got True"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), NO_OBJECTS)
+def test_a_section_that_is_no_object_is_refused_by_its_key(bad, message):
+    for plan in ("auto", Plan(subgroup_size=1, placement=Plan.runs(["host"]))):
+        with pytest.raises(ConfigError, match=f"in DeepSpeed's config, {message}"):
+            ebbtide.runtime.initialize(model=torch.nn.Linear(1, 1), config=bad, plan=plan)
+
+
 @pytest.mark.parametrize(("bad", "message"), REFUSED)
 def test_configs_are_refused_before_the_model_is_touched(bad, message):
     model = ByteGPT(SIZES["tiny"])

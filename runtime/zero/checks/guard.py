@@ -9,7 +9,8 @@ from ebbtide.runtime.kernels.own_step import OwnStepRule
 from ebbtide.runtime.kernels.rule import UnknownRoundingError, UpdateRule
 from ebbtide.runtime.kernels.rules import RULES, rule_class
 from ebbtide.runtime.zero.checks import private
-from ebbtide.simulator.estimates.deepspeed_keys import OPTIMIZER, ZERO, as_deepspeed_reads, at
+from ebbtide.simulator.estimates.deepspeed_keys import OPTIMIZER, ZERO, as_deepspeed_reads, at, check_sections
+from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.estimates.offloading import (
     STORED,
     left_to_stock,
@@ -37,7 +38,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The config is not supported. The message names the rule, the value and the key.
     """
-    read = as_deepspeed_reads(config)
+    read = _sections(config)
     stage = at(read, f"{ZERO}.stage") or 0
     if stage not in (1, 2, 3):
         raise ConfigError(f"zero_optimization.stage must be 1, 2 or 3, but got {stage}")
@@ -58,6 +59,15 @@ def check_config(config: Mapping[str, Any]) -> None:
         raise ConfigError(obstacle)
 
 
+def _sections(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    read = as_deepspeed_reads(config)
+    try:
+        check_sections(read)
+    except ModelError as error:
+        raise ConfigError(f"in DeepSpeed's config, {error}") from None
+    return read
+
+
 def stored_at(config: Mapping[str, Any]) -> Path | None:
     """Return the folder on a drive to which a DeepSpeed config offloads optimizer state.
 
@@ -74,8 +84,11 @@ def leave_to_stock(config: Mapping[str, Any]) -> bool:
     """Return whether an engine with this DeepSpeed config cannot have a plan and must be left to DeepSpeed.
 
     The reason is logged as a warning.
+
+    Raises:
+        ConfigError: A section of the config is not a JSON object.
     """
-    why = left_to_stock(as_deepspeed_reads(config))
+    why = left_to_stock(_sections(config))
     if why:
         logger.warning("%s: this engine is left to DeepSpeed, without a plan", why)
     return bool(why)

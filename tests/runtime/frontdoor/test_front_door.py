@@ -11,6 +11,7 @@ import pytest
 import torch
 from ebbtide.runtime.frontdoor import hook
 from ebbtide.runtime.frontdoor.request import RequestError
+from ebbtide.runtime.zero.checks.guard import ConfigError
 from ebbtide.runtime.zero.stage3 import EbbtideStage3
 
 from studies.bench.byte_gpt import ByteGPT, ds_config
@@ -116,6 +117,8 @@ def test_engines_that_train_nothing_stay_as_they_are(front_door, plan, caplog):
 def test_a_bad_key_is_told_before_the_model_is_touched(front_door):
     with pytest.raises(RequestError, match="must be an object such as"):
         initialize(config_with("auto"))
+    with pytest.raises(ConfigError, match="offload_optimizer must be an object, but got 'cpu'"):
+        initialize(config_with({"plan": "auto"}, offload_optimizer="cpu"))
     nvme = {"device": "nvme"}
     with pytest.raises(ValueError, match=r"offload_optimizer\.device must be 'cpu'"):
         initialize(config_with({"plan": "auto"}, offload_optimizer=nvme))
