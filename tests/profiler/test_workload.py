@@ -1,6 +1,7 @@
 """Tests of the workload that the profiler reads from a DeepSpeed engine in training."""
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from ebbtide.profiler.workload import _own_gradient_path_s
 
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.runtime.contract.training import SUBGROUP, start, train
+
+ONE_BLOCK = replace(SIZES["tiny"], layers=1)
 
 
 def test_units_are_the_blocks_and_what_is_beside_them():
@@ -23,7 +26,7 @@ def test_units_are_the_blocks_and_what_is_beside_them():
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_live_engine(only_rank, accumulation):
-    engine = start(accumulation=accumulation)
+    engine = start(ByteGPT(ONE_BLOCK), accumulation=accumulation)
     batches, numbers = Batches(2, 32), iter(range(10**6))
 
     def one_step(live):
@@ -71,14 +74,14 @@ def test_what_a_live_engine_gathers_again(only_rank, reuse):
     Norms and biases are gathered once, because DeepSpeed keeps them until the end of the step. The other parameters are
     gathered again, unless DeepSpeed keeps them because their next use comes soon (``stage3_max_reuse_distance``).
     """
-    engine = start(
-        stage3_param_persistence_threshold=100, stage3_max_reuse_distance=reuse, stage3_prefetch_bucket_size=1
-    )
+    options = {"stage3_max_reuse_distance": reuse, "stage3_prefetch_bucket_size": 1}
+    engine = start(ByteGPT(ONE_BLOCK), stage3_param_persistence_threshold=100, **options)
     numbers = iter(range(10**6))
     batches = Batches(2, 32)
     workload = profile_engine(engine, lambda e: train_step(e, batches.at(next(numbers))), 2)
     small = sum(p.numel() for p in engine.module.parameters() if p.ds_numel <= 100)
     blocks = [layer for layer in workload.layers if layer.name.startswith("blocks")]
+    assert blocks
     assert sum(layer.persistent_params for layer in workload.layers) == small > 0
     if reuse:
         assert all(layer.regathered_params == 0 for layer in blocks)

@@ -10,9 +10,10 @@ from deepspeed.accelerator import get_accelerator
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.zero.attach import switch_plan
 
-from studies.bench.byte_gpt import ByteGPT, ds_config
+from studies.bench.byte_gpt import ds_config
 from tests.machines import node
-from tests.runtime.contract.training import ONE_BLOCK, SUBGROUP, plan_for, start
+from tests.runtime.contract.small_model import SmallModel
+from tests.runtime.contract.training import SUBGROUP, plan_for, start
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 
@@ -43,7 +44,7 @@ def locked_bytes(locked, config, plan=None):
     """Build an engine, train one step and destroy the engine. Return the total bytes of host memory that
     DeepSpeed page-locked.
     """
-    model = ByteGPT(ONE_BLOCK)
+    model = SmallModel()
     make = deepspeed.initialize if plan is None else ebbtide.runtime.initialize
     options = {} if plan is None else {"plan": plan}
     engine = make(model=model, model_parameters=model.parameters(), config=copy.deepcopy(config), **options)[0]
@@ -91,7 +92,7 @@ def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatc
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
     prepared = []
     monkeypatch.setattr(EmulatedDevice, "prepare", lambda _, *forms: prepared.append(forms))
-    model = ByteGPT(ONE_BLOCK)
+    model = SmallModel()
     engine = ebbtide.runtime.initialize(
         model=model,
         model_parameters=model.parameters(),

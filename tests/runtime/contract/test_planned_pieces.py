@@ -12,18 +12,10 @@ from ebbtide.simulator import Plan, PlanError
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.workload import Workload
 
-from studies.bench.byte_gpt import ByteGPT, ds_config
+from studies.bench.byte_gpt import ds_config
+from tests.runtime.contract.small_model import SmallModel
 from tests.runtime.contract.test_bits import two_groups
-from tests.runtime.contract.training import (
-    DEVICES,
-    ONE_BLOCK,
-    SUBGROUP,
-    assert_same,
-    device_of,
-    outcome,
-    plan_for,
-    start,
-)
+from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, device_of, outcome, plan_for, start
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
@@ -75,7 +67,7 @@ def planned(tmp_path, pattern=MIX, **fields):
 def initialized(plan):
     """Return the engine that `ebbtide.runtime.initialize` builds from a user's own config and a plan file."""
     torch.manual_seed(0)  # as `start` does
-    model = ByteGPT(ONE_BLOCK)
+    model = SmallModel()
     config = ds_config(micro_batch=2, subgroup_size=LARGE, learning_rate=1e-3)
     return ebbtide.runtime.initialize(
         model=model, model_parameters=model.parameters(), config=config, plan=plan, device=device_of(DEVICE)
@@ -94,7 +86,7 @@ def test_a_plan_file_of_pieces_has_the_bits_of_the_users_own_size(tmp_path):
 def test_another_size_in_the_config_is_refused_before_an_engine_is_built(size, tmp_path, monkeypatch):
     plan = planned(tmp_path)
     monkeypatch.setattr("deepspeed.initialize", lambda *_, **__: pytest.fail("an engine is built"))
-    model = ByteGPT(ONE_BLOCK)
+    model = SmallModel()
     config = ds_config(micro_batch=2, subgroup_size=size, learning_rate=1e-3)
     with pytest.raises(PlanError, match=f"sub_group_size in the DeepSpeed config must equal .*, but got {size}"):
         ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=config, plan=plan)

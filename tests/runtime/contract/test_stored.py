@@ -19,12 +19,12 @@ from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator import Plan, PlanError
 
-from studies.bench.byte_gpt import ByteGPT, ds_config
+from studies.bench.byte_gpt import ds_config
 from tests.machines import node
+from tests.runtime.contract.small_model import SmallModel
 from tests.runtime.contract.test_bits import EVERY_PASS, stock
 from tests.runtime.contract.training import (
     DEVICES,
-    ONE_BLOCK,
     SUBGROUP,
     assert_same,
     attached,
@@ -190,7 +190,7 @@ def on_a_drive(folder, plan, **fields):
     config["zero_optimization"]["offload_optimizer"] = nvme
     config["aio"] = {"block_size": 1048576}
     torch.manual_seed(0)
-    model = ByteGPT(ONE_BLOCK)
+    model = SmallModel()
     return ebbtide.runtime.initialize(
         model=model, model_parameters=model.parameters(), config=config, plan=plan, **fields
     )[0]

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import ebbtide.runtime
@@ -25,10 +24,10 @@ from ebbtide.simulator import Plan
 from ebbtide.simulator.update.order import order_of
 
 from studies.bench.bits import differences, state_of
-from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, train_step
+from studies.bench.byte_gpt import SIZES, Batches, ds_config, train_step
+from tests.runtime.contract.small_model import SmallModel
 
 SUBGROUP = 10_000
-ONE_BLOCK = replace(SIZES["tiny"], layers=1)
 DEVICES = {"unified": Device, "emulated": EmulatedDevice}
 if torch.cuda.is_available():
     from ebbtide.runtime.devices.cuda import CudaDevice
@@ -86,14 +85,14 @@ def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: 
 
 
 def start(model: torch.nn.Module | None = None, parameters: Any = None, **config: Any) -> Any:
-    """Return a DeepSpeed engine on a byte GPT of one block, always with the same initial weights."""
+    """Return a DeepSpeed engine on a model, by default a `SmallModel`, which always has the same initial weights."""
     import deepspeed
     from packaging.version import Version
 
     if config.get("stage", 3) < 3 and Version(deepspeed.__version__) < Version(BELOW_STAGE_3):
         pytest.skip(f"plans for ZeRO-1 and 2 need DeepSpeed >= {BELOW_STAGE_3}")
     torch.manual_seed(0)
-    model = model if model is not None else ByteGPT(ONE_BLOCK)
+    model = model if model is not None else SmallModel()
     settings = {"micro_batch": 2, "subgroup_size": SUBGROUP, "learning_rate": 1e-3}
     extra = copy.deepcopy(config.pop("extra", {}))  # DeepSpeed 0.18.6 pops keys out of it
     made = {**ds_config(**{**settings, **config}), **extra}

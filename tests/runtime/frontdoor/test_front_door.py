@@ -15,7 +15,8 @@ from ebbtide.runtime.zero.checks.guard import ConfigError
 from ebbtide.runtime.zero.stage3 import EbbtideStage3
 
 from studies.bench.byte_gpt import ByteGPT, ds_config
-from tests.runtime.contract.training import ONE_BLOCK, SUBGROUP, assert_same, outcome, plan_for, start
+from tests.runtime.contract.small_model import SmallModel
+from tests.runtime.contract.training import SUBGROUP, assert_same, outcome, plan_for, start
 
 PATTERN = ["host", "device", "resident"]
 
@@ -40,11 +41,11 @@ def config_with(key, **options):
     return {**made, "ebbtide": key}
 
 
-def initialize(config=None, size=ONE_BLOCK, **options):
+def initialize(config=None, size=None, **options):
     import deepspeed
 
     torch.manual_seed(0)
-    model = ByteGPT(size)
+    model = SmallModel() if size is None else ByteGPT(size)
     options.setdefault("model_parameters", model.parameters())
     return deepspeed.initialize(model=model, config=config, **options)[0]
 

@@ -19,8 +19,9 @@ from ebbtide.runtime.storage.export import export
 from ebbtide.runtime.zero.attach import switch_plan
 
 from studies.bench.bits import differences
-from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
-from tests.runtime.contract.training import DEVICES, ONE_BLOCK, SUBGROUP, all_state, attached, plan_for, start, train
+from studies.bench.byte_gpt import SIZES, Batches, ds_config
+from tests.runtime.contract.small_model import SmallModel
+from tests.runtime.contract.training import DEVICES, SUBGROUP, all_state, attached, plan_for, start, train
 from tests.runtime.storage.faulty_training import Drive, fails
 
 ACCUMULATION, STEPS, RESUMED = 3, 3, 2
@@ -130,7 +131,7 @@ def on_a_drive(folder, plan, expected):
     }
     config["aio"] = {"block_size": 1048576, "queue_depth": 8, "overlap_events": True}
     torch.manual_seed(0)
-    model = ByteGPT(ONE_BLOCK)
+    model = SmallModel()
     ours, *_ = ebbtide.runtime.initialize(
         model=model,
         model_parameters=model.parameters(),
