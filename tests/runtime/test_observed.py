@@ -122,7 +122,7 @@ def test_intervals_are_joined(seed):
 
 
 JOBS = [
-    ("Llama 3 8B", "a100-node", {"accumulation": 16}, 1.0),
+    ("Llama 3.2 1B", "a100-node", {"accumulation": 16}, 1.0),
     ("Llama 2 13B", "a100-node", {"gpus": 4}, 0.7),
     ("Llama 3.2 1B", "rtx4090-x4", {"gpus": 4, "zero_stage": 2}, 0.7),
 ]
@@ -273,35 +273,35 @@ def test_steps_of_many_micro_batches_are_seen(only_rank):
     40 micro-batches.
 
     Only the first micro-batch of a step is measured. Its times must not come from the general timeline, which keeps
-    only the last 64 forwards, backwards and optimizer steps.
+    only the last 64 forwards, backwards and optimizer steps. These are fewer than those of one step.
     """
     engine = start(accumulation=40)
     ebbtide.runtime.attach(engine, _plan(engine))
     own = engine.optimizer._ebbtide
     own.recorder.watch()
-    train(engine, 3 * 40)
+    train(engine, 2 * 40)
     passes = own.recorder.passes()
     seen = observed_workload(own.engine, passes)
     engine.destroy()
-    assert [p.iteration for p in passes] == [0, 0, 1, 1, 2, 2]
+    assert [p.iteration for p in passes] == [0, 0, 1, 1]
     assert seen.forward_s > 0
     assert seen.backward_s > 0
     assert seen.params == sum(own.engine.sizes())
     assert len(seen.layers) > 2
 
 
-@pytest.mark.parametrize("free", [0, 10**9])
-def test_host_memory_that_is_not_free_is_not_planned_with(free):
+def test_host_memory_that_is_not_free_is_not_planned_with():
     machine = Machine.preset("a100-node")
-    work = _job("Llama 3 8B", {}).workload(machine)
-    work = work.in_pieces(piece_elements(work.params)).model_copy(update={"clip_rate": 0.0})
+    work = _job("Llama 3.2 1B", {}).workload(machine)
+    work = work.in_pieces(4 * piece_elements(work.params)).model_copy(update={"clip_rate": 0.0})
     current = host_plan(work.subgroup_size, len(work.subgroups), overlap_forward=True)
-    most = footprint(work, current)["host"] + free
-    found = better_plan(work, machine, current, 2**34, free)
-    assert found.iteration_s < found.current_s
-    assert footprint(work, found.plan)["host"] <= most
-    roomy = better_plan(work, machine, current, 2**34, 10**12)
-    assert footprint(work, roomy.plan)["host"] > most, "for early updates"
+    taken = footprint(work, current)["host"]
+    for free in (0, 10**9):
+        found = better_plan(work, machine, current, 2**32, free)
+        assert found.iteration_s < found.current_s
+        assert footprint(work, found.plan)["host"] <= taken + free
+    roomy = better_plan(work, machine, current, 2**32, 10**12)
+    assert footprint(work, roomy.plan)["host"] > taken + free, "for early updates"
 
 
 def test_what_cannot_be_read_off_the_watched_steps_ends_no_run(only_rank, monkeypatch, caplog):

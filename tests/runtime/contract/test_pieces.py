@@ -41,7 +41,7 @@ SHORT_LIVED = {
     "stage3_prefetch_bucket_size": 1,
     "stage3_param_persistence_threshold": 0,
 }
-MANY_LAYERS = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)
+MANY_LAYERS = ByteGPTConfig(layers=5, hidden=64, heads=2, sequence=32)
 CUT = {
     "subgroups": {},
     "one": {"subgroup_size": 10**9},
@@ -352,7 +352,9 @@ def test_auto_moves_parameters_and_trains_the_same_bits(options, monkeypatch):
     monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", functools.partial(with_a_slow_cpu, auto.better_plan))
     options = {"subgroup_size": 4 * LARGE, **SHORT_LIVED, **options}
-    stock = outcome(start(dropping(MANY_LAYERS), **options), 12)
+    micro_batches = options.get("accumulation", 1)
+    count = (auto.WATCHED_STEPS + 2) * micro_batches
+    stock = outcome(start(dropping(MANY_LAYERS), **options), count)
     engine, locations = start(dropping(MANY_LAYERS), **options), []
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE](), machine=node(device_kind="emulated"))
 
@@ -362,8 +364,8 @@ def test_auto_moves_parameters_and_trains_the_same_bits(options, monkeypatch):
         locations.append({state.parameter_location for state in own.executor.states})
         assert {*own.plan.parameter_locations} == locations[-1]
 
-    ours = outcome(engine, 12, each=each)
-    before = auto.WATCHED_STEPS * options.get("accumulation", 1) - 1
+    ours = outcome(engine, count, each=each)
+    before = auto.WATCHED_STEPS * micro_batches - 1
     assert locations[:before] == [{"device"}] * before
     assert all("host" in there for there in locations[before:])
     assert_same(ours, stock)
