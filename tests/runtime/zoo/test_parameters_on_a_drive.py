@@ -13,10 +13,11 @@ import torch
 from torch.utils import cpp_extension
 
 from studies.bench.byte_gpt import ByteGPTConfig
-from tests.runtime.zoo.configs import as_trained
-from tests.runtime.zoo.training import MODEL, trained
+from tests.runtime.zoo.configs import HIDDEN, as_trained
+from tests.runtime.zoo.training import trained
 
 # A parameter of less than a megabyte is not written to a drive.
+SMALL = ByteGPTConfig(layers=2, hidden=HIDDEN, heads=2, sequence=16)
 LARGE = ByteGPTConfig(layers=1, hidden=512, heads=2, sequence=16)
 BUILT = Path(cpp_extension._get_build_directory("async_io", False)) / "async_io.so"
 pytestmark = [
@@ -63,7 +64,7 @@ def config(folder, in_host_memory, subgroup, **zero):
 
 @pytest.mark.parametrize(
     ("model", "in_host_memory", "subgroup"),
-    [(MODEL, 10**9, 5_000), (MODEL, 15_000, 5_000), (LARGE, 1_500_000, 1_500_000)],
+    [(SMALL, 10**9, 5_000), (SMALL, 15_000, 5_000), (LARGE, 1_500_000, 1_500_000)],
     ids=["in host memory", "too small for a drive", "on a drive"],
 )
 def test_every_tensor_has_stocks_bits(tmp_path, model, in_host_memory, subgroup):
@@ -85,10 +86,10 @@ def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
     monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: 0)  # no room for masters
     made = config(tmp_path, 15_000, 5_000)
     made["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": str(tmp_path)}
-    ours = trained(made, EMULATED, steps=1)
+    ours = trained(made, EMULATED, steps=1, model=SMALL)
     assert "offload_param.max_in_cpu must hold all of this rank's 42368 parameters" in ours.error
     made["zero_optimization"]["offload_param"]["max_in_cpu"] = 10**9
-    assert trained(made, EMULATED, steps=1).error == ""
+    assert trained(made, EMULATED, steps=1, model=SMALL).error == ""
 
 
 def test_what_the_swapper_has_is_nobody_elses(tmp_path):
@@ -101,7 +102,7 @@ def test_what_the_swapper_has_is_nobody_elses(tmp_path):
     from studies.bench.byte_gpt import ByteGPT
     from tests.runtime.contract.training import plan_for
 
-    model = ByteGPT(MODEL)
+    model = ByteGPT(SMALL)
     made = config(tmp_path, 0, 5_000)
     engine = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config={**made, "ebbtide": EMULATED}

@@ -17,7 +17,7 @@ from ebbtide.simulator.plan import ParameterLocation, Placement, Way
 from studies.bench.byte_gpt import Batches, ByteGPT, ByteGPTConfig, train_step
 from tests.runtime.zoo.configs import HIDDEN, client_optimizer
 
-MODEL = ByteGPTConfig(layers=2, hidden=HIDDEN, heads=2, sequence=16)
+MODEL = ByteGPTConfig(layers=1, hidden=HIDDEN, heads=2, sequence=16)
 MIX: tuple[Placement, ...] = ("host", "device", "resident")
 STEPS = WATCHED_STEPS + 3  # "auto" switches after those that it watches
 
