@@ -5,6 +5,9 @@ Every optimizer and every DeepSpeed engine marks functions for torch's compiler,
 import takes more than a second of a core in each process, even if TORCHDYNAMO_DISABLE=1 switches the compiler off.
 Here a marked function is called as it is while the compiler is off and not imported.
 
+Python looks for garbage after each 700 new objects, which takes a twentieth of the time of most tests and finds little.
+Here Python looks less often.
+
 At the end of each process, Python looks for garbage in all modules, which takes half a second if torch is one of them.
 `end_early` excludes the objects that are left after the last `atexit` function from this search.
 """
@@ -169,6 +172,7 @@ def end_early():
         gc.freeze()
 
 
+gc.set_threshold(50_000, 20, 20)
 atexit.register(end_early)  # the first to be registered is the last to be called
 if CHANGES:
     sys.meta_path.insert(0, Finder)
