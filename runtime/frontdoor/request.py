@@ -74,7 +74,7 @@ def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
     try:
         if isinstance(value, dict):
             return Plan.from_fields(value)
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
             return Plan.load(_file(value, base))
     except PlanError as error:
         meant = suggestion(value, ["auto"]) if isinstance(value, str) else ""
@@ -97,9 +97,10 @@ def _checkpoint(value: Any) -> CheckpointPlan | None:
     try:
         made = CheckpointPlan.model_validate(value)
     except ValidationError as error:
-        raise RequestError(
-            f'"{KEY}.checkpoint" in DeepSpeed\'s config: {explain(error, model=CheckpointPlan)}'
-        ) from None
+        where = f'"{KEY}.checkpoint" in DeepSpeed\'s config'
+        if not isinstance(value, dict):
+            raise RequestError(f"{where} must be an object, but got {value!r}") from None
+        raise RequestError(f"{where}: {explain(error, model=CheckpointPlan)}") from None
     if made.lacks_dir:
         raise RequestError(
             f'"{KEY}.checkpoint" in DeepSpeed\'s config has interval_steps {made.interval_steps}, but no "dir", so no '

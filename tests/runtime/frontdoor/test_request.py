@@ -36,7 +36,8 @@ def test_checkpoints_beside_a_plan_or_alone():
         ({"checkpoint": {"kep": 1}}, '"ebbtide.checkpoint" .*kep'),
         ({"checkpoint": {"interval_steps": 2}}, '"ebbtide.checkpoint" .* interval_steps 2, but no "dir".*: add "dir"'),
         ({"plan": "auto", "checkpoint": {"interval_steps": 2, "dir": ""}}, 'but no "dir"'),
-        ({"checkpoint": "here"}, '"ebbtide.checkpoint" .*'),
+        ({"checkpoint": "here"}, "\"ebbtide.checkpoint\" in DeepSpeed's config must be an object, but got 'here'"),
+        ({"plan": ""}, """must be "auto", the path of a plan or its fields, but got ''"""),
         ({"plan": "auto", "device": "tpu"}, '"ebbtide.device" .* one of auto, emulated, but got'),
     ],
 )
