@@ -12,6 +12,7 @@ from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.tuner.advice.ways_out import flags, ways_out
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.quantities import size_bytes
 from ebbtide.tuner.service.scenario import MODELS
 
 from tests.machines import node
@@ -27,6 +28,11 @@ def changed(job, machine, changes):
     bought = (*memory, "storage_bytes")
     job = job.changed(**{k: v for k, v in changes.items() if k not in bought})
     return job.workload(machine), machine
+
+
+def peaks(way):
+    told = way.plan.prediction
+    return told.device_peak_bytes, told.host_peak_bytes, told.storage_bytes
 
 
 @pytest.mark.parametrize(("model", "sequence", "micro_batch"), [("Llama 3.2 1B", 8192, 4), ("Qwen3 14B", 2048, 1)])
@@ -167,7 +173,7 @@ def test_a_usual_pc_is_told_that_host_memory_is_short_and_what_costs_nothing_fir
     lines = [line.strip() for line in done.output.splitlines() if line.startswith("  ")]
     assert lines
     assert "--storage" in lines[0]
-    assert lines[-1].split(":")[0].endswith("GiB of host memory per node")
+    assert lines[-1].split(":")[0] == "--host-memory 128GiB", "the machine has that much, so a flag is enough"
     assert "GPU memory:" not in done.output
 
 
@@ -221,4 +227,26 @@ def test_more_ranks_are_offered_without_a_limit_that_exceeds_their_share():
             Limits.of(work, have, **memory)
         assert flags(way, job).endswith(", without --host-memory")
         assert "no limit of host memory" in way.label
-        assert not Limits.of(work, have, 20 * GIB).missing_bytes(way.plan.prediction)
+        assert Limits.of(work, have, 20 * GIB).hold(*peaks(way))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("own_gib", "owned"), [(1024, True), (250, True), (200, False)])
+def test_host_memory_that_the_machine_has_is_a_flag_and_more_is_bought(own_gib, owned, ranks):
+    """Check that only the limit is raised if the machine has the memory, and that the printed flag is then enough.
+
+    The job needs 233 GiB of host memory, which all ranks of the node share.
+    """
+    machine = preset("a100-40gb").with_rates(host_memory_bytes=own_gib * GIB)
+    job = Job.of_deepspeed(LLAMA_16B, sequence=2048, data_parallel=ranks)
+    memory = {"host_memory_bytes": 60 * GIB, "device_memory_bytes": 20 * GIB}
+    (way,) = (way for way in ways_out(job, machine, **memory) if "host_memory_bytes" in way.changes)
+    told = flags(way, job)
+    if not owned:
+        assert told == "256 GiB of host memory per node, without --host-memory"
+        assert way.label.endswith("256 GiB of host memory per node, no limit of host memory per rank")
+        return
+    assert "per node" not in told + way.label
+    limit = size_bytes(told.removeprefix("--host-memory "))
+    limits = Limits.of(job.workload(machine), machine, 20 * GIB, limit)
+    assert limits.hold(*peaks(way))

@@ -3,6 +3,7 @@
 Of each kind of change, the smallest sufficient one is returned. The cheapest kind comes first.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,14 +40,17 @@ class WayOut:
             (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``).
         plan: Plan that fits, with its prediction.
         tokens_per_s: Throughput of all ranks, or None if unknown.
-        no_host_limit: True if the user's limit of host memory per rank must be left out, because it exceeds the share
-            that a rank has after the changes.
+        no_host_limit: True if the user's limit of host memory per rank must be left out, because the node gets more
+            memory, or because the limit exceeds the share that a rank has after the changes.
+        host_limit_bytes: Limit of host memory per rank that replaces the user's, if the machine has that memory
+            already. ``changes`` then has the sum of all ranks of a node. Otherwise None.
     """
 
     changes: Changes
     plan: Plan
     tokens_per_s: float | None
     no_host_limit: bool = False
+    host_limit_bytes: int | None = None
 
     @property
     def iteration_s(self) -> float:
@@ -64,8 +68,10 @@ class WayOut:
     @property
     def label(self) -> str:
         """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4"."""
-        words = [_WORDS[name](value) for name, value in self.changes.items()]
-        return ", ".join([*words, *(["no limit of host memory per rank"] if self.no_host_limit else [])])
+        words = {name: _WORDS[name](value) for name, value in self.changes.items()}
+        if self.host_limit_bytes is not None:
+            words["host_memory_bytes"] = f"{_gib(self.host_limit_bytes)} GiB of host memory per rank"
+        return ", ".join([*words.values(), *(["no limit of host memory per rank"] if self.no_host_limit else [])])
 
 
 _OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
@@ -116,8 +122,17 @@ class _Tried:
             return None
         made, tokens = best_of(found), found.search.workload.tokens_per_iteration
         assert made.prediction is not None
-        seconds, unlimited = made.prediction.iteration_s, self._beyond_share(question.workload)
-        return WayOut(changes, made, tokens and tokens / seconds, unlimited)
+        speed = tokens and tokens / made.prediction.iteration_s
+        return WayOut(changes, made, speed, *self._host_limit(changes, question.workload))
+
+    def _host_limit(self, changes: Changes, workload: Workload) -> tuple[bool, int | None]:
+        """Return whether the user's limit of host memory must be left out, and otherwise the limit that replaces it."""
+        wanted = changes.get("host_memory_bytes")
+        if wanted is None or "host_memory_bytes" not in self.limits:
+            return self._beyond_share(workload), None
+        if wanted > self.machine.host_memory_bytes:
+            return True, None
+        return False, wanted // workload.ranks_per_node
 
     def fits(self, changes: Changes) -> Question | None:
         key = tuple(changes.items())
@@ -309,7 +324,8 @@ def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> 
     own, asked = machine.host_memory_bytes, limits.get("host_memory_bytes")
     ranks = min(job.data_parallel * job.tensor_parallel * job.pipeline_parallel, machine.gpus_per_node)
     least = own if asked is None else min(own, asked * ranks)
-    return [{"host_memory_bytes": size * GIB} for size in HOST_GIB if size * GIB > least]
+    sizes = sorted({*(size * GIB for size in HOST_GIB), own})
+    return [{"host_memory_bytes": size} for size in sizes if size > least]
 
 
 def flags(way: WayOut, job: Job) -> str:
@@ -317,8 +333,15 @@ def flags(way: WayOut, job: Job) -> str:
 
     A change without an option is described in words.
     """
-    changed = [_flag(name, value, job.config) for name, value in way.changes.items()]
-    return ", ".join([*changed, *(["without --host-memory"] if way.no_host_limit else [])])
+    changed = {name: _flag(name, value, job.config) for name, value in way.changes.items()}
+    if way.host_limit_bytes is not None:
+        changed["host_memory_bytes"] = f"--host-memory {_gib(way.host_limit_bytes)}GiB"
+    return ", ".join([*changed.values(), *(["without --host-memory"] if way.no_host_limit else [])])
+
+
+def _gib(size_bytes: int) -> str:
+    """Return a size in GiB as text, rounded up to two decimals, so that the text is never less than the size."""
+    return f"{math.ceil(100 * size_bytes / GIB) / 100:.12g}"
 
 
 def _flag(name: str, value: int | bool, config: Mapping[str, Any]) -> str:
