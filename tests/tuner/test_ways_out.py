@@ -19,6 +19,15 @@ from tests.machines import node
 from tests.tuner.test_search import workload
 
 OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
+LLAMA_16B = {
+    "model_type": "llama",
+    "hidden_size": 5120,
+    "intermediate_size": 16000,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 
 
 def changed(job, machine, changes):
@@ -81,7 +90,8 @@ def test_state_on_storage_is_offered_where_host_memory_ended():
     assert "state on a drive" in way.label
     assert way.plan.count("stored") > 0
     assert 0 < way.plan.prediction.storage_bytes <= size
-    assert not [w for w in ways_out(job.changed(zero_stage=2), machine, **asked) if "storage_bytes" in w.changes]
+    below = ways_out(job.changed(zero_stage=2), machine, **asked)
+    assert {w.changes.get("zero_stage") for w in below if "storage_bytes" in w.changes} == {3}, "drives need ZeRO-3"
 
 
 def test_one_knob_is_turned_no_further_than_needed_and_samples_stay():
@@ -102,6 +112,42 @@ def test_activations_that_are_kept_are_recomputed_first():
     ways = ways_out(job, preset("a100-node"))
     assert any(list(way.changes) == ["recompute"] for way in ways)
     assert any(flags(way, job) == "without --keep-activations" for way in ways)
+
+
+KEPT = {"recompute": False}
+TOO_LARGE = [
+    ("Llama 3 8B", "a100-80gb", {"sequence": 16384, "micro_batch": 2, "recompute_share": 0.75}),
+    ("16B", "h100-node", {"sequence": 16384, "micro_batch": 7, "tensor_parallel": 2, "zero_stage": 1, **KEPT}),
+    ("Llama 3 8B", "rtx4090-x4", {"sequence": 8192, "micro_batch": 5, "zero_stage": 2, "data_parallel": 2, **KEPT}),
+]
+
+
+@pytest.mark.parametrize(("model", "on", "settings"), TOO_LARGE)
+def test_what_keeps_all_samples_is_offered_beside_what_does_not(model, on, settings):
+    """Check that a combination which keeps the samples of a step is offered, although a shorter sequence is enough.
+
+    No part of any offer can be left out, and a smaller micro-batch keeps the samples if it may.
+    """
+    job, machine = Job.of_deepspeed({**MODELS, "16B": LLAMA_16B}[model], **settings), preset(on)
+
+    def fits(changes):
+        work, have = changed(job, machine, changes)
+        return begun(work, have, Limits.of(work, have)).fits
+
+    least = {"zero_stage": 3, "recompute": True, "recompute_share": 1.0}
+    least |= {"micro_batch": 1, "accumulation": job.micro_batch * job.accumulation}
+    assert fits(least), "nothing that keeps the samples fits, so the test would check nothing"
+    ways = ways_out(job, machine)
+    assert any("sequence" in way.changes for way in ways)
+    assert set(ways[0].changes) <= set(least), "the samples change"
+    if job.recompute:
+        assert flags(ways[0], job) == "without --recompute-share"
+    for way in ways:
+        changes = {k: v for k, v in way.changes.items() if k not in (*OF_MACHINE, "storage_bytes")}
+        assert len(changes) < len(way.changes) or fits(changes)
+        for name in changes:
+            fewer = {k: v for k, v in changes.items() if k != name and (name != "micro_batch" or k != "accumulation")}
+            assert name == "accumulation" or not fits(fewer), f"{way.label}: {name} is not needed"
 
 
 def test_a_limit_below_the_machine_is_the_first_to_be_raised():
@@ -128,15 +174,6 @@ def test_the_command_offers_them_in_the_place_of_advice():
     assert "smaller micro-batch or" not in done.output
 
 
-LLAMA_16B = {
-    "model_type": "llama",
-    "hidden_size": 5120,
-    "intermediate_size": 16000,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 LLAMA_7B = {
     "model_type": "llama",
     "hidden_size": 4096,

@@ -28,7 +28,7 @@ STORAGE_TB = (0.5, 1, 2, 4, 8, 16, 32, 64)
 HOST_GIB = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 SHORTEST_SEQUENCE = 256
 MOST_GPUS = 256
-Changes = Mapping[str, int | bool]
+Changes = Mapping[str, int | float | bool]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class WayOut:
 
         The most expensive change of the set counts. Changing a flag is cheap, and buying hardware is expensive.
         """
-        return max(PRICES.index(name) for name in self.changes)
+        return _price(self.changes)
 
     @property
     def label(self) -> str:
@@ -80,6 +80,7 @@ _BOUGHT = (*_OF_MACHINE, "storage_bytes")
 PRICES = (
     "zero_stage",
     "recompute",
+    "recompute_share",
     "accumulation",
     "sequence",
     "micro_batch",
@@ -92,9 +93,10 @@ ANOTHER_WAY = (
     "Alternative: LoRA trains few parameters and needs little optimizer state, but gives another model. "
     "ebbtide does not plan it"
 )
-_WORDS: Mapping[str, Callable[[int], str]] = {
+_WORDS: Mapping[str, Callable[[float], str]] = {
     "zero_stage": lambda v: f"ZeRO-{v}",
     "recompute": lambda _: "activation checkpointing",
+    "recompute_share": lambda _: "activation checkpointing in all layers",
     "micro_batch": lambda v: f"micro-batch {v}",
     "accumulation": lambda v: f"accumulation {v}",
     "sequence": lambda v: f"sequence {v}",
@@ -110,7 +112,7 @@ class _Tried:
     job: Job
     machine: Machine
     limits: Mapping[str, Any]
-    known: dict[tuple[tuple[str, int | bool], ...], Question | None] = field(default_factory=dict)
+    known: dict[tuple[tuple[str, float], ...], Question | None] = field(default_factory=dict)
 
     def way(self, changes: Changes) -> WayOut | None:
         question = self.fits(changes)
@@ -171,15 +173,19 @@ class _Tried:
         Args:
             steps: Changes of one kind. Each needs less memory than the one before.
         """
+        # Bytes that fit may not do so in whole subgroups.
+        ways = (self.way(step) for step in self.enough(steps))
+        return next((way for way in ways if way is not None), None)
+
+    def enough(self, steps: list[Changes]) -> list[Changes]:
+        """Return those changes with which the bytes of a training job fit into memory, the smallest change first."""
         if not steps or not self.fits(steps[-1]):
-            return None
+            return []
         low, high = 0, len(steps) - 1
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if self.fits(steps[middle]) else (middle + 1, high)
-        # Bytes that fit may not do so in whole subgroups.
-        ways = (self.way(step) for step in steps[high:])
-        return next((way for way in ways if way is not None), None)
+        return steps[high:]
 
 
 def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
@@ -189,10 +195,13 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     card has.
 
     First, each change is tried alone. A change either concerns the job, such as ZeRO-3, a shorter sequence or more
-    GPUs, or only memory and storage. If no change of the job is enough, each change is tried again in combination with
-    ZeRO-3. If that is not enough either, activation checkpointing is added to the combination. A smaller micro-batch is
-    added after that, and a shorter sequence last. The search ends when a change of the job is enough. If this change is
-    a shorter sequence, one more combination is tried, because it may allow a longer sequence.
+    GPUs, or only memory and storage. Then each change is tried again in combination with ZeRO-3, and after that also
+    with activation checkpointing, with a smaller micro-batch, and with a shorter sequence. A combination is only tried
+    if it is cheaper than all changes of the job that were found before it. An expensive change, such as a shorter
+    sequence, therefore does not end the search for a cheap combination. The search ends when a change is enough that
+    leaves the samples of a step and the hardware as they are. Parts of a combination that are not needed are left out.
+
+    A combination with a longer sequence is also offered, if one is found before the search ends.
 
     Args:
         job: Training job that does not fit.
@@ -202,20 +211,42 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
     found: dict[str, WayOut] = {}
     for base in _bases(job):
-        enough = any(name not in _BOUGHT for name in found)
+        least = min((way.price for way in found.values() if not set(way.changes) & set(_BOUGHT)), default=len(PRICES))
         for steps in _knobs(job, machine, tried.limits, base):
             name = [*steps[-1]][-1] if steps else ""
             if name == "micro_batch" and "accumulation" in found:
                 continue  # as many samples as before fit too
             milder = name == "sequence" and name in found
-            new = name not in found and not enough
-            way = tried.nearest(steps) if new or milder else None
-            if way is not None and (not milder or way.changes[name] != found[name].changes[name]):
-                key = f"{name} {len(base)}" if milder else name
-                found[key] = _relaxed(way, base, tried)
-        if enough:
+            new = bool(steps) and name not in found and _price(steps[-1]) < least
+            if not new and not milder:
+                continue
+            for changes in _relaxed(tried.enough(steps), base, tried):
+                if milder and (changes["sequence"] <= _longest(found) or _needless(changes, found)):
+                    break
+                way = tried.way(changes)
+                if way is not None:
+                    found["longer sequence" if milder else name] = way
+                    break
+        if least < PRICES.index("sequence"):
             break
     return sorted(found.values(), key=lambda way: (way.price, -(way.tokens_per_s or 0.0)))
+
+
+def _needless(changes: Changes, found: Mapping[str, WayOut]) -> bool:
+    """Return True if changes contain all changes of another set that is enough."""
+    return any(changes.items() >= way.changes.items() for way in found.values())
+
+
+def _price(changes: Changes) -> int:
+    """Return the rank of the most expensive change. A smaller micro-batch that keeps the samples of a step costs as
+    much as accumulation.
+    """
+    kept = "accumulation" in changes
+    return max(PRICES.index(name) for name in changes if not (kept and name == "micro_batch"))
+
+
+def _longest(found: Mapping[str, WayOut]) -> float:
+    return max(way.changes.get("sequence", 0) for way in found.values())
 
 
 def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
@@ -233,20 +264,42 @@ def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
     )
 
 
-def _relaxed(way: WayOut, base: Changes, tried: _Tried) -> WayOut:
-    for steps in (_smaller_batches(tried.job), _shorter(tried.job)):
-        if steps and set(steps[0]) <= set(base):
-            way = tried.nearest([{**way.changes, **step} for step in steps]) or way
-    return way
+def _relaxed(enough: list[Changes], base: Changes, tried: _Tried) -> Iterator[Changes]:
+    """Yield sets of changes that are enough, the smallest first.
+
+    Args:
+        enough: Sets of changes that are enough, the smallest first. Each contains the base.
+        base: Changes that each set contains, although it may not need all of them.
+    """
+    if enough:
+        least = dict(enough[0])
+        for name in ("zero_stage", "recompute", "recompute_share"):
+            without = {k: v for k, v in least.items() if k != name}
+            if name in base and tried.fits(without):
+                least = without
+        smaller: list[Changes] = [least]
+        for steps in (_smaller_batches(tried.job), _shorter(tried.job)):
+            if steps and set(steps[0]) <= set(base):
+                smaller = tried.enough([{**smaller[0], **step} for step in steps]) or smaller
+        yield from (changes for changes in smaller if changes not in enough)
+    yield from enough
 
 
 def _bases(job: Job) -> Iterator[Changes]:
-    together: dict[str, int | bool] = {}
+    together: dict[str, float] = {}
     yield dict(together)
-    for step in (_partitioned(job), _recompute(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
-        if step:
-            together |= step[0]
+    for steps in (_partitioned(job), _recompute(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
+        if steps and _possible(job, {**together, **steps[0]}):
+            together |= steps[0]
             yield dict(together)
+
+
+def _possible(job: Job, changes: Changes) -> bool:
+    try:
+        job.changed(**changes)
+    except ModelError:
+        return False
+    return True
 
 
 def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes) -> Iterator[list[Changes]]:
@@ -270,21 +323,27 @@ def _partitioned(job: Job) -> list[Changes]:
 
 
 def _recompute(job: Job) -> list[Changes]:
-    return [] if job.recompute else [{"recompute": True}]
+    if job.recompute and job.recompute_share == 1:
+        return []
+    return [{"recompute_share": 1.0} if job.recompute else {"recompute": True}]
 
 
 def _smaller_batches(job: Job) -> list[Changes]:
-    samples, steps, size = job.micro_batch * job.accumulation, list[Changes](), job.micro_batch
-    while size > 1:
-        size //= 2
-        more = {"accumulation": samples // size} if samples % size == 0 else {}
-        steps.append({"micro_batch": size, **more})
-    return steps
+    """Return smaller micro-batches, the largest first, with the accumulation that keeps the samples of a step."""
+    samples = job.micro_batch * job.accumulation
+    return [
+        {"micro_batch": size, "accumulation": samples // size}
+        for size in range(job.micro_batch - 1, 0, -1)
+        if samples % size == 0
+    ]
 
 
 def _fewer_samples(job: Job) -> list[Changes]:
-    kept = (step for step in _smaller_batches(job) if "accumulation" in step)
-    return [{"micro_batch": step["micro_batch"]} for step in kept]
+    steps, size = list[Changes](), job.micro_batch
+    while size > 1:
+        size //= 2
+        steps.append({"micro_batch": size})
+    return steps
 
 
 def _shorter(job: Job) -> list[Changes]:
@@ -344,7 +403,7 @@ def _gib(size_bytes: int) -> str:
     return f"{math.ceil(100 * size_bytes / GIB) / 100:.12g}"
 
 
-def _flag(name: str, value: int | bool, config: Mapping[str, Any]) -> str:
+def _flag(name: str, value: float, config: Mapping[str, Any]) -> str:
     key = _KEYS.get(name, "")
     if key and at(config, key) not in (None, "auto"):
         return f'"{key}": {value} in the DeepSpeed config'
@@ -363,6 +422,7 @@ _KEYS = {
 _FLAGS = {
     "zero_stage": "--zero-stage {}",
     "recompute": "without --keep-activations",
+    "recompute_share": "without --recompute-share",
     "micro_batch": "--micro-batch {}",
     "accumulation": "--accumulation {}",
     "sequence": "--sequence {}",
