@@ -125,6 +125,12 @@ class Limits:
             None if storage_bytes is None else int(storage_bytes * (1 - PADDING)) // ranks,
         )
 
+    @classmethod
+    def from_memories(cls, limits: Mapping[Memory, int]) -> "Limits":
+        """Return the memory limits of one rank from a dict by memory, as `by_memory` returns it."""
+        unified = "device" not in limits
+        return cls(limits.get("device", 0), limits["host"], unified=unified, storage_bytes=limits.get("storage"))
+
     @property
     def total_bytes(self) -> int:
         """Return the bytes that a rank may use in GPU memory, host memory and storage together.

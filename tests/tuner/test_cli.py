@@ -11,6 +11,7 @@ from threading import Event
 import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import Plan
+from ebbtide.simulator.limits import size
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.quantities import duration_s, size_bytes
 from rich.progress import Progress
@@ -50,6 +51,41 @@ def test_plan_show_and_simulate(files):
     assert json.loads(simulated.output)["iteration_s"] > 0
     assert json.loads(trace.read_text())["traceEvents"]
     assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [(), ("--memory-margin", "1%"), ("--memory-margin", "30%"), ("--gpu-memory", "8GiB", "--host-memory", "9GiB")],
+)
+def test_simulate_judges_a_plan_by_the_limits_that_it_was_made_with(files, limits):
+    """Check that `tune simulate` and `tune plan` agree on which memory a plan may use, and that flags have priority."""
+    out = files / "plan.json"
+    assert run("plan", *inputs(files), "--quick", "-o", out, *limits).exit_code == 0
+    made = Plan.load(out).prediction
+
+    def usable(*more):
+        told = run("simulate", *inputs(files), "--plan", out, *more)
+        return re.findall(r"memory .* of (.*) usable", told.output), told.exit_code
+
+    own = [size(made.limits["device"]), size(made.limits["host"])]
+    assert usable() == (own, 0)
+    assert usable(*limits) == (own, 0)
+    whole = [size(machine().device_memory_bytes), size(machine().host_memory_bytes)]
+    assert usable("--memory-margin", "0%") == (whole, 0)
+    tight = f"{made.device_peak_bytes - 1}"
+    assert usable("--gpu-memory", tight, "--memory-margin", "0%")[1] == 1, "the flag has no effect"
+
+
+@pytest.mark.parametrize(("device_share", "ranks"), [(0.5, 1), (2, 1), (1, 2)])
+def test_the_limits_of_a_plan_do_not_apply_to_another_machine_or_to_more_ranks(files, device_share, ranks):
+    out, own = files / "plan.json", machine()
+    assert run("plan", *inputs(files), "--quick", "-o", out, "--memory-margin", "1%").exit_code == 0
+    device_bytes = int(own.device_memory_bytes * device_share)
+    machine(device_memory_bytes=device_bytes).save(files / "machine.json")
+    workload(6, ranks_per_node=ranks).save(files / "workload.json")
+    told = run("simulate", *inputs(files), "--plan", out).output
+    assert f"of {size(device_bytes * 0.95)} usable" in told
+    assert f"of {size(own.host_memory_bytes / ranks * 0.95)} usable" in told
 
 
 def test_plan_as_json_for_a_named_strategy(files):

@@ -143,6 +143,7 @@ TABLE = {
         "kernels": changes("--kernels", "eager", beside=("--model", "large.json")),
         "plan_file": changes("--plan", "plan.json"),
         "strategy": changes("--strategy", "superoffload"),
+        **MEMORY,
         "trace": changes("--trace", "t.json"),
         "plot": changes("--plot", "t.png"),
         "as_json": changes("--json"),

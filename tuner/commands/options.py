@@ -24,6 +24,18 @@ STORAGE = click.option(
     " for all ranks of the node (ZeRO-3). May be repeated: several drives share the state by "
     "their measured speed.",
 )
+GPU_MEMORY = click.option("--gpu-memory", type=SIZE, help="GPU memory per rank, e.g. 24GiB.")
+HOST_MEMORY = click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
+
+
+def margin_option(default: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Return the option ``--memory-margin`` of a ``tune`` command.
+
+    Args:
+        default: Sentence for the help text about the value that is used if the user gives none.
+    """
+    told = "Share of GPU and host memory to leave free, e.g. 5%."
+    return click.option("--memory-margin", type=SHARE, help=f"{told} {default}".strip())
 
 
 def needs(needed: str, present: bool, *names: str) -> None:

@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from ebbtide.tuner.commands.options import DURATION, ENDURANCE, JSON, RATE, SHARE, SIZE, STORAGE, guarded, needs
+from ebbtide.tuner.commands.options import (
+    DURATION,
+    ENDURANCE,
+    GPU_MEMORY,
+    HOST_MEMORY,
+    JSON,
+    RATE,
+    STORAGE,
+    guarded,
+    margin_option,
+    needs,
+)
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.inputs import (
     MACHINE,
@@ -41,13 +52,10 @@ if TYPE_CHECKING:
 @workload_options
 @click.option("-o", "--output", default="plan.json", show_default=True, help="Plan file to write.")
 @click.option("--emit-deepspeed", help="Also write a DeepSpeed config that trains under the plan with `tune run`.")
-@click.option("--gpu-memory", type=SIZE, help="GPU memory per rank, e.g. 24GiB.")
-@click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
-@click.option(
-    "--memory-margin",
-    type=SHARE,
-    help="Share of GPU and host memory to leave free, e.g. 5%. Default: computed from how much the memory peak varied "
-    "between the profiled steps, or 5% without a profile.",
+@GPU_MEMORY
+@HOST_MEMORY
+@margin_option(
+    "Default: computed from how much the memory peak varied between the profiled steps, or 5% without a profile."
 )
 @click.option(
     "--offload-param/--no-offload-param",

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import click
-from ebbtide.tuner.commands.options import JSON, SHARE, SIZE, STORAGE, guarded
+from ebbtide.tuner.commands.options import GPU_MEMORY, HOST_MEMORY, JSON, STORAGE, guarded, margin_option
 from ebbtide.tuner.inputs import (
     MACHINE,
     MODEL_FILE,
@@ -70,9 +70,9 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option("--keep-activations", is_flag=True, help="Do not recompute activations.")
 @click.option("--no-offload", is_flag=True, help="Do not offload.")
 @launched
-@click.option("--gpu-memory", type=SIZE, help="GPU memory per rank, e.g. 24GiB.")
-@click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
-@click.option("--memory-margin", type=SHARE, help="Share of GPU and host memory to leave free, e.g. 5%.")
+@GPU_MEMORY
+@HOST_MEMORY
+@margin_option()
 @STORAGE
 @click.option(
     "--trials",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 from ebbtide.simulator.page import write_whole
-from ebbtide.tuner.commands.options import JSON, guarded, needs
+from ebbtide.tuner.commands.options import GPU_MEMORY, HOST_MEMORY, JSON, guarded, margin_option, needs
 from ebbtide.tuner.inputs import (
     MACHINE,
     BadInputError,
@@ -55,6 +55,12 @@ def _strategies(_: click.Context, __: click.Parameter, begun: str) -> list[Compl
     help="Offload strategy to simulate, e.g. twin_flow. Default: DeepSpeed alone, with the offload settings of "
     "--ds-config. Without --ds-config, DeepSpeed alone with optimizer state in host memory.",
 )
+@GPU_MEMORY
+@HOST_MEMORY
+@margin_option(
+    "Default: if the plan of --plan was made for this machine and model, and no other limit is given, the limits that "
+    "the plan was made with. Otherwise as in `tune plan`."
+)
 @click.option("--trace", help="Trace file to write, for ui.perfetto.dev.")
 @click.option("--plot", help="PNG file to draw the timeline to.")
 @JSON
@@ -63,6 +69,9 @@ def simulate(
     machine: str,
     plan_file: str | None,
     strategy: str | None,
+    gpu_memory: int | None,
+    host_memory: int | None,
+    memory_margin: float | None,
     trace: str | None,
     plot: str | None,
     as_json: bool,
@@ -72,8 +81,6 @@ def simulate(
 
     Exit code 1 if training does not fit into memory. As in `tune plan`, some memory is left free.
     """
-    from ebbtide.simulator.limits import Limits
-
     if plan_file is not None and strategy is not None:
         raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
     needs("with --plan", plan_file is not None, "clip_rate")
@@ -83,9 +90,10 @@ def simulate(
     trained = read_trained(measured, **source)
     tell_unread(trained)
     work, name, options = _stock(strategy, trained) if plan_file is None else _planned(plan_file, trained)
+    asked = {"device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "margin": memory_margin}
+    limits = _limits(work, measured, options.get("plan"), asked)
     timeline, figures = _simulated(work, measured, name, options)
     _draw(timeline, trace, plot)
-    limits = Limits.of(work, measured)
     missing = limits.shortfall(timeline)
     if as_json:
         click.echo(json.dumps({**figures, "fits": not missing, "missing": missing}, indent=2))
@@ -94,6 +102,28 @@ def simulate(
             click.echo(f"{key:12} {value}")
     if missing:
         sys.exit(1)
+
+
+def _limits(work: Workload, machine: Machine, plan: Plan | None, asked: Mapping[str, Any]) -> Limits:
+    """Return the limits of the memory that training may use.
+
+    If the user gave no limit, and a plan was made for this machine and workload, the limits are those that the plan was
+    made with.
+
+    Args:
+        plan: Plan to simulate, if any.
+        asked: Limits that the user gave, as arguments of `Limits.of`.
+    """
+    from ebbtide.simulator.limits import Limits
+
+    told = None if plan is None else plan.prediction
+    if plan is not None and told is not None and told.limits and all(value is None for value in asked.values()):
+        made_for = (plan.machine_fingerprint, plan.workload_fingerprint)
+        kept, most = Limits.from_memories(told.limits), Limits.of(work, machine, margin=0.0)
+        here = kept.host_bytes <= most.host_bytes and kept.device_bytes <= most.device_bytes
+        if here and made_for == (machine.fingerprint, work.fingerprint):
+            return kept
+    return Limits.of(work, machine, **asked)
 
 
 def _simulated(
