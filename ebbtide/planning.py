@@ -58,7 +58,7 @@ def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[s
 def what_if(
     workload: Workload,
     machine: Machine,
-    strategies: "Sequence[Strategy]" = ("zero3_offload", "ebbtide"),
+    strategies: "Sequence[Strategy] | None" = None,
     gpu_memory_bytes: Sequence[float] | None = None,
     **options: Any,
 ) -> "pd.DataFrame":
@@ -75,7 +75,8 @@ def what_if(
     Args:
         workload: Training job to simulate.
         machine: Machine on which the job is simulated.
-        strategies: Names of the offloading strategies to compare.
+        strategies: Names of the offloading strategies to compare. None compares DeepSpeed's optimizer offload at the
+            workload's ZeRO stage with ebbtide.
         gpu_memory_bytes: Sizes of GPU memory to try, in bytes. None tries the machine's own size.
         options: Lists of values to try, by field of the machine or of the workload. `ebbtide.simulator.what_if`
             describes these fields and the columns of the table.

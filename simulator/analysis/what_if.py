@@ -15,7 +15,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import CHANGEABLE, Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, suggestion
-from ebbtide.simulator.schedules.strategies import STRATEGIES
+from ebbtide.simulator.schedules.strategies import STRATEGIES, stock_offload
 from ebbtide.simulator.workload import Workload
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Point:
 def what_if(
     workload: Workload,
     machine: Machine,
-    strategies: Sequence[Strategy] = ("zero3_offload", "ebbtide"),
+    strategies: Sequence[Strategy] | None = None,
     gpu_memory_bytes: Sequence[float] | None = None,
     *,
     n_jobs: int | None = None,
@@ -83,7 +83,8 @@ def what_if(
     which ``planner`` returns, or without a planner the best plan with evenly spread placements.
 
     Args:
-        strategies: Names of strategies (`STRATEGIES`), or pairs of a name and options of `build_strategy`.
+        strategies: Names of strategies (`STRATEGIES`), or pairs of a name and options of `build_strategy`. None:
+            DeepSpeed's optimizer offload at the workload's ZeRO stage (`stock_offload`), and "ebbtide".
         gpu_memory_bytes: Sizes of GPU memory per rank to simulate. None: the machine's size. A margin of GPU and host
             memory stays free, as in a plan (`ebbtide.simulator.limits.Limits`).
         n_jobs: Number of worker processes, as in joblib. Within ``joblib.parallel_config("dask")`` (or ray) the
@@ -114,12 +115,20 @@ def what_if(
     _check_kinds(workload, machine, gpu_memory_bytes)
     changes = {name: _listed(given) for name, given in changes.items()}
     _check_changes(changes, machine)
+    strategies = usual_strategies(workload) if strategies is None else strategies
     points = list(grid(machine, strategies, gpu_memory_bytes, changes))
     for point in points:  # bad input is told before a long sweep
         _changed(workload, machine, point)
     shown = len(points) >= 50 if progress is None else progress
     rows, interrupted = _run(workload, machine, points, n_jobs, shown, planner)
     return _table(rows, len(points), changes, interrupted)
+
+
+def usual_strategies(workload: Workload) -> tuple[str, ...]:
+    """Return the strategies that a what-if compares by default: DeepSpeed's optimizer offload at the workload's ZeRO
+    stage, and ebbtide.
+    """
+    return stock_offload(workload.zero_stage), "ebbtide"
 
 
 def _table(

@@ -12,6 +12,7 @@ from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.update.way import Way
 from ebbtide.tuner import plan
 
+import ebbtide
 from tests.machines import node
 
 GIB = 2**30
@@ -38,6 +39,14 @@ def test_a_row_is_what_the_simulator_says():
         assert row.device_peak_bytes == expected.device_peak_bytes
         assert row.tokens_per_s == pytest.approx(4096 / expected.iteration_s)
     assert table.setting[0] == "ratio=0.5"
+
+
+@pytest.mark.parametrize(("stage", "stock"), [(1, "zero_offload"), (2, "zero_offload"), (3, "zero3_offload")])
+@pytest.mark.parametrize("asked", [what_if, ebbtide.what_if])
+def test_without_strategies_deepspeed_at_the_stage_of_the_workload_is_compared_with_ebbtide(asked, stage, stock):
+    table = asked(workload(zero_stage=stage), machine(), n_jobs=1)
+    assert list(table.strategy) == [stock, "ebbtide"]
+    assert table.fits.all()
 
 
 def test_the_grid_is_the_product_of_what_is_given():

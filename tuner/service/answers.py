@@ -20,7 +20,7 @@ from ebbtide.simulator.analysis.goodput import (
     young_interval,
 )
 from ebbtide.simulator.analysis.templates import Templates
-from ebbtide.simulator.analysis.what_if import evaluate, grid
+from ebbtide.simulator.analysis.what_if import evaluate, grid, usual_strategies
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -251,7 +251,8 @@ def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str
     """
     machine, workload = resolve(request)
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
-    points = list(grid(machine, request.strategies, request.gpu_memory_bytes, changes))
+    strategies = request.strategies or usual_strategies(workload)
+    points = list(grid(machine, strategies, request.gpu_memory_bytes, changes))
     rows, planner = [], partial(quick_or_none, **_freedom(request))
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")

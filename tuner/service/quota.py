@@ -102,7 +102,7 @@ def _searches(asked: Scenario) -> bool:
     if getattr(asked, "plan", None) is not None:
         return False
     if isinstance(asked, WhatIf):
-        return "ebbtide" in asked.strategies
+        return asked.strategies is None or "ebbtide" in asked.strategies
     return not isinstance(asked, Simulate) or asked.strategy == "ebbtide"
 
 

@@ -243,11 +243,13 @@ class Answer(Scenario):
 class WhatIf(Scenario):
     """A request to the planning service for a grid of simulations: each strategy at each combination of the
     given values.
+
+    Attributes:
+        strategies: Names of the strategies to simulate. If null, DeepSpeed's optimizer offload at the ZeRO stage of
+            the training, and ebbtide.
     """
 
-    strategies: Annotated[list[Name], Field(min_length=1, max_length=16)] = Field(
-        default_factory=lambda: ["zero3_offload", "ebbtide"]
-    )
+    strategies: Annotated[list[Name], Field(min_length=1, max_length=16)] | None = None
     gpu_memory_bytes: Annotated[list[Positive], Field(min_length=1, max_length=256)] | None = None
     changes: Annotated[dict[Name, Annotated[list[float], Field(min_length=1, max_length=256)]], Field(max_length=6)] = (
         Field(
@@ -260,7 +262,7 @@ class WhatIf(Scenario):
     @property
     def cells(self) -> int:
         return (
-            len(self.strategies)
+            (2 if self.strategies is None else len(self.strategies))
             * len(self.gpu_memory_bytes or [0])
             * math.prod(len(values) for values in self.changes.values())
         )

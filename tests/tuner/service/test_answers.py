@@ -14,7 +14,7 @@ from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.emitted_config import emitted_config
 from ebbtide.tuner.service import answers, worker
 from ebbtide.tuner.service.quota import estimated_ops
-from ebbtide.tuner.service.requests import Answer, Scenario, Simulate
+from ebbtide.tuner.service.requests import Answer, Scenario, Simulate, WhatIf
 from ebbtide.tuner.service.scenario import MODELS, resolve
 
 from tests.machines import GIB
@@ -357,3 +357,9 @@ def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(se
     assert stock["label"].endswith("parameters cpu")
     spans = answer["timelines"]["stock"]["duration_s"]
     assert spans == pytest.approx(stock["iteration_s"], rel=0.02)
+
+
+@pytest.mark.parametrize(("stage", "stock"), [(2, "zero_offload"), (3, "zero3_offload")])
+def test_a_what_if_without_strategies_compares_those_of_the_zero_stage(stage, stock):
+    told = answers.what_if(WhatIf(**LLAMA, zero_stage=stage), lambda *_: None)
+    assert [row["strategy"] for row in told["rows"]] == [stock, "ebbtide"]
