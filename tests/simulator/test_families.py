@@ -63,6 +63,46 @@ def test_parameters_are_those_of_the_module_in_its_order(family, settings):
     assert [elements for block in blocks for elements in block.params] == expected
 
 
+SIZES = (
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "ffn_hidden_size",
+    "num_kv_heads",
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_size_that_a_config_leaves_out_is_the_one_of_transformers(family):
+    """Check that the number of parameters is never that of a guessed size, whichever size a config leaves out.
+
+    A model may be refused. Hidden size and heads are unusual, so that no family's default fits to them by chance.
+    """
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    if family not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {family}")
+    of = transformers.CONFIG_MAPPING[family]
+    chosen = {"hidden_size": 3072, "num_attention_heads": 48, "num_hidden_layers": 2, "vocab_size": 160_000}
+    full = of(**{of.attribute_map.get(name, name): size for name, size in chosen.items()}).to_dict()
+    for key in set(SIZES) & set(full):
+        config = {name: value for name, value in full.items() if name != key}
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(of.from_dict(dict(config)))
+        expected = sum(parameter.numel() for parameter in model.parameters())
+        assert architecture(config).elements == expected, key
+
+
+def test_without_transformers_a_size_that_a_config_leaves_out_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    config = {"model_type": "mistral", "num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 6}
+    with pytest.raises(ModelError, match="num_key_value_heads must be in the config of a 'mistral' model"):
+        architecture({**config, "vocab_size": 100, "intermediate_size": 256})
+
+
 # In none of the tables: other layers, other experts, states, an encoder beside a decoder.
 BUILT = [
     ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 3}),

@@ -11,7 +11,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
 from ebbtide.simulator.estimates.models.architecture import KEYS, is_deepspeed, is_model, language_model, quantized
-from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key
+from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
 from ebbtide.simulator.estimates.offloading import Offloading, offloading
@@ -168,10 +168,12 @@ def _check_family(text: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
         key, rule = "model_type", f"on this server, model_type must be one of {', '.join(FAMILIES)}"
     elif changed := changed_key(text):
         key, rule = changed[0], f"on this server, {changed[0]} must be {changed[1]!r} for model_type {family!r}"
+    elif missing := missing_size(text):
+        key, rule = missing, f"on this server, {missing} must be given for model_type {family!r}"
     else:
         return
     where = "model.text_config" if key in nested else "model"
-    raise RuleError(f"{rule}, but got {shortened(text[key])}. {instead}", key=f"{where}.{key}")
+    raise RuleError(f"{rule}, but got {shortened(text.get(key))}. {instead}", key=f"{where}.{key}")
 
 
 def _largest(config: Mapping[str, Any], *names: str) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator.estimates.models.blocks import Architecture, DescribedArchitecture, ModelError
-from ebbtide.simulator.estimates.models.families import ALL, MODELS, family_numbers
+from ebbtide.simulator.estimates.models.families import ALL, MODELS, family_numbers, missing_size
 from ebbtide.simulator.estimates.models.modules import built, built_from, is_module
 from ebbtide.simulator.rules import RuleError, spelled
 
@@ -46,7 +46,8 @@ def architecture(model: Model) -> Architecture:
         model: The name of a known model ("Llama 3 8B"), a ``torch.nn.Module`` (live or on the ``meta``
             device), a Hugging Face config (the object, its dict, its ``config.json`` or the folder with it),
             or a description. Configs of families that `ebbtide.simulator.estimates.models.families` does not know are
-            built by the transformers library. A description has the keys ``layers, hidden, heads, vocabulary``.
+            built by the transformers library, and so are configs that leave out a size for which transformers has a
+            default. A description has the keys ``layers, hidden, heads, vocabulary``.
             Other keys are needed if the model differs from Llama: ``kv_heads, head_size, ffn, gated, fused,
             bias, tied, positions, norm_params, norms, experts, experts_per_token``. If layers have other parts,
             give ``layout`` instead of ``gated``, ``fused`` and ``norms``. It lists the parts in the order of
@@ -125,8 +126,12 @@ def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _missing(numbers: Mapping[str, Any]) -> list[str]:
+    return [k for k in ("layers", "hidden", "heads", "vocabulary") if k not in numbers]
+
+
 def _completed(name: str, numbers: dict[str, Any]) -> Architecture:
-    missing = [k for k in ("layers", "hidden", "heads", "vocabulary") if k not in numbers]
+    missing = _missing(numbers)
     if missing:
         raise ModelError(
             f"the model's config must give {', '.join(missing)}, but does not. Add "
@@ -179,6 +184,8 @@ def _from_hugging_face(config: Mapping[str, Any]) -> Architecture:
     if family is None:
         return built(config)
     numbers = {**_numbers(config), **family}
+    if missing_size(config) is not None and not _missing(numbers):
+        return built(config)
     if config.get("tie_word_embeddings") is not None:
         numbers["tied"] = bool(config["tie_word_embeddings"])
     return _completed(str(config.get("_name_or_path") or config["model_type"]), numbers)

@@ -118,6 +118,29 @@ _MUST_BE: dict[str, tuple[tuple[str, Any], ...]] = {
 # Likewise: (key, the key whose value it must have).
 _MUST_BE_SAME = {"opt": (("word_embed_proj_dim", "hidden_size"),)}
 
+# Sizes for which transformers has a default of the family, by their keys. A config without such a key is built by
+# transformers.
+_KV, _HEAD, _WIDTH = "num_key_value_heads", "head_dim", "intermediate_size"
+_SIZES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("llama", "phi3", "phi", "olmoe", "olmo", "olmo2", "granite", "arcee", "cohere", "gpt_neox"), (_WIDTH,)
+    ),
+    **dict.fromkeys(("mistral", "qwen2", "mixtral", "smollm3", "exaone4", "stablelm", "starcoder2"), (_KV, _WIDTH)),
+    **dict.fromkeys(
+        ("qwen3", "gemma", "gemma2", "gemma3_text", "gpt_oss", "ernie4_5", "seed_oss", "glm4"), (_KV, _HEAD, _WIDTH)
+    ),
+    "qwen2_moe": (_KV, "moe_intermediate_size", "shared_expert_intermediate_size"),
+    "qwen3_moe": (_KV, "moe_intermediate_size"),
+    "opt": ("ffn_dim",),
+}
+
+
+def missing_size(config: Config) -> str | None:
+    """Return the first key that a Hugging Face config lacks although transformers has a default of the family for it.
+    Return None if there is no such key.
+    """
+    return next((key for key in _SIZES.get(str(config["model_type"]), ()) if config.get(key) is None), None)
+
 
 def family_numbers(config: Config) -> Numbers | None:
     """Return the fields of a model description that follow from the model family of a Hugging Face config.

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from ebbtide.simulator.estimates.models.blocks import Architecture, Block, BuiltArchitecture, ModelError
-from ebbtide.simulator.estimates.models.families import FAMILIES
+from ebbtide.simulator.estimates.models.families import FAMILIES, missing_size
 
 # What configs call the experts that a token visits, of all of its layer's.
 PER_TOKEN = (
@@ -49,6 +49,13 @@ def _built(text: str) -> Architecture:
         import torch
         from transformers import CONFIG_MAPPING
     except ImportError:
+        missing = missing_size(given)
+        if missing is not None:
+            raise ModelError(
+                f"{missing} must be in the config of a {family!r} model if transformers is not installed, but is "
+                f"absent. Add {missing} to the config, or install transformers (pip install './ebbtide[hf]')",
+                key=f"model.{missing}",
+            ) from None
         raise ModelError(
             f"model_type must be one of {', '.join(FAMILIES)} if transformers is not installed, but got {family!r}. "
             f"Install transformers for other models (pip install './ebbtide[hf]'), or {DESCRIBE}",

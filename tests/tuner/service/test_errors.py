@@ -73,6 +73,7 @@ CASES = [
     ("/simulate", {**LLAMA, "model": {k: v for k, v in MODEL.items() if k != "layers"}}, "model"),
     ("/simulate", {**LLAMA, "model": {**MODEL, "hidden": "64"}}, "model.hidden"),
     ("/simulate", {**LLAMA, "model": {"model_type": "x"}}, "model.model_type"),
+    ("/simulate", {**LLAMA, "model": {"model_type": "mistral"}}, "model.num_key_value_heads"),
     ("/simulate", {**LLAMA, "model": {**HF, "model_type": "phi", "qk_layernorm": True}}, "model.qk_layernorm"),
     (
         "/simulate",
