@@ -134,7 +134,7 @@ class _Tried:
             return self._beyond_share(workload), None
         if wanted > self.machine.host_memory_bytes:
             return True, None
-        return False, wanted // workload.ranks_per_node
+        return False, int(wanted) // workload.ranks_per_node
 
     def fits(self, changes: Changes) -> Question | None:
         key = tuple(changes.items())
