@@ -116,13 +116,8 @@ def _limits(work: Workload, machine: Machine, plan: Plan | None, asked: Mapping[
     """
     from ebbtide.simulator.limits import Limits
 
-    told = None if plan is None else plan.prediction
-    if plan is not None and told is not None and told.limits and all(value is None for value in asked.values()):
-        made_for = (plan.machine_fingerprint, plan.workload_fingerprint)
-        kept, most = Limits.from_memories(told.limits), Limits.of(work, machine, margin=0.0)
-        here = kept.host_bytes <= most.host_bytes and kept.device_bytes <= most.device_bytes
-        if here and made_for == (machine.fingerprint, work.fingerprint):
-            return kept
+    if plan is not None and all(value is None for value in asked.values()):
+        return Limits.of_plan(plan, work, machine)
     return Limits.of(work, machine, **asked)
 
 

@@ -76,7 +76,7 @@ def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
             name, moved = offload_of(request).strategy(workload.zero_stage)
             options = {**moved, **options}
     result = simulated(name, workload, machine, Limits.of(workload, machine), options, TEMPLATES.compiled).result
-    limits, _, _ = with_storage(workload, machine, storage_of(request))
+    limits, _ = _allowed(request, workload, machine)
     lacks = limits.shortfall(result)
     numbers = figures(result, workload.tokens_per_iteration)
     answer = {"strategy": name, "fits": not lacks, "reason": lacks, **numbers, "limits": _limits(limits)}
@@ -87,6 +87,15 @@ def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
     return answer
 
 
+def _allowed(request: Simulate | Answer, workload: Workload, machine: Machine) -> tuple[Limits, Machine]:
+    """Return the memory limits for a request, and the machine with the speeds of its storage."""
+    storage = storage_of(request)
+    limits, machine, _ = with_storage(workload, machine, storage)
+    if request.plan is not None and not storage:
+        limits = Limits.of_plan(request.plan, workload, machine)
+    return limits, machine
+
+
 def answer(request: Answer, progress: Told) -> dict[str, Any]:
     """Return the planning service's advice on offloading as JSON data: a verdict, and a table of ways to
     train with their times.
@@ -95,7 +104,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
     """
     check_plannable(request)
     machine, workload = resolve(request)
-    limits, machine, _ = with_storage(workload, machine, storage_of(request))
+    limits, machine = _allowed(request, workload, machine)
     progress(0.1, "a quick plan")
     problem, plan = "", None
     try:

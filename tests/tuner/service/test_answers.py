@@ -12,6 +12,8 @@ from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_in
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.emitted_config import emitted_config
+from ebbtide.tuner.placements.decision import QUICK
+from ebbtide.tuner.placements.planning import plan as make_plan
 from ebbtide.tuner.service import answers, worker
 from ebbtide.tuner.service.quota import estimated_ops
 from ebbtide.tuner.service.requests import Answer, Scenario, Simulate, WhatIf
@@ -45,6 +47,22 @@ def test_without_a_config_stock_does_not_depend_on_the_servers_deepspeed(monkeyp
     beside = answers.answer(Answer(**LLAMA), lambda *_: None)
     assert told["strategy"] == "zero3_offload"
     assert told["iteration_s"] in [row["iteration_s"] for row in beside["rows"]]
+
+
+@pytest.mark.parametrize(("margin", "of_plan"), [(0.0, True), (0.3, True), (0.3, False)])
+def test_a_plan_is_judged_by_the_limits_that_it_was_made_with(margin, of_plan):
+    machine, work = resolve(Scenario(**LLAMA))
+    made = make_plan(work, machine, memory_margin=margin, effort=QUICK)
+    asked = {**LLAMA, **({} if of_plan else {"machine": "h200"})}
+    simulated = answers.simulate(Simulate(**asked, plan=made), lambda *_: None)
+    beside = answers.answer(Answer(**asked, plan=made), lambda *_: None)
+    machine, work = resolve(Scenario(**asked))
+    limits = Limits.of(work, machine, margin=margin if of_plan else None)
+    for told in (simulated, beside):
+        assert told["limits"]["device_bytes"] == limits.device_bytes
+        assert told["limits"]["host_bytes"] == limits.host_bytes
+    if of_plan:
+        assert simulated["fits"]
 
 
 @pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
