@@ -2,15 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.update.tiers import TIERS, Memory
 from ebbtide.simulator.workload import Workload
-
-if TYPE_CHECKING:
-    from ebbtide.simulator.plan import Plan
 
 UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
 LEAST_MARGIN = 0.02  # of a memory: what an allocator cannot use
@@ -133,20 +130,6 @@ class Limits:
         """Return the memory limits of one rank from a dict by memory, as `by_memory` returns it."""
         unified = "device" not in limits
         return cls(limits.get("device", 0), limits["host"], unified=unified, storage_bytes=limits.get("storage"))
-
-    @classmethod
-    def of_plan(cls, plan: "Plan", workload: Workload, machine: Machine) -> "Limits":
-        """Return the memory limits in a plan's prediction, if the plan was made for the given workload and machine.
-
-        Otherwise return the limits of a user who gives none.
-        """
-        told, workload = plan.prediction and plan.prediction.limits, workload.cut_as(plan)
-        made_for = (plan.machine_fingerprint, plan.workload_fingerprint)
-        if told and made_for == (machine.fingerprint, workload.fingerprint):
-            kept, most = cls.from_memories(told), cls.of(workload, machine, margin=0.0)
-            if kept.host_bytes <= most.host_bytes and kept.device_bytes <= most.device_bytes:
-                return kept
-        return cls.of(workload, machine)
 
     @property
     def total_bytes(self) -> int:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator import plan_schema
-from ebbtide.simulator.limits import lacks
+from ebbtide.simulator.limits import Limits, lacks
+from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.plan_schema import SCHEMA_VERSION as SCHEMA_VERSION
 from ebbtide.simulator.plan_schema import Ways
@@ -19,7 +20,7 @@ from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
 from ebbtide.simulator.update.steps import Placement as Placement  # public here, defined there
 from ebbtide.simulator.update.way import ParameterLocation as ParameterLocation
 from ebbtide.simulator.update.way import Way as Way
-from ebbtide.simulator.workload import TrainedAs
+from ebbtide.simulator.workload import TrainedAs, Workload
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
 # Of a checkpoint, beside those that are being written: gathered and hashed meanwhile, so that the
@@ -385,6 +386,19 @@ class Plan(Shown, Page):
         number.
         """
         return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
+
+    def limits_on(self, workload: Workload, machine: Machine) -> Limits:
+        """Return the memory limits that the plan was made with, if it was made for the given workload and machine.
+
+        Otherwise return the limits of a user who gives none.
+        """
+        usual, told = Limits.of(workload, machine), self.prediction and self.prediction.limits
+        made_for = (self.machine_fingerprint, self.workload_fingerprint)
+        if not told or made_for != (machine.fingerprint, workload.cut_as(self).fingerprint):
+            return usual
+        kept, most = Limits.from_memories(told), Limits.of(workload, machine, margin=0.0)
+        within = kept.host_bytes <= most.host_bytes and kept.device_bytes <= most.device_bytes
+        return kept if within else usual
 
     @property
     def digest(self) -> str:

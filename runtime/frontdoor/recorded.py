@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step, is_pipeline
 from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.runtime.frontdoor.initialize import config_of, read, without_config
 from ebbtide.runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
@@ -85,24 +86,23 @@ def record(engine: Any, lines: Lines, steps: int, done: Callable[[], None]) -> N
         steps: Number of steps after which ``done`` is called.
     """
     losses: list[torch.Tensor] = []
-    backward, step = engine.backward, engine.step
+    backward = engine.backward
 
     def noted(loss: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             losses.append(loss.detach().clone())
         return backward(loss, *args, **kwargs)
 
-    def stepped(*args: Any, **kwargs: Any) -> Any:
-        before = engine.global_steps
-        result = step(*args, **kwargs)
-        if engine.global_steps != before and lines.steps < steps:
-            _write(engine, lines, [number(loss) for loss in losses])
+    def stepped() -> None:
+        if lines.steps < steps:
+            of_batch = [engine.agg_train_loss] if is_pipeline(engine) else losses
+            _write(engine, lines, [number(loss) for loss in of_batch])
             losses.clear()
             if lines.steps == steps:
                 done()
-        return result
 
-    engine.backward, engine.step = noted, stepped
+    engine.backward = noted
+    call_after_step(engine, stepped)
     _write(engine, lines, [])
 
 

@@ -7,9 +7,11 @@ from ebbtide.runtime.zero.checks import private_names
 
 RUNTIME = Path(private_names.__file__).parents[2]
 # A checkpoint engine must have DeepSpeed's base class, a load without the optimizer's states goes
-# through DeepSpeed's own script, and a checkpoint holds objects of its classes, which a safe loader
-# must name.
-MAY_IMPORT = {"checkpoint/deepspeed/engine.py", "checkpoint/deepspeed/loading.py", "checkpoint/format/plain_data.py"}
+# through DeepSpeed's own script, a pipeline engine has another step, and a checkpoint holds objects
+# of DeepSpeed's classes, which a safe loader must name.
+MAY_IMPORT = {f"checkpoint/deepspeed/{name}.py" for name in ("engine", "loading", "steps")} | {
+    "checkpoint/format/plain_data.py"
+}
 HIDDEN = {member.name for member in (*private_names.STAGE3, *private_names.STAGE12) if member.name.startswith("_")}
 
 

@@ -117,7 +117,7 @@ def _limits(work: Workload, machine: Machine, plan: Plan | None, asked: Mapping[
     from ebbtide.simulator.limits import Limits
 
     if plan is not None and all(value is None for value in asked.values()):
-        return Limits.of_plan(plan, work, machine)
+        return plan.limits_on(work, machine)
     return Limits.of(work, machine, **asked)
 
 

@@ -92,7 +92,7 @@ def _allowed(request: Simulate | Answer, workload: Workload, machine: Machine) -
     storage = storage_of(request)
     limits, machine, _ = with_storage(workload, machine, storage)
     if request.plan is not None and not storage:
-        limits = Limits.of_plan(request.plan, workload, machine)
+        limits = request.plan.limits_on(workload, machine)
     return limits, machine
 
 

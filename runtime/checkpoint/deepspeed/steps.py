@@ -8,6 +8,11 @@ from typing import Any
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 
+def is_pipeline(engine: Any) -> bool:
+    """Return whether a DeepSpeed engine is a pipeline engine, which trains by calls of ``train_batch`` only."""
+    return isinstance(engine, PipelineEngine)
+
+
 def call_after_step(engine: Any, call: Callable[[], None]) -> None:
     """Call a function after each whole optimizer step of a DeepSpeed engine.
 
@@ -15,7 +20,7 @@ def call_after_step(engine: Any, call: Callable[[], None]) -> None:
     match yet when the optimizer's own step returns. DeepSpeed's pipeline engine has no ``step``: each call of its
     ``train_batch`` is a step.
     """
-    name = "train_batch" if isinstance(engine, PipelineEngine) else "step"
+    name = "train_batch" if is_pipeline(engine) else "step"
     stock, held = getattr(engine, name), weakref.proxy(engine)
 
     @wraps(stock)

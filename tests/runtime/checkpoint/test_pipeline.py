@@ -2,11 +2,15 @@
 ``step``.
 """
 
+import json
+
 import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.frontdoor.recorded import record
 from ebbtide.runtime.replan import auto
+from ebbtide.runtime.verify.lines import Lines
 from ebbtide.runtime.zero.attach import session_of
 from ebbtide.simulator import CheckpointPlan
 from ebbtide.simulator.plan import Way
@@ -122,6 +126,19 @@ def test_the_error_of_a_save_is_raised_after_the_next_batch(only_rank, tmp_path)
     with pytest.raises(CheckpointError, match="'global_step1' of step 1 failed in the background"):
         train(engine, 1, 2)
     files.armed = False
+    engine.destroy()
+
+
+def test_a_record_for_verify_holds_each_batch(only_rank, tmp_path):
+    engine, ends = start(), []
+    record(engine, Lines(tmp_path, 0, {}), 3, lambda: ends.append(engine.global_steps))
+    train(engine, 0, 4)
+    _, begin, *batches = map(json.loads, (tmp_path / "rank0.jsonl").read_text().splitlines())
+    assert ends == [3]
+    assert [line["step"] for line in (begin, *batches)] == [0, 1, 2, 3]
+    assert begin["losses"] == []
+    assert all(len(line["losses"]) == 1 and line["norm"] > 0 for line in batches)
+    assert batches[-1]["tensors"] != begin["tensors"]
     engine.destroy()
 
 
