@@ -267,9 +267,8 @@ def test_more_ranks_are_offered_without_a_limit_that_exceeds_their_share():
         assert Limits.of(work, have, 20 * GIB).hold(*peaks(way))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(("own_gib", "owned"), [(1024, True), (250, True), (200, False)])
-def test_host_memory_that_the_machine_has_is_a_flag_and_more_is_bought(own_gib, owned, ranks):
+@pytest.mark.parametrize(("ranks", "own_gib", "owned"), [(2, 1024, True), (1, 250, True), (2, 200, False)])
+def test_host_memory_that_the_machine_has_is_a_flag_and_more_is_bought(ranks, own_gib, owned):
     """Check that only the limit is raised if the machine has the memory, and that the printed flag is then enough.
 
     The job needs 233 GiB of host memory, which all ranks of the node share.
