@@ -245,7 +245,10 @@ class Workload(Shown, Page):
         else:
             subgroups = cut_flat([sum(group) for group in self.parameters], subgroup_size)
         stays = {"deepspeed_subgroup_size": 0, "state_stays": False} if self.deepspeed_subgroup_size else {}
-        return self._with(subgroups=tuple(subgroups), subgroup_size=subgroup_size, **stays)
+        made = self._with(subgroups=tuple(subgroups), subgroup_size=subgroup_size, **stays)
+        if self.job is not None:
+            made.__dict__["job"] = self.job.changed(sub_group_size=subgroup_size)
+        return made
 
     def _with(self, **fields: Any) -> "Workload":
         return Workload.model_validate({**self.model_dump(), **fields})

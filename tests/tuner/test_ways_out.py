@@ -163,6 +163,23 @@ def test_what_the_deepspeed_config_says_is_changed_there():
     assert '"train_micro_batch_size_per_gpu": 2 in the DeepSpeed config, --accumulation 2' in told
 
 
+def test_the_samples_of_a_step_in_the_deepspeed_config_change_with_the_gpus():
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"], config, sequence=512), preset("a100-node")
+    ways = ways_out(job, machine, device_memory_bytes=40 * GIB, host_memory_bytes=70 * GIB)
+    told = next(flags(way, job) for way in ways if way.changes == {"data_parallel": 2})
+    assert told == '"train_batch_size": 2 in the DeepSpeed config, --data-parallel 2'
+
+
+def test_no_drive_is_offered_where_deepspeeds_subgroups_are_divided():
+    job, machine = Job.of_deepspeed(MODELS["Llama 3.2 3B"], sequence=512), preset("rtx4090")
+    fixed = ways_out(job, machine, {"pieces": True}, host_memory_bytes=24 * GIB)
+    free = ways_out(job, machine, host_memory_bytes=24 * GIB)
+    assert any("storage_bytes" in way.changes for way in free)
+    assert fixed
+    assert not any("storage_bytes" in way.changes for way in fixed)
+
+
 def test_the_command_offers_them_in_the_place_of_advice():
     asked = ["plan", "--machine", "rtx4090", "--model", "Llama 3.2 1B"]
     done = CliRunner().invoke(main, [*asked, "--sequence", "8192", "--micro-batch", "4"])

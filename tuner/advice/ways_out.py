@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbtide.simulator.estimates.deepspeed_keys import at
+from ebbtide.simulator.estimates.deepspeed_keys import AUTO, at
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import GIB, exceeds_share
@@ -16,7 +16,6 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import best_of
-from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Question, decide
 from ebbtide.tuner.placements.fit import check_bytes
 from ebbtide.tuner.placements.memory import ImpossibleError
@@ -112,6 +111,7 @@ class _Tried:
     job: Job
     machine: Machine
     limits: Mapping[str, Any]
+    freedom: Mapping[str, Any] = field(default_factory=dict)
     known: dict[tuple[tuple[str, float], ...], Question | None] = field(default_factory=dict)
 
     def way(self, changes: Changes) -> WayOut | None:
@@ -154,6 +154,9 @@ class _Tried:
             workload = job.workload(machine)
         except ModelError:
             return None
+        pieces = bool(self.freedom.get("pieces")) and workload.zero_stage == 3
+        if pieces and storage:
+            return None  # a drive holds whole subgroups of DeepSpeed
         if self._beyond_share(workload):
             asked.pop("host_memory_bytes", None)  # the rank gets its whole share
         limits, machine, _ = with_storage(workload, machine, storage, **asked)
@@ -161,7 +164,7 @@ class _Tried:
             check_bytes(workload, machine, limits)
         except ImpossibleError:
             return None
-        return Question(workload, machine, limits, SIZES, effort=QUICK)
+        return Question(workload, machine, limits, effort=QUICK, **{**self.freedom, "pieces": pieces})
 
     def _beyond_share(self, workload: Workload) -> bool:
         """Return True if the user's limit of host memory exceeds a rank's share of the present machine."""
@@ -188,7 +191,7 @@ class _Tried:
         return steps[high:]
 
 
-def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
+def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = None, **limits: Any) -> list[WayOut]:
     """Return a list of the smallest changes that make a training job fit into memory, the cheapest first.
 
     Among equally cheap changes, the one with the fastest training comes first. No change needs more GPU memory than the
@@ -206,9 +209,10 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     Args:
         job: Training job that does not fit.
         machine: Machine that trains.
+        freedom: Arguments of `Question` on what plans may do, such as ``subgroup_sizes``. None: their defaults.
         limits: Further arguments of `with_storage`, such as memory limits.
     """
-    tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
+    tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None}, freedom or {})
     found: dict[str, WayOut] = {}
     for base in _bases(job):
         least = min((way.price for way in found.values() if not set(way.changes) & set(_BOUGHT)), default=len(PRICES))
@@ -232,6 +236,12 @@ def ways_out(job: Job, machine: Machine, **limits: Any) -> list[WayOut]:
     return sorted(found.values(), key=lambda way: (way.price, -(way.tokens_per_s or 0.0)))
 
 
+def freedom_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options of a plan search that say what plans may do, as `ways_out` takes them."""
+    names = ("subgroup_sizes", "pieces", "offload_parameters")
+    return {name: value for name in names if (value := options.get(name)) is not None}
+
+
 def _needless(changes: Changes, found: Mapping[str, WayOut]) -> bool:
     """Return True if changes contain all changes of another set that is enough."""
     return any(changes.items() >= way.changes.items() for way in found.values())
@@ -249,13 +259,13 @@ def _longest(found: Mapping[str, WayOut]) -> float:
     return max(way.changes.get("sequence", 0) for way in found.values())
 
 
-def another_gpu(job: Job, machine: Machine, **limits: Any) -> str:
+def another_gpu(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = None, **limits: Any) -> str:
     """Return a sentence with the smallest usual size of GPU memory that is enough for an unchanged training job.
 
     The usual sizes are those of common GPUs, such as 24, 40 or 80 GiB. Return an empty string if no size is large
     enough, or if the GPU shares its memory with the CPU.
     """
-    tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None})
+    tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None}, freedom or {})
     sizes = [n * GIB for n in DEVICE_GIB if n * GIB > machine.device_memory_bytes]
     steps: list[Changes] = [{"device_memory_bytes": n} for n in sizes]
     way = None if machine.unified_memory else tried.nearest(steps)
@@ -392,10 +402,28 @@ def flags(way: WayOut, job: Job) -> str:
 
     A change without an option is described in words.
     """
-    changed = {name: _flag(name, value, job.config) for name, value in way.changes.items()}
+    in_config = config_values(way, job)
+    changed = {name: _flag(name, value) for name, value in way.changes.items() if _KEYS.get(name) not in in_config}
     if way.host_limit_bytes is not None:
         changed["host_memory_bytes"] = f"--host-memory {_gib(way.host_limit_bytes)}GiB"
-    return ", ".join([*changed.values(), *(["without --host-memory"] if way.no_host_limit else [])])
+    return ", ".join(
+        [
+            *(f'"{key}": {value} in the DeepSpeed config' for key, value in in_config.items()),
+            *changed.values(),
+            *(["without --host-memory"] if way.no_host_limit else []),
+        ]
+    )
+
+
+def config_values(way: WayOut, job: Job) -> dict[str, Any]:
+    """Return the values that a set of changes replaces in a job's DeepSpeed config, as a dict from key to new value.
+
+    A key that the config leaves out or sets to ``"auto"`` is not included, because an option can set it.
+    """
+    after = job.changed(**{name: value for name, value in way.changes.items() if name not in _BOUGHT})
+    new = {key: getattr(after, name) for name, key in _KEYS.items()}
+    new[WHOLE] = after.micro_batch * after.accumulation * after.data_parallel
+    return {key: value for key, value in new.items() if at(job.config, key) not in (None, AUTO, value)}
 
 
 def _gib(size_bytes: int) -> str:
@@ -403,10 +431,7 @@ def _gib(size_bytes: int) -> str:
     return f"{math.ceil(100 * size_bytes / GIB) / 100:.12g}"
 
 
-def _flag(name: str, value: float, config: Mapping[str, Any]) -> str:
-    key = _KEYS.get(name, "")
-    if key and at(config, key) not in (None, "auto"):
-        return f'"{key}": {value} in the DeepSpeed config'
+def _flag(name: str, value: float) -> str:
     if name == "storage_bytes":
         return f"--storage DIR:{value / 1e12:g}TB"
     if name == "device_memory_bytes":
@@ -414,6 +439,7 @@ def _flag(name: str, value: float, config: Mapping[str, Any]) -> str:
     return _FLAGS[name].format(value) if name in _FLAGS else _WORDS[name](value)
 
 
+WHOLE = "train_batch_size"
 _KEYS = {
     "zero_stage": "zero_optimization.stage",
     "micro_batch": "train_micro_batch_size_per_gpu",

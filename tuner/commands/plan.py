@@ -157,7 +157,7 @@ def plan(
         )
     needs("with --storage", bool(options["storage"]), "endurance")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
-    result = _searched(work, measured, trained, failures, options)
+    result = _searched(work, measured, failures, options)
     if why:
         result = _with_shadow_prices(result, work, measured, options)
     with written("--output", output):
@@ -185,9 +185,7 @@ def _with_shadow_prices(found: Plan, work: Workload, machine: Machine, options: 
     return found.model_copy(update={"reasons": (*found.reasons, *extra)})
 
 
-def _searched(
-    work: Workload, machine: Machine, trained: Trained, failures: Mapping[str, Any], options: Mapping[str, Any]
-) -> Plan:
+def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], options: Mapping[str, Any]) -> Plan:
     from ebbtide.tuner.placements.memory import ImpossibleError
     from ebbtide.tuner.placements.planning import plan as search
 
@@ -195,24 +193,25 @@ def _searched(
         with told_after(2.0) as progress:
             return search(work, machine, progress=progress, **failures, **options)
     except ImpossibleError as error:
-        raise BadInputError(_with_ways_out(error, trained, machine, options)) from None
+        raise BadInputError(_with_ways_out(error, work, machine, options)) from None
 
 
-def _with_ways_out(error: ImpossibleError, trained: Trained, machine: Machine, options: Mapping[str, Any]) -> str:
-    if trained.job is None:
+def _with_ways_out(error: ImpossibleError, work: Workload, machine: Machine, options: Mapping[str, Any]) -> str:
+    if work.job is None:
         return f"{error.fact}. {error.advice}"
-    from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
+    from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, freedom_of, ways_out
 
     # Changes take seconds to try. The refusal is known at once, so it is printed at once.
     click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)
     names = ("device_memory_bytes", "host_memory_bytes", "storage")
     asked = {name: options[name] for name in names} | {"margin": options["memory_margin"]}
-    ways = ways_out(trained.job, machine, **asked)
+    freedom = freedom_of(options)
+    ways = ways_out(work.job, machine, freedom, **asked)
     lines = [
-        f"  {flags(way, trained.job)}: {way.iteration_s:.3g} s per iteration, {way.tokens_per_s or 0:,.0f} tokens/s"
+        f"  {flags(way, work.job)}: {way.iteration_s:.3g} s per iteration, {way.tokens_per_s or 0:,.0f} tokens/s"
         for way in ways
     ]
-    elsewhere = "" if ways else another_gpu(trained.job, machine, **asked)
+    elsewhere = "" if ways else another_gpu(work.job, machine, freedom, **asked)
     told = "These fit, the cheapest first:" if ways else elsewhere or error.advice
     return "\n".join([f"{error.fact}. {told}", *lines, f"{ANOTHER_WAY}."])
 

@@ -6,6 +6,7 @@ Every result is JSON data or text.
 import csv
 import io
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.analysis.what_if import evaluate, grid, usual_strategies
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
 from ebbtide.simulator.limits import Limits
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
@@ -31,7 +33,7 @@ from ebbtide.simulator.schedules.strategies import build_strategy, stock_offload
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import even_plan, quick_or_none
 from ebbtide.tuner.advice.failures import checkpointed, goodput_of
-from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, Changes, another_gpu
+from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, WayOut, another_gpu, config_values
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.answer.roles import BY_KIND, Role
 from ebbtide.tuner.answer.rows import Row, alternatives, compare, figures, stock_beside
@@ -151,22 +153,29 @@ def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
         return {"ways": [], "another_way": ANOTHER_WAY}
     check_plannable(request)
     job, machine, storage = job_of(request), machine_of(request), storage_of(request) or None
-    found = nearest_changes(job, machine, storage=storage)
+    if request.subgroup_size is not None:
+        job = job.changed(sub_group_size=request.subgroup_size)
+    found = nearest_changes(job, machine, _freedom(request), storage=storage)
     ways = [
         {
             "label": way.label,
-            "changes": _of_scenario(way.changes),
+            "changes": _of_scenario(way, job, request.ds_config),
             "iteration_s": way.iteration_s,
             "tokens_per_s": way.tokens_per_s,
         }
         for way in found
     ]
-    elsewhere = "" if ways else another_gpu(job, machine, storage=storage)
+    elsewhere = "" if ways else another_gpu(job, machine, _freedom(request), storage=storage)
     return {"ways": ways, "another_way": ". ".join(filter(None, [elsewhere, ANOTHER_WAY]))}
 
 
-def _of_scenario(changes: Changes) -> dict[str, Any]:
-    words: dict[str, Any] = {**changes}
+def _of_scenario(way: WayOut, job: Job, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return changes to a training job as fields of a request. If the request's DeepSpeed config has other values for
+    them, the fields include the config with the new values.
+    """
+    words: dict[str, Any] = {**way.changes}
+    if new := config_values(way, job):
+        words["ds_config"] = _with_values(config or {}, new)
     if "data_parallel" in words:
         words["gpus"] = words.pop("data_parallel")
     if words.pop("recompute", False):
@@ -183,6 +192,14 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
     quick = even_plan(workload, machine, limits, **_freedom(request))
     if not quick.stores or quick.prediction is None:
         return quick
+def _with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(config)
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        made |= {section: {**made[section], name: value}} if section else {name: value}
+    return made
+
+
     told = wear(workload.cut_as(quick), quick, quick.prediction.iteration_s, request.endurance_bytes)
     return quick.model_copy(update={"reasons": (*quick.reasons, told)})
 
