@@ -48,9 +48,11 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
     runs = stock if stock is not None and stock.fits else None
     if plan is None or not plan.fits:
-        why = problem if plan is None else f"this plan {plan.note or lacks(plan.missing)}"
         if plain is None or not plain.fits:
-            return Verdict("impossible", f"Nothing fits: {why}.")
+            short = f"Nothing fits: {problem}"
+            if plan is not None:
+                short = f"This plan does not fit: it {plan.note or lacks(plan.missing)}"
+            return Verdict("impossible", f"{short}.")
         gain = f", and is {_times(runs, plain)} as fast as stock DeepSpeed's offloading" if runs else ""
         return Verdict("no offload", f"Do not offload: it fits{gain}.")
     gains = ", ".join(

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import simulated
+from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
     Failures,
@@ -23,8 +24,8 @@ from ebbtide.simulator.analysis.goodput import (
 from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.analysis.what_if import evaluate, grid, usual_strategies
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
-from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
@@ -41,6 +42,7 @@ from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
 from ebbtide.tuner.placements.memory import ImpossibleError
+from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.storage import wear, with_storage
 from ebbtide.tuner.progress import Told
 from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, SearchJob, Simulate, WhatIf, WhatIfJob
@@ -60,6 +62,11 @@ from ebbtide.tuner.service.scenario import (
 # What of a workload and of limits is told as it is.
 WORKLOAD_FACTS = ("name", "params", "ranks_per_node", "nodes", "tokens_per_iteration", "provenance")
 LIMITS = ("device_bytes", "host_bytes", "storage_bytes", "unified")
+SAME = 1e-9  # relative difference of two simulations of the same iteration
+OTHERS = (
+    "the plan file's own prediction is for another machine, training job or version of ebbtide: all figures here are "
+    "new predictions"
+)
 TEMPLATES = Templates(build_strategy)  # a worker answers one request after the other
 
 
@@ -114,12 +121,14 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
     except ImpossibleError as error:
         problem = error.fact  # advice that was tried: `ways_out`
     rows = compare(workload, machine, limits, plan, others=request.peers, compile_=TEMPLATES.compiled)
+    if request.plan is not None:
+        plan = _judged(request.plan, rows, workload, machine, limits)
     told, choice = _told(rows, plan), None
     decided = verdict(told, problem)
     if plan is not None:
         plan = plan.model_copy(update={"alternatives": alternatives(rows)})
         planned = workload.cut_as(plan)
-        if request.mtbf_s is not None:
+        if request.mtbf_s is not None and plan.prediction is not None:
             plan, choice = checkpointed(plan, planned, machine, limits, request.mtbf_s)
     failing = request.mtbf_s and goodput_of(dict(told), workload, machine, choice, request.mtbf_s)
     return {
@@ -130,7 +139,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
         "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
         "rows": _listed(rows, workload),
         "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
-        "timelines": _timelines(machine, workload, plan, decided.choice) if request.timelines else None,
+        "timelines": _timelines(machine, workload, plan, limits, decided.choice) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": None if plan is None else use(plan, workload, request.ds_config),
         "limits": _limits(limits),
@@ -183,6 +192,14 @@ def _of_scenario(way: WayOut, job: Job, config: Mapping[str, Any] | None) -> dic
     return words
 
 
+def _with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(config)
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        made |= {section: {**made[section], name: value}} if section else {name: value}
+    return made
+
+
 def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Told) -> Plan:
     if request.plan is not None:
         return request.plan
@@ -192,16 +209,28 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
     quick = even_plan(workload, machine, limits, **_freedom(request))
     if not quick.stores or quick.prediction is None:
         return quick
-def _with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    made = dict(config)
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        made |= {section: {**made[section], name: value}} if section else {name: value}
-    return made
-
-
     told = wear(workload.cut_as(quick), quick, quick.prediction.iteration_s, request.endurance_bytes)
     return quick.model_copy(update={"reasons": (*quick.reasons, told)})
+
+
+def _judged(plan: Plan, rows: list[Row], workload: Workload, machine: Machine, limits: Limits) -> Plan:
+    """Return a copy of a plan from a request, with a prediction for the request's machine and training job.
+
+    The plan's own prediction may be for others. It is kept if it has the iteration time of the simulation and the
+    request's memory limits. A plan that does not fit into memory gets no prediction.
+
+    Args:
+        rows: Simulations of the plan and of other ways to train.
+    """
+    known, simulated_here = plan.prediction, next(row.simulated for row in rows if row.role == "plan")
+    same_s = known is not None and math.isclose(known.iteration_s, simulated_here.result.iteration_s, rel_tol=SAME)
+    if known is not None and same_s and known.limits == limits.by_memory:
+        return plan
+    told = None
+    if simulated_here.fits:
+        bound = lower_bound(workload.cut_as(plan), machine, limits)
+        told = predict(workload, machine, plan, limits, bound.iteration_s)
+    return plan.model_copy(update={"prediction": told, "reasons": plan.reasons if known is None else (OTHERS,)})
 
 
 def _searched(request: Scenario, machine: Machine, workload: Workload, **more: Any) -> Plan:
@@ -237,8 +266,8 @@ def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
     return sorted(fields, key=lambda row: (not row["fits"], row["iteration_s"]))
 
 
-def _timelines(machine: Machine, workload: Workload, plan: Plan | None, choice: str) -> dict[str, Any]:
-    name, setting = stock_beside(workload, plan)
+def _timelines(machine: Machine, workload: Workload, plan: Plan | None, limits: Limits, choice: str) -> dict[str, Any]:
+    name, setting = stock_beside(workload, plan, limits)
     advised = build_strategy("no_offload", workload) if choice == "no offload" else None
     schedules = {
         "stock": build_strategy(name, workload, **setting),

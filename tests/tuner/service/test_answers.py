@@ -65,6 +65,42 @@ def test_a_plan_is_judged_by_the_limits_that_it_was_made_with(margin, of_plan):
         assert simulated["fits"]
 
 
+@pytest.mark.parametrize("elsewhere", [{"link_bytes_per_s": 3e9}, {"machine": "h200"}, {"accumulation": 4}, {}])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_plan_from_elsewhere_is_predicted_for_the_request(elsewhere, told):
+    """Check that the figures of an answer about a plan that the client sent do not depend on the plan's own prediction.
+
+    That prediction is for another machine or training job, or it is missing.
+    """
+    asked = {"machine": "rtx4090", "model": "Llama 3.2 1B", "sequence": 1024, "peers": False}
+    made = answers.answer(Answer(**asked, timelines=False), lambda *_: None)["plan"]
+    sent = Plan.model_validate(made if told else {**made, "prediction": None})
+    answer = answers.answer(Answer(**{**asked, **elsewhere}, plan=sent, mtbf_s=10_000), lambda *_: None)
+    rows = {row["role"]: row for row in answer["rows"]}
+    seconds = rows["plan"]["iteration_s"]
+    assert answer["plan"]["prediction"]["iteration_s"] == pytest.approx(seconds, rel=1e-9)
+    assert answer["bound_s"] <= seconds
+    assert (
+        f"{rows['stock']['iteration_s'] / seconds:.1f}x as fast" in answer["sentence"] or "Do not" in answer["sentence"]
+    )
+    assert answer["timelines"]["stock"]["strategy"] == rows["stock"]["strategy"]
+    assert any("own prediction is for another" in why for why in answer["plan"]["reasons"]) == bool(told and elsewhere)
+    assert (
+        answers.answer(Answer(**asked, plan=Plan.model_validate(made)), lambda *_: None)["plan"]["prediction"]
+        == made["prediction"]
+    )
+
+
+def test_a_plan_that_does_not_fit_is_not_said_to_be_the_only_one():
+    asked = {"machine": "rtx4090", "model": "Llama 3.2 1B", "sequence": 1024, "peers": False, "timelines": False}
+    made = answers.answer(Answer(**asked), lambda *_: None)["plan"]
+    less = {**asked, "device_memory_bytes": 8 * GIB}
+    told = answers.answer(Answer(**less, plan=Plan.model_validate(made), mtbf_s=10_000), lambda *_: None)
+    assert told["sentence"].startswith("This plan does not fit: it needs")
+    assert told["plan"]["prediction"] is None
+    assert answers.answer(Answer(**less), lambda *_: None)["verdict"] == "offload"
+
+
 @pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
 def test_what_a_question_costs_is_told_from_its_subgroups(size):
     """Check that the service's estimate of a request's number of simulated ops is at least the real number,
@@ -237,6 +273,27 @@ def test_what_fits_nowhere_says_what_is_missing(server):
             "device_memory_bytes": 12 * GIB,
             "host_memory_bytes": 6 * GIB,
         },
+        # The DeepSpeed config has another value for each of these changes.
+        {
+            "model": "Llama 3.2 1B",
+            "machine": "rtx4090",
+            "sequence": 8192,
+            "ds_config": {
+                "bf16": {"enabled": True},
+                "train_batch_size": 4,
+                "gradient_accumulation_steps": 1,
+                "zero_optimization": {"stage": 3},
+            },
+        },
+        # State in subgroups of another size would fit with other changes.
+        {
+            "model": "Llama 3.2 3B",
+            "machine": "rtx4090",
+            "sequence": 4096,
+            "subgroup_size": 10**12,
+            "device_memory_bytes": 12 * GIB,
+            "host_memory_bytes": 48 * GIB,
+        },
     ],
 )
 def test_where_nothing_fits_each_change_that_is_offered_does(server, asked):
@@ -273,27 +330,6 @@ def test_a_profiled_workload_tells_no_other_batch(server):
     assert told["ways"] == []
     assert told["another_way"].count("LoRA") == 1
 
-        # The DeepSpeed config has another value for each of these changes.
-        {
-            "model": "Llama 3.2 1B",
-            "machine": "rtx4090",
-            "sequence": 8192,
-            "ds_config": {
-                "bf16": {"enabled": True},
-                "train_batch_size": 4,
-                "gradient_accumulation_steps": 1,
-                "zero_optimization": {"stage": 3},
-            },
-        },
-        # State in subgroups of another size would fit with other changes.
-        {
-            "model": "Llama 3.2 3B",
-            "machine": "rtx4090",
-            "sequence": 4096,
-            "subgroup_size": 10**12,
-            "device_memory_bytes": 12 * GIB,
-            "host_memory_bytes": 48 * GIB,
-        },
 
 def test_a_model_config_may_be_sent(server):
     config = {**MODELS["Llama 3 8B"], "rope_scaling": {"type": "linear"}}
