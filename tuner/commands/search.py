@@ -134,7 +134,7 @@ def _question(machine: Machine, asked: Mapping[str, Any]) -> Question:
         asked["gpu_memory"],
         asked["host_memory"],
         asked["memory_margin"],
-        started=started_by(asked),
+        shape=started_by(asked),
         storage=dict(asked["storage"]),
     )
 

@@ -67,7 +67,7 @@ class Question:
         device_memory_bytes: GPU memory of one rank in bytes. If None, the machine's.
         host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
         margin: Fraction of both memories to leave free. If None, the planner's default.
-        started: Fields of a `Job` that say how the ranks are started, if not by DeepSpeed's launcher.
+        shape: Fields of a `Job` that no configuration changes, such as the kernels or how the ranks are started.
         storage: Directories for optimizer state that memory cannot hold, with the bytes that a node
             may use.
     """
@@ -79,7 +79,7 @@ class Question:
     device_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
     margin: float | None = None
-    started: Mapping[str, Any] = field(default_factory=dict)
+    shape: Mapping[str, Any] = field(default_factory=dict)
     storage: Mapping[str, int] = field(default_factory=dict)
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -91,7 +91,7 @@ class Question:
         """
         given = {k: v for k, v in self.ds_config.items() if k not in BATCHES}
         config = given if self.ds_config else {"bf16": {"enabled": True}}
-        return Job.of_deepspeed(architecture(self.model), config, sequence=self.sequence, **self.started)
+        return Job.of_deepspeed(architecture(self.model), config, sequence=self.sequence, **self.shape)
 
     def of(self, c: Configuration) -> Job:
         """Return the training job of this search's model with the settings of a training configuration.

@@ -82,16 +82,21 @@ def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batc
 
     A config value ``"auto"`` fixes nothing.
 
+    Args:
+        flags: Values of the flags of ``tune search``. Flags that are left out fix nothing.
+        config: DeepSpeed config.
+        global_batch: Samples per optimizer step, or None.
+
     Raises:
         ValueError: The config cannot be used, or flags and config contradict each other.
     """
     check_config(config)
     set_by_flags = {
-        "micro_batch": flags["micro_batch"],
-        "accumulation": flags["accumulation"],
-        "zero_stage": flags["zero_stage"],
-        "recompute": False if flags["keep_activations"] else None,
-        "offload": "none" if flags["no_offload"] else None,
+        "micro_batch": flags.get("micro_batch"),
+        "accumulation": flags.get("accumulation"),
+        "zero_stage": flags.get("zero_stage"),
+        "recompute": False if flags.get("keep_activations") else None,
+        "offload": "none" if flags.get("no_offload") else None,
     }
     values = {knob: value for knob, value in set_by_flags.items() if value is not None}
     sources = {knob: _FLAGS[knob] for knob in values}

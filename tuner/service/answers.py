@@ -48,14 +48,13 @@ from ebbtide.tuner.progress import Told
 from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, SearchJob, Simulate, WhatIf, WhatIfJob
 from ebbtide.tuner.service.responses import MachineFacts
 from ebbtide.tuner.service.scenario import (
-    USUAL_SUBGROUP,
     check_plannable,
     job_of,
     machine_of,
     model_of,
     offload_of,
     resolve,
-    started_by,
+    shape_of,
     storage_of,
 )
 
@@ -381,7 +380,7 @@ def search_job(request: SearchJob, progress: Told) -> dict[str, Any]:
         dict(loaded(request.ds_config)),
         request.sequence,
         margin=request.memory_margin,
-        started=started_by(request),
+        shape=shape_of(request),
         storage=storage_of(request),
     )
     answer = explore(
@@ -401,17 +400,22 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     Raises:
         ValueError: No possible configuration has the requested global batch (samples per optimizer step).
     """
+    from ebbtide.tuner.configurations.fixed import fixed_knobs
     from ebbtide.tuner.configurations.space import Configuration, Space
 
-    base = Configuration(
-        micro_batch=request.micro_batch or 1,
-        accumulation=request.accumulation or 1,
-        zero_stage=request.zero_stage or 3,
-        recompute=not request.keep_activations,
-        sub_group_size=request.subgroup_size or USUAL_SUBGROUP,
-        gpus=request.gpus if "gpus" in request.model_fields_set else machine.gpus_per_node,
-    ).changed(offload="optimizer" if request.offload else "none")
-    return Space.of(base, request.free, request.global_batch)
+    fixed = fixed_knobs({}, request.ds_config or {}, request.global_batch)
+    asked = {
+        "micro_batch": request.micro_batch,
+        "accumulation": request.accumulation,
+        "zero_stage": request.zero_stage,
+        "sub_group_size": request.subgroup_size,
+        "offload": None if request.offload else "none",
+        "gpus": request.gpus if "gpus" in request.model_fields_set else None,
+    }
+    usual = Configuration(gpus=max(1, machine.gpus_per_node // request.tensor_parallel))
+    set_by_request = {knob: value for knob, value in asked.items() if value is not None}
+    base = usual.changed(**{**fixed.values, **set_by_request, "recompute": not request.keep_activations})
+    return Space.of(base, request.free, fixed.global_batch)
 
 
 def goodput(request: Goodput, progress: Told) -> dict[str, Any]:

@@ -299,7 +299,8 @@ class SearchJob(Scenario):
         free: Settings that the search varies. The others have the values of the request. If the setting ``recompute``
             does not vary, activations are recomputed unless the request's ``keep_activations`` is true.
         gpus: Number of GPUs. If the search varies it, the largest number.
-        global_batch: Samples per optimizer step. If null, the number may vary.
+        global_batch: Samples per optimizer step. If null, ``train_batch_size`` of ``ds_config``. If that is absent or
+            ``"auto"``, the number may vary.
         offload: True if optimizer state lives in host memory. It has no effect if the search varies the offload.
         ds_config: DeepSpeed's config for settings that the search does not vary.
     """

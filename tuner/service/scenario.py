@@ -24,8 +24,11 @@ from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGRO
 from pydantic import ValidationError
 
 ITERATIONS = 3  # that a prediction simulates
-USUAL_SUBGROUP = 10**9
-_COMPUTED = {"recompute_share", "kernels", "flash_version", "fused_loss", "flash_attention"}  # `Job` fields on layers
+_SHAPE = {
+    *("tensor_parallel", "clip_rate", "launcher", "omp_threads"),
+    *("recompute_share", "kernels", "flash_version", "fused_loss", "flash_attention"),
+}
+_KNOB_OF = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 
 
 def machine_of(scenario: Scenario) -> Machine:
@@ -197,14 +200,9 @@ def storage_of(scenario: Scenario) -> dict[str, int]:
     return {named or "": int(scenario.storage_bytes)}
 
 
-def started_by(scenario: Scenario) -> dict[str, Any]:
-    """Return a dict of the `Job` fields on how the ranks are started, as far as a request to the planning
-    service sets them.
-
-    The fields are the launcher, and the value of OMP_NUM_THREADS. Both affect how many threads
-    DeepSpeed's own CPU updates have.
-    """
-    return scenario.model_dump(include={"launcher", "omp_threads"}, exclude_none=True)
+def shape_of(scenario: Scenario) -> dict[str, Any]:
+    """Return the `Job` fields that a request to the planning service sets and that no configuration search changes."""
+    return scenario.model_dump(include=_SHAPE, exclude_none=True)
 
 
 def job_of(scenario: Scenario) -> Job:
@@ -219,8 +217,9 @@ def job_of(scenario: Scenario) -> Job:
             "ds_config must be a DeepSpeed config, but is the config of a model: send the config of a model as model",
             "ds_config",
         )
-    if isinstance(scenario, SearchJob):  # its knobs are batches too
-        config = {k: v for k, v in (config or {}).items() if k not in BATCHES}
+    if isinstance(scenario, SearchJob) and config is not None:  # the batches that it varies may differ
+        varied = {key for key in BATCHES if _KNOB_OF.get(key) in {None, *scenario.free}}
+        config = {key: value for key, value in config.items() if key not in varied}
     model = model_of(scenario)
     with _as_asked(), _as_sent(model):
         job = Job.of_deepspeed(
@@ -231,11 +230,8 @@ def job_of(scenario: Scenario) -> Job:
             accumulation=scenario.accumulation,
             zero_stage=scenario.zero_stage,
             data_parallel=scenario.gpus,
-            tensor_parallel=scenario.tensor_parallel,
             recompute=not scenario.keep_activations,
-            clip_rate=scenario.clip_rate,
-            **scenario.model_dump(include=_COMPUTED, exclude_none=True),
-            **started_by(scenario),
+            **shape_of(scenario),
         )
     _check_cut(params_of(job), job.sub_group_size)
     return job

@@ -14,9 +14,10 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.configurations.evaluation import Question
 from ebbtide.tuner.configurations.space import KNOBS, Configuration
 from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.service import jobs, responses
+from ebbtide.tuner.service import answers, jobs, responses
 from ebbtide.tuner.service.pool import Pool, Result
 from ebbtide.tuner.service.quota import Quota
+from ebbtide.tuner.service.requests import SearchJob, Simulate
 from ebbtide.tuner.service.scenario import MODELS
 from ebbtide.tuner.service.store import Store
 
@@ -213,6 +214,41 @@ def test_a_search_job_finds_what_the_api_finds(server):
     assert result["best"]["tokens_per_s"] == pytest.approx(best.tokens_per_s, rel=1e-9)
     fitting = [o["tokens_per_s"] for o in result["outcomes"] if o["fits"]]
     assert result["best"]["tokens_per_s"] == max(fitting)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kernels": "eager"},
+        {"flash_attention": False},
+        {"fused_loss": True},
+        {"recompute_share": 0.5},
+        {"tensor_parallel": 2, "gpus": 2},
+        {
+            "ds_config": {
+                "fp16": {"enabled": True},
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 3,
+                "zero_optimization": {"stage": 1},
+            }
+        },
+    ],
+)
+def test_a_search_predicts_as_a_simulation_of_the_same_fields_does(fields):
+    asked = {"machine": "h100-node", "model": "Llama 3.2 1B", "sequence": 1024, "gpus": 1, **fields}
+    search = SearchJob(**asked, free=["recompute"], offload=False)
+    found = answers.search_job(search, lambda *_: None)["best"]
+    kept = not found["configuration"]["recompute"]
+    told = answers.simulate(Simulate(**asked, strategy="no_offload", keep_activations=kept), lambda *_: None)
+    assert found["tokens_per_s"] == pytest.approx(told["tokens_per_s"], rel=1e-9)
+
+
+def test_a_search_keeps_the_samples_of_a_step_in_the_deepspeed_config():
+    config = {"bf16": {"enabled": True}, "train_batch_size": 6, "zero_optimization": {"stage": 3}}
+    asked = {**SMALL, "model": TINY, "gpus": 1, "ds_config": config, "free": ["micro_batch", "accumulation"]}
+    outcomes = answers.search_job(SearchJob(**asked, trials=20), lambda *_: None)["outcomes"]
+    batches = [(one["configuration"]["micro_batch"], one["configuration"]["accumulation"]) for one in outcomes]
+    assert {micro * accumulation for micro, accumulation in batches} == {6}
 
 
 def test_a_search_varies_all_settings_unless_told_otherwise(server):
