@@ -19,7 +19,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Placement, Plan
 from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.simulator.schedule import Lane, OpKind, Span
-from ebbtide.simulator.schedules.strategies import build_strategy, stock_offload
+from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.timeline_view import view
@@ -76,8 +76,10 @@ def trace(call: Planned, progress: Told) -> dict[str, Any]:
 
 def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timeline]:
     """Return two simulated timelines of a training job: with DeepSpeed alone, and under a plan."""
-    stock = build_strategy(stock_offload(workload.zero_stage), workload)
-    return [simulate(stock, machine), _under(plan, workload, machine)]
+    from ebbtide.tuner.answer.rows import stock_beside  # loads the compiled simulator, which the server never needs
+
+    name, setting = stock_beside(workload, plan, plan.limits_on(workload, machine))
+    return [simulate(build_strategy(name, workload, **setting), machine), _under(plan, workload, machine)]
 
 
 def _under(plan: Plan, workload: Workload, machine: Machine) -> Timeline:

@@ -421,7 +421,7 @@ def test_a_machine_that_was_pushed_can_be_asked_about(server):
 
 def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(server):
     """Check that in one answer of the service, the timeline of stock DeepSpeed lasts as long as the iteration time of
-    stock DeepSpeed in the table that compares ways to train.
+    stock DeepSpeed in the table that compares ways to train. The downloaded trace shows the same strategy.
 
     The model has 8e9 parameters, which must be in host memory because the GPU has 24 GB.
     """
@@ -432,6 +432,10 @@ def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(se
     assert stock["label"].endswith("parameters cpu")
     spans = answer["timelines"]["stock"]["duration_s"]
     assert spans == pytest.approx(stock["iteration_s"], rel=0.02)
+    scenario = {name: asked[name] for name in ("model", "machine", "sequence")}
+    events = server.post("/trace", {"plan": answer["plan"], "scenario": scenario}).json()["traceEvents"]
+    shown = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert shown == [f"predicted: {stock['strategy']}", "predicted: ebbtide"]
 
 
 @pytest.mark.parametrize(("stage", "stock"), [(2, "zero_offload"), (3, "zero3_offload")])
