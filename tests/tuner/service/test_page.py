@@ -101,6 +101,17 @@ def settled(page):
     page.wait_for_selector('#table[aria-busy="false"] tr[data-strategy=twin_flow]')
 
 
+# The texts of empty fields that do not fit into them.
+CUT_PLACEHOLDERS = """() => {
+  const pen = document.createElement("canvas").getContext("2d");
+  return [...document.querySelectorAll("#controls input[type=number]:placeholder-shown")].filter((field) => {
+    const style = getComputedStyle(field);
+    pen.font = style.font;
+    const room = field.clientWidth - parseFloat(style.paddingLeft) - parseFloat(style.paddingRight);
+    return pen.measureText(field.placeholder).width > room;
+  }).map((field) => field.placeholder);
+}"""
+
 SLOW_REQUESTS = """() => {
   const { fetch } = window;
   window.fetch = async (url, ...more) => {
@@ -627,12 +638,43 @@ def test_where_offloading_is_not_advised_sentence_tile_timeline_and_button_agree
 
 
 def test_where_stock_does_not_fit_nothing_is_a_multiple_of_its_speed(page, server):
-    opened(page, server, "/?model=Llama+3+8B&machine=rtx4090")
+    with page.expect_response(lambda r: r.url.endswith("/answer")) as first:
+        opened(page, server, "/?model=Llama+3+8B&machine=rtx4090")
+    plan = first.value.json()["plan"]
+    assert f" {len(plan['subgroups'])} subgroups" in page.inner_text("#context"), "those that the notes speak of"
+    stock, planned = page.locator("#timelines .entry-note").all_text_contents()
+    assert stock.endswith(", does not fit")
+    assert plan["prediction"]["clip_rate"]
+    assert planned.endswith(" if the step does not clip")
     assert "Stock DeepSpeed does not fit: it needs" in page.inner_text("#sentence")
     assert "does not fit" in page.inner_text("#tiles")
     settled(page)
     assert "×" not in page.inner_text("#table")
     assert "Against stock" not in page.inner_text("#table")
+
+
+def test_nothing_is_cut_where_scrollbars_take_room(browser, server):
+    """Check at a small width, with scrollbars as most desktops show them, that no control and no name is cut."""
+    about = {"machine": "rtx4090", "model": "Llama 3.2 1B", "sequence": 256, "name": "W" * 80}
+    job = server.post("/jobs/what-if", {**about, "strategies": ["zero3_offload"]}).json()
+    shown = browser.browser_type.launch(executable_path=CHROMIUM, args=FLAGS, ignore_default_args=["--hide-scrollbars"])
+    page = shown.new_page(viewport={"width": 1024, "height": 768})
+    page.set_default_timeout(PATIENCE_MS)
+    page.add_init_script(QUICK_ANSWERS)
+    opened(page, server)
+    for summary in page.locator(".controls details:not([open]) > summary").all()[::-1]:
+        summary.click()
+    assert page.evaluate("innerWidth > document.documentElement.clientWidth"), "this browser shows no scrollbars"
+    beyond = "one => [one.scrollWidth, one.clientWidth]"
+    inside, room = page.locator("#controls").evaluate(beyond)
+    assert inside <= room
+    assert not page.evaluate(CUT_PLACEHOLDERS)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.goto(f"{server.url}/?job={job['id']}")
+    page.wait_for_selector("#opened-title:has-text('WWW')")
+    inside, room = page.locator("html").evaluate(beyond)
+    assert inside <= room
+    shown.close()
 
 
 def test_a_plan_comes_with_what_to_type(page, server):

@@ -12,7 +12,8 @@ import { drawTable } from "./table.js";
 import { difference, drawLegend, drawTimelines } from "./timeline.js";
 
 const REST_MS = 900; // without a move, before the slower search starts
-const SLOW_MS = 3000; // no answer takes as long, once the server is warm
+const SLOW_MS = 3000;
+const SLOW = "Still computing. A server's first answer takes a minute, because it compiles the simulator ...";
 const at = (id) => document.getElementById(id);
 
 export class AnswerView {
@@ -149,7 +150,7 @@ export class AnswerView {
       return;
     }
     this.busy = true;
-    const slow = setTimeout(() => this.tell("The server is starting. Its first start compiles the simulator, which takes a minute ..."), SLOW_MS);
+    const slow = setTimeout(() => this.tell(SLOW), SLOW_MS);
     const number = (this.asked += 1);
     const scenario = this.controls.scenario();
     const asked = this.plan ? { ...scenario, plan: this.plan } : scenario;
@@ -167,7 +168,7 @@ export class AnswerView {
       this.refuse(error);
     }
     clearTimeout(slow);
-    if (at("status").textContent.startsWith("The server is starting")) this.tell("");
+    if (at("status").textContent === SLOW) this.tell("");
     this.busy = false;
     if (this.pending) {
       this.pending = false;
@@ -350,7 +351,10 @@ function entriesOf(answer, pinned) {
   const entry = (title, shown, role) => {
     const view = shown.timelines[role];
     const row = shown.rows.find((r) => r.role === role);
-    return view && { title, note: `${seconds(view.duration_s)}${row && !row.fits ? `, ${row.reason}` : ""}`, view };
+    const told = shown.plan && shown.plan.prediction;
+    // The table has the mean over steps that clip and steps that do not.
+    const early = role === "plan" && told && told.clip_rate ? " if the step does not clip" : "";
+    return view && { title, note: `${seconds(view.duration_s)}${early}${row && !row.fits ? ", does not fit" : ""}`, view };
   };
   const beside = pinned && pinned.answer !== answer && entry("Pinned", pinned.answer, advisedBy(pinned.answer) || "stock");
   const advised = advisedBy(answer);
@@ -368,7 +372,8 @@ function context(answer) {
   const kind = m.unified_memory ? `${m.device_name || m.name}, a machine without a GPU` : m.device_kind === "emulated" ? "a machine without a GPU, emulating one" : m.device_name || m.name;
   const source = m.measured_with === "preset" ? "a preset, estimated" : "measured";
   const size = w.model_params && w.model_params !== w.params ? `${params(w.model_params)} parameters, ${params(w.params)} per GPU,` : `${params(w.params)} parameters`;
-  return `${w.name}: ${size} in ${count(w.layers)} layers and ${count(w.subgroups)} subgroups, on ${nodes}${kind} (${source}).`;
+  const subgroups = (answer.plan && answer.plan.subgroups.length) || w.subgroups;
+  return `${w.name}: ${size} in ${count(w.layers)} layers and ${count(subgroups)} subgroups, on ${nodes}${kind} (${source}).`;
 }
 
 function tiles(answer) {

@@ -166,7 +166,8 @@ class Timelines {
     svg.append(shape("text", { x: width, y: width < 520 ? height - 6 : 17, class: "tick", "text-anchor": "end" }, "idle"));
     for (const t of ticks(this.to, width < 520 ? 3 : 8, this.from)) {
       svg.append(shape("line", { x1: x(t), x2: x(t), y1: TITLE, y2: height - AXIS + 2, class: "grid" }));
-      const anchor = t === 0 ? "start" : "middle";
+      const last = width < 520 && x(t) > width - MARGIN - 20; // beside the word "idle"
+      const anchor = t === 0 ? "start" : last ? "end" : "middle";
       svg.append(shape("text", { x: x(t), y: height - 6, class: "tick", "text-anchor": anchor }, t === 0 ? "0" : seconds(t)));
     }
   }
