@@ -21,9 +21,10 @@ def show(rank: int) -> None:
     up handlers for all loggers, ebbtide's messages go to these handlers.
     """
     logger = logging.getLogger("ebbtide")
-    if logger.level != logging.NOTSET or rank != 0:
+    if rank != 0:
         return
-    logger.setLevel(logging.INFO)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(_Named(STYLE))

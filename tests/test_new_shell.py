@@ -48,6 +48,7 @@ def test_a_script_that_starts_its_ranks_itself_gets_its_environment_back(new_she
         ("", "1", False),
         ("logging.basicConfig()", "0", True),
         ("logging.getLogger('ebbtide').setLevel(logging.WARNING)", "0", False),
+        ("logging.getLogger('ebbtide').setLevel(logging.INFO)", "0", True),
     ],
 )
 def test_the_log_is_shown_on_rank_0_unless_the_script_has_set_it(setup, rank, printed, new_shell, tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ebbtide.runtime import log
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.choice import choose_device
 from ebbtide.runtime.execution.plan_check import check_plan
@@ -82,6 +83,7 @@ def initialize(
     """
     import deepspeed
 
+    log.show(rank())
     _check_dir(checkpoint)
     automatic = isinstance(plan, str) and plan == "auto"
     named = None if automatic else load_plan(plan)
@@ -203,6 +205,7 @@ def attach(
         ConfigError: A plan cannot be applied to the engine.
         PlanError: The plan is for another model or sub_group_size.
     """
+    log.show(rank())
     _check_replan(replan, machine, workload)
     _check_dir(checkpoint)
     if isinstance(plan, str) and plan == "auto":
