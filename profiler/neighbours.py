@@ -50,7 +50,7 @@ class HostWatch:
         if others_s / passed_s > BUSY_SHARE:
             self.warnings.append(
                 f"other processes used {others_s / passed_s:.0%} of the cores during the "
-                "measurement, so the measured rates are too low. Stop them and measure again"
+                "measurement, so the measured rates are too low. Stop them and measure again (tune profile --fresh)"
             )
         stolen_s = after.stolen_s - before.stolen_s
         if stolen_s / passed_s > STOLEN_SHARE:

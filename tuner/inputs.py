@@ -91,7 +91,10 @@ LAUNCHER_OPTIONS = (
         "(default: depends on --launcher).",
     ),
 )
-MODEL_FILE = "a Hugging Face config.json, or a JSON file with the keys layers, hidden, heads and vocabulary"
+MODEL_FILE = (
+    'a Hugging Face config.json, a known name such as "Llama 3 8B", or a JSON file with the keys layers, hidden, '
+    "heads and vocabulary"
+)
 _WORKLOAD_OPTIONS = (
     click.option("--workload", help="Workload file of the training run (workload.json of `tune profile`)."),
     click.option("--model", help=f"Model to train, instead of --workload: {MODEL_FILE}."),
@@ -192,7 +195,7 @@ def read_machine(given: str) -> Machine:
             return preset(given)
         except ValueError as error:
             raise BadInputError(f"--machine must be a preset or a machine file. {error}", "machine") from None
-    return _read(Machine, given, "--machine")
+    return read(Machine, given, "--machine")
 
 
 def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,10 +283,11 @@ def read_trained(
             f"--workload {workload}. Leave out {flag}, or run `tune profile` again with the other setting"
         )
     config = read_config(about.get("ds_config"))
-    _check_kinds(config, about.get("ds_config"), model)
+    if model is not None:
+        check_model(model)
     if workload is not None:
         ran = {name: about.get(name) for name in _RUN}
-        return Trained(started(_read(Workload, workload, "--workload"), **ran), None, config)
+        return Trained(started(read(Workload, workload, "--workload"), **ran), None, config)
     from ebbtide.simulator.estimates.job import Job
 
     assert model is not None
@@ -297,31 +301,50 @@ def read_trained(
         raise BadInputError(f"--model {model}: {error}") from None
 
 
-def _check_kinds(config: Mapping[str, Any] | None, config_path: str | None, model: str | None) -> None:
-    """Refuse a model's config that is given as ``--ds-config``, a DeepSpeed config that is given as
-    ``--model``, and a model with quantized weights.
+def check_model(path: str) -> None:
+    """Refuse a file that is not a model's config, and a model with quantized weights, which cannot be fully trained."""
+    from ebbtide.simulator.estimates.models.architecture import MODEL_CONFIG, quantized
 
-    Quantized weights cannot be fully trained.
+    if refusal := quantized(check_kind("--model", path, MODEL_CONFIG)):
+        raise BadInputError(f"--model {path}: {refusal}")
 
-    Raises:
-        BadInputError: A file belongs to another flag, which the message names, or the weights are
-            quantized.
+
+def check_kind(flag: str, path: str, wanted: str) -> Mapping[str, Any]:
+    """Return the contents of an input file, if the file is of the wanted kind (see `check_contents`).
+
+    The contents are empty if the file cannot be read or contains no JSON object, which the file's reader reports.
     """
     from ebbtide.simulator.estimates.deepspeed_keys import read_file
-    from ebbtide.simulator.estimates.models.architecture import is_deepspeed, is_model, quantized
 
-    if config is not None and is_model(config):
-        raise BadInputError(f"--ds-config {config_path} is a model's config. Give it as --model.")
-    if model is None or not Path(model).is_file():
-        return
     try:
-        given = read_file(model)
+        given = read_file(path)
     except ValueError:
-        return  # what reads the model says what is wrong
-    if is_deepspeed(given):
-        raise BadInputError(f"--model {model} is a DeepSpeed config. Give it as --ds-config.")
-    if refusal := quantized(given):
-        raise BadInputError(f"--model {model}: {refusal}")
+        return {}
+    check_contents(flag, path, given, wanted)
+    return given
+
+
+def check_contents(flag: str, path: str, given: Mapping[str, Any], wanted: str) -> None:
+    """Refuse an input file of another kind than the wanted one.
+
+    Args:
+        flag: Flag or argument of the running ``tune`` command that names the file.
+        path: Path of the file.
+        given: Contents of the file.
+        wanted: Kind of the file, such as ``"a machine file"`` (see `kind_of`).
+
+    Raises:
+        BadInputError: The file is of another kind. The message names the flag for this kind, if the command has one.
+    """
+    from ebbtide.simulator.estimates.models.architecture import kind_of
+
+    kind = kind_of(given)
+    if kind in ("", wanted):
+        return
+    flags = {option for parameter in click.get_current_context().command.params for option in parameter.opts}
+    own = f"--{kind.split()[1]}" if kind.endswith(" file") else "--model" if "model" in kind else "--ds-config"
+    hint = f". Give it as {own}" if own in flags else ""
+    raise BadInputError(f"{flag} must be {wanted}, but {path} is {kind}{hint}", flag.strip("-").replace("-", "_"))
 
 
 def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]) -> None:
@@ -336,10 +359,15 @@ def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]
 
 def read_config(path: str | None) -> Mapping[str, Any] | None:
     """Load the DeepSpeed config at a path. Return None if the path is None."""
-    from ebbtide.simulator.estimates.deepspeed_keys import loaded
+    from ebbtide.simulator.estimates.deepspeed_keys import loaded, read_file
+    from ebbtide.simulator.estimates.models.architecture import DEEPSPEED_CONFIG
 
+    if path is None:
+        return None
     try:
-        return None if path is None else loaded(path)
+        config = read_file(path)
+        check_contents("--ds-config", path, config, DEEPSPEED_CONFIG)
+        return loaded(config)
     except ValueError as error:
         raise BadInputError(f"--ds-config {path}: {error}") from None
 
@@ -392,20 +420,23 @@ def tell_unread(trained: Trained) -> None:
         click.echo(f"note: {notes}", err=True)
 
 
-def read_plan(path: str) -> Plan:
-    """Load a training plan from a plan file."""
+def read_plan(path: str, flag: str = "PLAN") -> Plan:
+    """Load a training plan from the plan file that a flag or an argument of a ``tune`` command names."""
     from ebbtide.simulator.plan import Plan
 
+    check_kind(flag, path, "a plan file")
     try:
         return Plan.load(path)
     except UnicodeDecodeError as error:
         raise BadInputError(f"a plan must be a JSON file, but got {path}: {error}") from None
 
 
-def _read(kind: type[T], path: str, flag: str) -> T:
+def read(kind: type[T], path: str, flag: str) -> T:
+    """Load a machine or a workload from the file that a flag of a ``tune`` command names."""
     from ebbtide.simulator.rules import explain
     from pydantic import ValidationError
 
+    check_kind(flag, path, f"a {kind.__name__.lower()} file")
     try:
         return kind.load(path)  # type: ignore[attr-defined, no-any-return]
     except (OSError, UnicodeDecodeError) as error:

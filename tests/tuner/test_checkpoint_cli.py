@@ -102,7 +102,7 @@ def test_several_folders_are_told_apart(folder, tmp_path):
     [
         (["list", "/nowhere"], "must be a folder of checkpoints, but got /nowhere"),
         (["verify", "{folder}", "/nowhere"], "must be a folder of checkpoints"),
-        (["verify", "{folder}", "--tag", "step9"], "missing"),
+        (["verify", "{folder}", "--tag", "step9"], "there is no checkpoint step9"),
         (["prune", "{folder}"], "--keep"),
         (["prune", "{folder}", "--keep", "0"], "--keep"),
         (["list"], "FOLDER"),

@@ -111,7 +111,7 @@ def test_plan_as_json_for_a_named_strategy(files):
         (["simulate", "{good}", "--plan", "p", "--strategy", "s"], "only one of --plan"),
         (["plan", "{good}", "--mtbf", "-4h"], "a duration with its unit"),
         (["plan", "{good}", "--mtbf", "4"], "a duration with its unit, such as 4h"),
-        (["show", "{machine}"], "is not a plan this ebbtide can use"),
+        (["show", "{machine}"], "PLAN must be a plan file"),
         (["show", "nowhere.json"], "plan must be a readable JSON file"),
         (["show", "{newer}"], "was written by a newer ebbtide"),
         (["simulate", "{good}", "--strategy", "magic"], "strategy must be one of"),
@@ -151,7 +151,7 @@ def test_as_a_process(files):
     command = [sys.executable, "-m", "ebbtide.tuner.cli", "show", str(files / "machine.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "is not a plan" in done.stderr
+    assert "PLAN must be a plan file" in done.stderr
     assert "Traceback" not in done.stderr
 
 

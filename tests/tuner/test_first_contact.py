@@ -14,8 +14,14 @@ from pathlib import Path
 import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
+from ebbtide.profiler import measure_machine
+from ebbtide.simulator import Machine, Plan, simulate
+from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.quantities import told_seconds
+
+from tests.runtime.checkpoint.conftest import Bench, some_state
+from tests.tuner.test_search import machine, workload
 
 
 def run(*arguments):
@@ -29,6 +35,32 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path, command):
     done = run("checkpoint", command[0], tmp_path, *command[1:])
     assert done.exit_code == 2
     assert f"there is no checkpoint in {tmp_path}" in done.output
+
+
+@pytest.fixture
+def saved_by_a_trainer(tmp_path):
+    """Return a folder with the folder of one checkpoint, as the Trainer saves it."""
+    Bench(tmp_path / "out" / "checkpoint-4").save(some_state(), "global_step4")
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize("command", [("list",), ("verify",), ("prune", "--keep", "1")])
+def test_the_folder_above_checkpoints_is_answered_with_theirs(saved_by_a_trainer, command):
+    inside = saved_by_a_trainer / "checkpoint-4"
+    told = run("checkpoint", command[0], saved_by_a_trainer, *command[1:]).output
+    assert f"Give the folders in it that hold checkpoints: {inside}\n" in told
+    told = run("checkpoint", command[0], inside / "global_step4", *command[1:]).output
+    assert f"Give {inside}, the folder that holds this checkpoint's folder." in told
+    assert "Give" not in run("checkpoint", command[0], inside, *command[1:]).output
+
+
+@pytest.mark.parametrize("command", ["verify", "export"])
+def test_a_tag_that_is_not_there_is_answered_with_those_that_are(saved_by_a_trainer, command):
+    to = ("--to", saved_by_a_trainer / "exported") if command == "export" else ()
+    done = run("checkpoint", command, saved_by_a_trainer / "checkpoint-4", "--tag", "global_step5", *to)
+    assert done.exit_code == 2
+    assert "there is no checkpoint global_step5 in" in done.output
+    assert "there are: global_step4" in done.output
 
 
 @pytest.mark.parametrize(("given", "meant"), [("plna", "plan"), ("SIMULATE", "simulate"), ("verfiy", "verify")])
@@ -127,8 +159,6 @@ def configs(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--model", "model.json", "--ds-config", "model.json"], "is a model's config. Give it as --model."),
-        (["--model", "ds.json"], "is a DeepSpeed config. Give it as --ds-config."),
         (["--model", "qlora.json"], "quantization_config must be absent"),
         (["--model", "model.json", "--mtbf", "4"], "a duration with its unit"),
         (["--model", "model.json", "--mtbf", "4s"], "Check the unit of --mtbf"),
@@ -140,6 +170,83 @@ def test_what_is_mixed_up_is_refused_before_any_search(configs, arguments, told,
     done = run("plan", "--machine", "rtx4090", *arguments)
     assert done.exit_code == 2
     assert told in done.output
+
+
+FILES = {
+    "machine.json": "a machine file",
+    "workload.json": "a workload file",
+    "plan.json": "a plan file",
+    "trace.json": "a trace file",
+    "model.json": "a model's config",
+    "ds.json": "a DeepSpeed config",
+}
+
+
+@pytest.fixture
+def one_of_each_kind(configs):
+    a_workload = workload(6)
+    machine().save(configs / "machine.json")
+    a_workload.save(configs / "workload.json")
+    Plan(subgroup_size=10, subgroups=(10, 10), placement=Plan.runs(["host"] * 2)).save(configs / "plan.json")
+    simulate(build_strategy("zero3_offload", a_workload, iterations=1), machine()).to_perfetto(configs / "trace.json")
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "wanted"),
+    [
+        ("plan --model model.json --machine", "--machine", "a machine file"),
+        ("plan --machine rtx4090 --workload", "--workload", "a workload file"),
+        ("plan --machine rtx4090 --model", "--model", "a model's config"),
+        ("plan --machine rtx4090 --model model.json --ds-config", "--ds-config", "a DeepSpeed config"),
+        ("simulate --machine rtx4090 --model model.json --plan", "--plan", "a plan file"),
+        ("search --machine rtx4090 --model", "--model", "a model's config"),
+        ("search --machine rtx4090 --model model.json --ds-config", "--ds-config", "a DeepSpeed config"),
+        ("calibrate h200 -o out.json --model model.json --runs", "--runs", "a workload file"),
+        ("calibrate h200 -o out.json --runs train.log --model", "--model", "a model's config"),
+        ("calibrate h200 -o out.json --runs train.log --workload", "--workload", "a workload file"),
+        ("doctor --plan", "--plan", "a plan file"),
+        ("doctor --ds-config", "--ds-config", "a DeepSpeed config"),
+        ("show", "PLAN", "a plan file"),
+        ("report plan.json --run", "--run", "a trace file"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_by_its_kind(one_of_each_kind, command, flag, wanted, monkeypatch):
+    monkeypatch.chdir(one_of_each_kind)
+    others = {path: kind for path, kind in FILES.items() if kind != wanted}
+    assert len(others) == len(FILES) - 1
+    for path, kind in others.items():
+        done = run(*command.split(), path)
+        assert done.exit_code == 2
+        assert f"{flag} must be {wanted}, but {path} is {kind}" in done.output
+
+
+def test_a_file_of_another_kind_is_refused_with_the_flag_for_it_if_there_is_one(configs, monkeypatch):
+    monkeypatch.chdir(configs)
+    told = run("plan", "--machine", "rtx4090", "--model", "ds.json").output
+    assert told.endswith("is a DeepSpeed config. Give it as --ds-config\n")
+    assert run("show", "ds.json").output.endswith("is a DeepSpeed config\n")
+
+
+@pytest.mark.parametrize(("flag", "told"), [("--drive", "a folder that exists"), ("--storage-dir", "is a file")])
+def test_a_folder_to_measure_that_is_none_is_refused(configs, flag, told, monkeypatch):
+    monkeypatch.chdir(configs)
+    for path in ("model.json", "absent") if flag == "--drive" else ("model.json",):
+        done = run("profile", flag, path)
+        assert done.exit_code == 2
+        assert f"{flag} must be a folder" in done.output
+        assert told in done.output
+    assert not Path("absent").exists()
+
+
+def test_a_measurement_from_the_cache_is_called_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path / "cache"))
+    measured = measure_machine(seconds=0.1, elements=1000)
+    done = run("profile")
+    assert done.exit_code == 0
+    assert "cached results of an earlier measurement. --fresh measures again" in done.output
+    assert Machine.load("machine.json") == measured
 
 
 @pytest.fixture

@@ -202,7 +202,7 @@ TABLE = {
     },
     "report": {
         "plan_file": changes("second.json"),
-        "run": Refused(("--run", "m.json"), "--run must be a trace file that training under a plan has written"),
+        "run": Refused(("--run", "m.json"), "--run must be a trace file, but m.json is a model's config"),
         "output": changes("-o", "other.html"),
     },
     "serve": {

@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded, needs
-from ebbtide.tuner.inputs import BadInputError, model_shape, read_machine, workload_options, written
+from ebbtide.tuner.inputs import (
+    BadInputError,
+    check_kind,
+    check_model,
+    model_shape,
+    read,
+    read_config,
+    read_machine,
+    workload_options,
+    written,
+)
 
 if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine
@@ -55,6 +65,9 @@ def calibrate(
     from ebbtide.tuner.calibrate.run_logs import read_observations
 
     described, before = _described(source, strategy, ratio), read_machine(machine)
+    for path in runs:
+        if path.endswith(".json"):
+            check_kind("--runs", path, "a workload file")
     seen = [one for path in runs for one in read_observations(path, described)]
     check_scale(before, seen)
     calibrated = correct(before, seen)
@@ -82,10 +95,13 @@ def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> De
     needs("without --workload, which has its own", source["workload"] is None, *about)
     shape = model_shape(source)
     profiled = source["workload"]
+    read_config(source["ds_config"])
+    if source["model"] is not None:
+        check_model(source["model"])
     return Described(
         source["model"],
         source["ds_config"],
-        None if profiled is None else Workload.load(profiled),
+        None if profiled is None else read(Workload, profiled, "--workload"),
         shape,
         strategy,
         {} if ratio is None else {"ratio": ratio},

@@ -28,8 +28,11 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
     """List the complete checkpoints of one or more folders, the newest first."""
     from ebbtide.runtime.storage.hulls import list_checkpoints
 
-    rows = [{**column, **_row(item)} for root, column in _columns(folders) for item in list_checkpoints(root)]
+    roots = _columns(folders)
+    rows = [{**column, **_row(item)} for root, column in roots for item in list_checkpoints(root)]
     _print_rows(rows, as_json)
+    if not rows and not as_json:
+        click.echo(f"no checkpoint in {', '.join(folders)}. {_where_some_are(roots[0][0])}", err=True)
 
 
 @checkpoint.command(epilog="Example: tune checkpoint verify checkpoints/ --tag global_step100")
@@ -51,6 +54,8 @@ def verify(folders: tuple[str, ...], tag: str | None, as_json: bool) -> None:
     if tag and len(roots) > 1:
         roots = [(root, column) for root, column in roots if (root / tag).is_dir()] or roots[:1]
     for root, column in roots:
+        if tag:
+            _check_tag(root, tag)
         tags = [tag] if tag else [str(item.tag) for item in list_checkpoints(root)]
         _check_any(root, tags)
         for name in tags:
@@ -103,6 +108,7 @@ def export(folder: str, tag: str | None, to: str) -> None:
     name = tag or named_latest(root)
     if not name:
         raise BadInputError(f"--tag must name a checkpoint if there is no file {root}/latest")
+    _check_tag(root, name)
     try:
         click.echo(str(write(root, name, Path(to))))
     except (CheckpointError, StorageError) as error:
@@ -116,7 +122,27 @@ def _columns(folders: tuple[str, ...]) -> list[tuple[Path, dict[str, str]]]:
 
 def _check_any(root: Path, found: Sequence[Any]) -> None:
     if not found:
-        raise BadInputError(f"there is no checkpoint in {root}. Give the folder that holds the checkpoints' folders.")
+        raise BadInputError(f"there is no checkpoint in {root}. {_where_some_are(root)}")
+
+
+def _where_some_are(root: Path) -> str:
+    from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME
+    from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
+
+    if (root / GLOBAL_NAME).is_file():
+        return f"Give {root.absolute().parent}, the folder that holds this checkpoint's folder."
+    inside = [str(path) for path in sorted(root.iterdir()) if path.is_dir() and list_checkpoints(path)]
+    if inside:
+        return f"Give the folders in it that hold checkpoints: {' '.join(inside)}"
+    return "Give the folder that holds the checkpoints' folders."
+
+
+def _check_tag(root: Path, tag: str) -> None:
+    from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
+
+    tags = ", ".join(item.tag for item in list_checkpoints(root))
+    if tags and not (root / tag).is_dir():
+        raise BadInputError(f"there is no checkpoint {tag} in {root}. Give --tag the name of one (there are: {tags})")
 
 
 def _folder(path: str) -> Path:
@@ -134,7 +160,5 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    if not rows:
-        click.echo("no checkpoints", err=True)
     for row in rows:
         click.echo("  ".join(f"{name}={value}" for name, value in row.items()))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded
-from ebbtide.tuner.inputs import read_plan
+from ebbtide.tuner.inputs import check_contents, read_plan
 
 if TYPE_CHECKING:
     from ebbtide.tuner.doctor.finding import Finding
@@ -41,10 +41,14 @@ def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_con
     must be fixed first.
     """
     from ebbtide.simulator.estimates.deepspeed_keys import read_file
+    from ebbtide.simulator.estimates.models.architecture import DEEPSPEED_CONFIG
     from ebbtide.tuner.doctor.examination import whole
 
-    plan = read_plan(plan_file) if plan_file is not None else None
-    config = read_file(ds_config) if ds_config is not None else None
+    plan = read_plan(plan_file, "--plan") if plan_file is not None else None
+    config = None
+    if ds_config is not None:
+        config = read_file(ds_config)
+        check_contents("--ds-config", ds_config, config, DEEPSPEED_CONFIG)
     folder = checkpoint_dir or (plan.checkpoint.dir if plan is not None else None)
     with redirect_stdout(sys.stderr):  # DeepSpeed logs there as it is imported
         findings = whole(plan, ranks, folder, config)

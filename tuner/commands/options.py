@@ -52,9 +52,7 @@ def needs(needed: str, present: bool, *names: str) -> None:
         source = context.get_parameter_source(parameter.name or "")
         if present or parameter.name not in names or source != ParameterSource.COMMANDLINE:
             continue
-        raise BadInputError(
-            f"{parameter.opts[-1]} has an effect only {needed}, but got {context.params[parameter.name]}: leave it out"
-        )
+        raise BadInputError(f"{parameter.opts[-1]} has an effect only {needed}. Leave {parameter.opts[-1]} out")
 
 
 def guarded(command: Callable[..., T]) -> Callable[..., T]:

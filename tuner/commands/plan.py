@@ -127,10 +127,15 @@ def plan(
     from ebbtide.tuner.placements.planning import QUICK
 
     needs("with --mtbf", mtbf is not None, "restart", "checkpoint_rate")
-    _check_paths(output, emit_deepspeed, machine, source)
+    check_folder("--output", output)
+    check_folder("--emit-deepspeed", emit_deepspeed)
     _tell_interval(checkpoint_dir, mtbf)
     measured = _writing_at(checkpoint_rate, read_machine(machine))
     trained = read_trained(measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
+    check_distinct(  # after the inputs are read: the default plan.json may be given as a machine
+        {"--output": output, "--emit-deepspeed": emit_deepspeed},
+        {"--machine": machine, "--workload": source["workload"], "--model": source["model"]},
+    )
     check_offloading(trained)
     tell_unread(trained)
     _tell_device(trained, emit_deepspeed)
@@ -236,21 +241,12 @@ def _next(emitted: str | None, work: Workload) -> str:
     return f"to train with this plan: {command(work, emitted)}\nwith the Hugging Face Trainer: {trainer(work, emitted)}"
 
 
-def _check_paths(output: str, emit_deepspeed: str | None, machine: str, source: Mapping[str, Any]) -> None:
-    for flag, path in (("--output", output), ("--emit-deepspeed", emit_deepspeed)):
-        check_folder(flag, path)
-    check_distinct(
-        {"--output": output, "--emit-deepspeed": emit_deepspeed},
-        {"--machine": machine, "--workload": source["workload"], "--model": source["model"]},
-    )
-
-
 def _tell_interval(checkpoint_dir: str | None, mtbf: float | None) -> None:
     if checkpoint_dir is None or mtbf is not None:
         return
     click.echo(
-        "note: without --mtbf the plan has no checkpoint interval (interval_steps 0), so only the script's own "
-        "saves go to --checkpoint-dir. --mtbf chooses an interval",
+        "note: without --mtbf the plan has no checkpoint interval (interval_steps 0), so nothing is written "
+        "to --checkpoint-dir automatically. --mtbf chooses an interval",
         err=True,
     )
 

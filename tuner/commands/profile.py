@@ -1,5 +1,6 @@
 """The ``tune profile`` command: measurement of a machine, or of a training script's workload."""
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -95,6 +96,13 @@ def profile(
             "--continue and the arguments of a training script must come after --train-script SCRIPT, but got only "
             f"{' '.join(arguments) or '--continue'}. Give --train-script SCRIPT first"
         )
+    for folder in drive:
+        if not Path(folder).is_dir():
+            raise BadInputError(
+                f"--drive must be a folder that exists, but got {folder}. Mount the drive or make the folder first"
+            )
+    if storage_dir is not None and Path(storage_dir).is_file():
+        raise BadInputError(f"--storage-dir must be a folder, but {storage_dir} is a file")
     written = output or "machine.json"
     machine_profile(written, storage_dir, drive, seconds, ranks, fresh, as_json)
     if push is not None:

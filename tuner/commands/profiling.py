@@ -31,16 +31,20 @@ def machine_profile(
     """
     from ebbtide.profiler import measure_machine
 
+    stages = []
+
     # DeepSpeed logs to standard output as it is imported; that is the result's alone.
     with told_after(0.0) as tell, redirect_stdout(sys.stderr):
+
+        def progress(done: int, total: int, stage: str) -> None:
+            stages.append(stage)
+            tell(done / total, f"{stage} {done}/{total}")
+
         machine = measure_machine(
-            storage_dir,
-            seconds=seconds,
-            ranks=ranks,
-            fresh=fresh,
-            drives=drives,
-            progress=lambda done, total, stage: tell(done / total, f"{stage} {done}/{total}"),
+            storage_dir, seconds=seconds, ranks=ranks, fresh=fresh, drives=drives, progress=progress
         )
+    if not stages:
+        click.echo("note: these are the cached results of an earlier measurement. --fresh measures again", err=True)
     with written("--output", output):
         machine.save(output)
     _tell(machine, show_machine, output, as_json)

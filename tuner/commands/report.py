@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError, read_plan, written
+from ebbtide.tuner.inputs import BadInputError, check_kind, read_plan, written
 
 
 @click.command(epilog="Example: tune report plan.json --run runs/demo/trace.json -o report.html")
@@ -20,6 +20,7 @@ def report(plan_file: str, run: str | None, output: str) -> None:
     plan = read_plan(plan_file)
     timelines = []
     if run is not None:
+        check_kind("--run", run, "a trace file")
         try:
             timelines = read_timelines(Path(run).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:

@@ -12,7 +12,9 @@ from ebbtide.tuner.inputs import (
     MODEL_FILE,
     BadInputError,
     check_folder,
+    check_model,
     launched,
+    read_config,
     read_machine,
     started_by,
     written,
@@ -123,13 +125,14 @@ def search(
 
 
 def _question(machine: Machine, asked: Mapping[str, Any]) -> Question:
-    from ebbtide.simulator.estimates.deepspeed_keys import loaded
     from ebbtide.tuner.configurations.evaluation import Question
 
+    config = read_config(asked["ds_config"])
+    check_model(asked["model"])
     return Question(
         asked["model"],
         machine,
-        dict(loaded(asked["ds_config"])),
+        dict(config or {}),
         asked["sequence"],
         asked["gpu_memory"],
         asked["host_memory"],

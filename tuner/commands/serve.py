@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError
+from ebbtide.tuner.inputs import BadInputError, check_folder
 
 TOKEN = "EBBTIDE_TOKEN"
 
@@ -56,6 +56,7 @@ def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str 
         raise BadInputError(
             f"tune serve needs the extra [serve]: pip install './ebbtide[serve]', but got {error}"
         ) from None
+    check_folder("--db", db)
     token = os.environ.get(TOKEN) or None
     _check_token(token)
     _check_port(host, port)

@@ -207,7 +207,7 @@ def _picture(timeline: Timeline, kind: str) -> bytes:
 
 def _planned(plan_file: str, trained: Trained) -> tuple[Workload, str, dict[str, Any]]:
     check_offloading(trained)
-    plan, work = read_plan(plan_file), trained.workload
+    plan, work = read_plan(plan_file, "--plan"), trained.workload
     if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
         work = work.cut_by(plan)  # as training under the plan would be
     return work, "ebbtide", {"plan": plan}

@@ -10,7 +10,14 @@ from typing import Any
 from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
-from ebbtide.simulator.estimates.models.architecture import KEYS, is_deepspeed, is_model, language_model, quantized
+from ebbtide.simulator.estimates.models.architecture import (
+    DEEPSPEED_CONFIG,
+    KEYS,
+    MODEL_CONFIG,
+    kind_of,
+    language_model,
+    quantized,
+)
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
@@ -140,11 +147,8 @@ def check_model(config: dict[str, Any]) -> None:
     Raises:
         ValueError: The model has too many layers or experts, or its family is unknown.
     """
-    if is_deepspeed(config):
-        raise RuleError(
-            "model must be the config of a model, but is a DeepSpeed config: send a DeepSpeed config as ds_config",
-            key="model",
-        )
+    if (kind := kind_of(config)) not in ("", MODEL_CONFIG):
+        raise RuleError(f"model must be a model's config, but is {kind}. Send a model's config", key="model")
     if refusal := quantized(config):
         raise RuleError(refusal, key="model.quantization_config")
     text = language_model(config)
@@ -212,11 +216,8 @@ def job_of(scenario: Scenario) -> Job:
         ValueError: The model or the DeepSpeed config cannot be used.
     """
     config = scenario.ds_config
-    if config is not None and is_model(config):
-        raise RuleError(
-            "ds_config must be a DeepSpeed config, but is the config of a model: send the config of a model as model",
-            "ds_config",
-        )
+    if config is not None and (kind := kind_of(config)) not in ("", DEEPSPEED_CONFIG):
+        raise RuleError(f"ds_config must be a DeepSpeed config, but is {kind}. Send a DeepSpeed config", "ds_config")
     if isinstance(scenario, SearchJob) and config is not None:  # the batches that it varies may differ
         varied = {key for key in BATCHES if _KNOB_OF.get(key) in {None, *scenario.free}}
         config = {key: value for key, value in config.items() if key not in varied}

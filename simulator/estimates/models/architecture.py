@@ -27,6 +27,14 @@ KEYS = {
     "experts_per_token": ("num_experts_per_tok", "experts_per_token"),
 }
 
+DEEPSPEED_CONFIG, MODEL_CONFIG = "a DeepSpeed config", "a model's config"
+# Keys that only files of this kind have together.
+_OWN_FILES = {
+    "a machine file": {"device_kind", "host_memory_bytes"},
+    "a workload file": {"layers", "subgroups"},
+    "a plan file": {"subgroup_size", "subgroups"},
+    "a trace file": {"traceEvents"},
+}
 _DEEPSPEED = {
     "zero_optimization",
     "train_batch_size",
@@ -240,14 +248,16 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
     return " ".join(["qkv o" if fused else "q k v o", mlp, *["norm"] * norms])
 
 
-def is_deepspeed(config: Mapping[str, Any]) -> bool:
-    """Return True if a JSON object is a DeepSpeed config, and False if it is a model's config."""
-    return not _DEEPSPEED.isdisjoint(config) and not is_model(config)
-
-
-def is_model(config: Mapping[str, Any]) -> bool:
-    """Return True if a JSON object is a model's config: it names a family, or gives the layers' number and size."""
-    return "model_type" in config or all(any(name in config for name in KEYS[key]) for key in ("layers", "hidden"))
+def kind_of(document: Mapping[str, Any]) -> str:
+    """Return which kind of file a JSON object comes from, such as ``"a plan file"``. Empty if it is none of ebbtide's
+    inputs.
+    """
+    for kind, keys in _OWN_FILES.items():
+        if keys <= document.keys():
+            return kind
+    if "model_type" in document or all(any(n in document for n in KEYS[key]) for key in ("layers", "hidden")):
+        return MODEL_CONFIG
+    return "" if _DEEPSPEED.isdisjoint(document) else DEEPSPEED_CONFIG
 
 
 def quantized(config: Mapping[str, Any]) -> str:
