@@ -167,6 +167,26 @@ def test_a_message_that_a_page_explains_is_one_of_ours(message):
     assert message.strip().removeprefix('"ebbtide"').strip() in said()
 
 
+FOREIGN = ("Unable to find", "`ebbtide.plan` not found")  # messages of DeepSpeed and Accelerate
+# What separates the words of a message from the values of an example.
+VALUES = re.compile(r"\.\.\.|\S*\d\S*|'[^']*'|\S*/\S+|\w+ =|[:.,()]|within")
+
+
+def shown():
+    """Yield the messages that the pages of errors show as indented lines."""
+    for page in sorted((DOCS / "errors").iterdir()):
+        for message in re.findall(r"^    (\S.*)$", page.read_text(), re.MULTILINE):
+            if not message.startswith(FOREIGN):
+                yield pytest.param(message, id=f"{page.stem}-{message[:30]}")
+
+
+@pytest.mark.parametrize("message", shown())
+def test_a_message_that_a_page_shows_is_one_of_ours(message):
+    longest = max(VALUES.split(message), key=len).strip()
+    assert len(longest.split()) > 2
+    assert longest in said()
+
+
 def test_a_page_for_each_error_class_people_meet():
     assert {page.name for page in (DOCS / "errors").iterdir()} == {
         Path(target).name
