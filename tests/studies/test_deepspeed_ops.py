@@ -45,7 +45,6 @@ def test_missing_ninja_is_a_clear_error(monkeypatch, tmp_path):
 def test_an_environment_keeps_what_it_compiled_when_another_compiles(tmp_path):
     build = tmp_path / "torch_extensions" / "py311_cpu" / "op"
     build.mkdir(parents=True)
-    assert own_extensions(tmp_path, "/one/.venv") is None  # nobody has compiled
     (build / "build.ninja").write_text("cflags = -I/one/.venv/lib")
     assert own_extensions(tmp_path, "/one/.venv") is None  # it is being compiled there
     for name in ("op.so", "lock"):
@@ -57,4 +56,12 @@ def test_an_environment_keeps_what_it_compiled_when_another_compiles(tmp_path):
     assert own_extensions(tmp_path, "/one/.venv") == one
     third = own_extensions(tmp_path, "/third/.venv")
     assert third != one
-    assert not list(third.iterdir())
+    assert [path.name for path in third.iterdir()] == ["c++"]
+
+
+def test_without_builds_ops_are_compiled_without_debug_information(tmp_path):
+    compiler = own_extensions(tmp_path, "/one/.venv") / "c++"
+    (tmp_path / "op.cpp").write_text("int op() { return 1; }")
+    subprocess.run([compiler, "-O3", "-g", "-c", tmp_path / "op.cpp", "-o", tmp_path / "op.o"], check=True)
+    assert b".debug_info" not in (tmp_path / "op.o").read_bytes()
+    assert own_extensions(tmp_path, "/one/.venv") == compiler.parent
