@@ -12,6 +12,7 @@ is inside such a block, for at most 30 s.
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -84,6 +85,23 @@ def _wait_for_running_work() -> None:
         work.ending = True
         while work.running and (left_s := end_s - time.monotonic()) > 0:
             work.changed.wait(left_s)
+
+
+class _Failure:
+    """An object that ends the process with exit code 1 when Python frees it."""
+
+    _exit = staticmethod(os._exit)  # the module `os` may be gone when this object is freed
+
+    def __del__(self) -> None:
+        self._exit(1)
+
+
+def fail_at_the_end() -> None:
+    """Make this process end with exit code 1, for an error of an ``atexit`` handler, which Python only prints.
+
+    Python clears the module ``sys`` last. All ``atexit`` handlers have run by then, and all open files are closed.
+    """
+    sys.__dict__["_ebbtide_failure"] = _Failure()
 
 
 def _forget_the_parents_threads() -> None:

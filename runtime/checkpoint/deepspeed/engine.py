@@ -39,6 +39,7 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import (
     release,
     wait_for_jobs,
 )
+from ebbtide.runtime.hardware.background import fail_at_the_end
 from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan
 
 logger = logging.getLogger("ebbtide.checkpoint")
@@ -430,6 +431,7 @@ def _weak_close(lazy: LazyCheckpointEngine) -> Callable[[], None]:
             try:
                 engine.close()
             except CheckpointError:  # too late to raise: the interpreter is going
-                logger.exception("a checkpoint failed while the program ended")
+                logger.exception("a checkpoint failed while the program ended, so the exit code is 1")
+                fail_at_the_end()
 
     return close
