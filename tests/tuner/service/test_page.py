@@ -231,6 +231,33 @@ def test_a_job_is_watched_to_its_end_and_its_result_opens_in_what_if(page, serve
     _runs_again_and_is_deleted(page, page.locator(f"[data-job='{job}']"))
 
 
+def test_a_jobs_result_opens_with_all_that_the_job_was_asked(page, server):
+    """Check that a row of a search opens in "What if" with the search's figures, also if the job was asked what no
+    control of the page shows. The address then names these fields, so that a reload shows the figures again.
+    """
+    unshown = {"flash_attention": False, "clip_rate": 0.5, "recompute_share": 0.5}
+    asked = {"model": "Llama 3.2 1B", "machine": "h100-node", "sequence": 512, "gpus": 1, "kernels": "eager", **unshown}
+    search = {**asked, "free": ["recompute"], "offload": False}
+    job = server.post("/jobs/search", search).json()["id"]
+    assert [state for _, state in server.events(f"/jobs/{job}/events")][-1]["state"] == "done"
+    found = server.client.get(f"/jobs/{job}/result").json()["front"][0]
+    with page.expect_response(lambda r: r.url.endswith("/answer")) as first:
+        opened(page, server, f"/?from={job}&row=0")
+    assert unshown.items() <= first.value.request.post_data_json.items()
+    (plain,) = (row for row in first.value.json()["rows"] if row["role"] == "no offload")
+    assert plain["iteration_s"] == pytest.approx(found["iteration_s"], rel=1e-9)
+    assert "clip_rate 0.5, flash_attention false, recompute_share 0.5" in page.inner_text("#strange")
+    with page.expect_response(lambda r: r.url.endswith("/answer")) as moved:
+        page.fill("#n-sequence", "256")
+        page.press("#n-sequence", "Enter")
+    assert unshown.items() <= moved.value.request.post_data_json.items()
+    settled(page)
+    with page.expect_response(lambda r: r.url.endswith("/answer")) as again:
+        page.reload()
+    assert again.value.request.post_data_json == moved.value.request.post_data_json
+    settled(page)
+
+
 def _runs_again_and_is_deleted(page, card):
     cards = page.locator("#jobs .card")
     before = cards.count()

@@ -34,6 +34,7 @@ const CHOICES = [
 ];
 const SAID = CHOICES.filter((c) => !c.into);
 const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "storage_bytes", "endurance_bytes", "launcher"]; // beside a profile too
+const UNSHOWN = ["clip_rate", "subgroup_size", "fused_loss", "flash_attention", "flash_version", "recompute_share"]; // without a control
 const MOST_IN_ADDRESS = 6000; // characters of a DeepSpeed config; a longer one stays in this browser
 
 export class Controls {
@@ -45,6 +46,7 @@ export class Controls {
     this.uploaded = {}; // name -> a config.json or machine.json of this browser
     this.state = {};
     this.parts = {};
+    this.kept = {}; // what a job or a link asks that no control shows
     this.taken = {}; // slider -> a value that an answer proposed
     this.pinned = null; // the address of the scenario that is compared with
     this.unknown = []; // what the link asked for and this page could not take
@@ -68,7 +70,7 @@ export class Controls {
       if (!this.fixed(choice) && s[choice.key] !== choice.standard) asked[choice.key] = s[choice.key];
     }
     if (s.ds_config && !workload) asked.ds_config = withNumbers(s.ds_config, s);
-    return asked;
+    return { ...this.kept, ...asked };
   }
 
   // By the profile.
@@ -197,6 +199,10 @@ export class Controls {
       const found = choice.values.find(([value]) => String(value) === query.get(choice.key));
       this.state[choice.key] = found ? found[0] : choice.standard;
     }
+    this.keep((key) => {
+      const text = query.get(key);
+      return ["true", "false"].includes(text) ? text === "true" : text === null ? undefined : Number(text);
+    });
     this.fill();
   }
 
@@ -226,7 +232,14 @@ export class Controls {
     this.state.ds_config = asked.ds_config || null;
     for (const slider of SLIDERS) this.set(slider, asked[slider.key] || null);
     for (const choice of SAID) this.state[choice.key] = asked[choice.key] === undefined ? choice.standard : asked[choice.key];
+    this.keep((key) => asked[key]);
     this.fill();
+  }
+
+  // Of the fields that no control shows, those that are asked.
+  keep(valueOf) {
+    const asked = UNSHOWN.map((key) => [key, valueOf(key)]);
+    this.kept = Object.fromEntries(asked.filter(([, value]) => typeof value === "boolean" || Number.isFinite(value)));
   }
 
   // To a value, on a slider's stops or not; null: its own.
@@ -247,7 +260,9 @@ export class Controls {
   // A sentence about a link that cannot be shown as it was meant; empty: it can.
   strange() {
     const named = this.unknown.join(", ");
-    return named ? `This link names ${named}, which this server does not offer (an upload stays in its browser): shown with the nearest it has.` : "";
+    const strange = named ? `This link names ${named}, which this server does not offer (an upload stays in its browser): shown with the nearest it has.` : "";
+    const kept = Object.entries(this.kept).map(([key, value]) => `${key} ${value}`).join(", ");
+    return [strange, kept && `Also asked, without a control on this page: ${kept}.`].filter(Boolean).join(" ");
   }
 
   fill() {
@@ -280,6 +295,7 @@ export class Controls {
       ...SLIDERS.map((s) => [s.label, this.fixed(s) ? "as profiled" : s.show(state[s.key])]),
       ...CHOICES.map((c) => [c.label, c.values.find(([value]) => value === (c.from ? c.from(config) : state[c.key]))[1]]),
       ["DeepSpeed config", config ? JSON.stringify(config) : "none"],
+      ...UNSHOWN.map((key) => [key, key in this.kept ? String(this.kept[key]) : "usual"]),
     ];
   }
 
@@ -370,6 +386,7 @@ export class Controls {
       if (value !== null && value !== this.ownValue(slider)) query.set(slider.key, value);
     }
     for (const choice of SAID) if (this.state[choice.key] !== choice.standard) query.set(choice.key, this.state[choice.key]);
+    for (const [key, value] of Object.entries(this.kept)) query.set(key, value);
     const config = this.state.ds_config ? JSON.stringify(this.state.ds_config) : "";
     if (config && config.length < MOST_IN_ADDRESS) query.set("ds_config", config);
     if (this.pinned) query.set("pin", this.pinned);
@@ -380,6 +397,7 @@ export class Controls {
   take(changes) {
     for (const slider of SLIDERS) if (slider.key in changes) this.set(slider, changes[slider.key]);
     for (const choice of SAID) if (choice.key in changes) this.state[choice.key] = changes[choice.key];
+    this.keep((key) => (key in changes ? changes[key] : this.kept[key]));
     this.fill();
     go(this.query());
   }
