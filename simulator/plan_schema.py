@@ -177,9 +177,9 @@ def read(fields: Mapping[str, Any]) -> Mapping[str, Any]:
             "newer ebbtide. Upgrade ebbtide, or plan again with `tune plan`",
             key="schema_version",
         )
-    if version not in (None, 1, 2):
+    if version not in (None, 1, 2) or "placement" not in fields:
         return fields
-    if version is None and ("ways" in fields or "placement" not in fields):
+    if version is None and "ways" in fields:
         return fields
     if fields.get("split_master"):
         raise RuleError(

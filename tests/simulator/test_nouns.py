@@ -183,6 +183,12 @@ def test_files_that_are_no_plans(tmp_path, text):
         Plan.load(tmp_path / "gone.json")
 
 
+def test_a_file_of_another_kind_is_not_taken_for_an_old_plan(tmp_path):
+    (tmp_path / "machine.json").write_text('{"schema_version": 1, "device_kind": "cuda"}')
+    with pytest.raises(PlanError, match=r"ways: must be given; device_kind: must be a known field \(got 'cuda'\)"):
+        Plan.load(tmp_path / "machine.json")
+
+
 def test_the_digest_is_of_what_a_plan_does():
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 2))
     assert plan.model_copy(update={"reasons": ("x",)}).digest == plan.digest
