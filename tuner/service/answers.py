@@ -33,7 +33,7 @@ from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.strategies import build_strategy, stock_offload
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import even_plan, quick_or_none
-from ebbtide.tuner.advice.failures import checkpointed, goodput_of
+from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, WayOut, another_gpu, config_values
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.answer.roles import BY_KIND, Role
@@ -41,6 +41,7 @@ from ebbtide.tuner.answer.rows import Row, alternatives, compare, figures, stock
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
+from ebbtide.tuner.placements.checkpointing import check_failures
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.storage import wear, with_storage
@@ -112,6 +113,8 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
     """
     check_plannable(request)
     machine, workload = resolve(request)
+    if request.mtbf_s is not None:
+        check_failures(workload, machine, request.mtbf_s, RESTART_S)
     limits, machine = _allowed(request, workload, machine)
     progress(0.1, "a quick plan")
     problem, plan = "", None

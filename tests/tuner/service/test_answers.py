@@ -406,6 +406,15 @@ def test_failures_cost_time_and_the_plan_says_how_often_to_save(server):
     assert often["stock"]["stall_s"] == pytest.approx(waits_s, rel=0.05)
 
 
+@pytest.mark.parametrize("effort", ["quick", "full"])
+def test_failures_that_leave_no_time_to_train_are_refused_before_a_search(server, effort):
+    response = server.post("/answer", {**LLAMA, "mtbf_s": 4.0, "effort": effort, "peers": False})
+    assert response.status_code == 422
+    (error,) = response.json()["errors"]
+    assert error["key"] == "mtbf_s"
+    assert "must leave time to train between failures" in error["rule"]
+
+
 def test_a_machine_that_was_pushed_can_be_asked_about(server):
     fields = preset("h100-node").with_rates(h2d_bytes_per_s=5e9).model_dump(mode="json")
     fields["name"] = "our node 7"
