@@ -258,6 +258,23 @@ def test_a_jobs_result_opens_with_all_that_the_job_was_asked(page, server):
     settled(page)
 
 
+def test_the_cells_of_a_grid_are_shown(page, server):
+    asked = {"model": "Llama 3.2 1B", "machine": "rtx4090", "sequence": 256, "strategies": ["zero3_offload"]}
+    grid = {**asked, "gpu_memory_bytes": [2**34, 2**31], "changes": {"h2d_bytes_per_s": [1e10, 2e10]}}
+    job = server.post("/jobs/what-if", grid).json()["id"]
+    page.goto(f"{server.url}/?job={job}")
+    cells = page.locator("#opened-content tbody tr")
+    cells.first.wait_for()
+    told = cells.all_inner_texts()
+    assert len(told) == 4
+    assert "16.0 GiB of GPU memory, h2d_bytes_per_s 10000000000" in told[0]
+    rows = server.client.get(f"/jobs/{job}/result").json()["rows"]
+    assert [("✓ fits" in text) for text in told] == [row["fits"] for row in rows]
+    short = [(row["reason"], text) for row, text in zip(rows, told, strict=True) if not row["fits"]]
+    assert len(short) == 2
+    assert all(reason in text for reason, text in short)
+
+
 def _runs_again_and_is_deleted(page, card):
     cards = page.locator("#jobs .card")
     before = cards.count()

@@ -2,13 +2,15 @@
 
 import { go, link } from "./address.js";
 import { call, listen, save } from "./api.js";
-import { element, percent, seconds } from "./format.js";
+import { count, element, gib, percent, seconds } from "./format.js";
 import { drawFound } from "./found.js";
 import { drawMemory } from "./memory.js";
+import { drawTable } from "./table.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
 const OPEN = ["queued", "running"];
+const MOST_CELLS = 200; // of a grid that are drawn
 const KINDS = { plan: "Plan", "what-if": "What if", search: "Search" };
 const SURE_MS = 4000; // in which a second press deletes
 
@@ -127,6 +129,7 @@ export class WorkView {
     const body = element("div", {});
     if (job.kind === "plan") body.append(...planFound(result));
     if (job.kind === "search") drawFound(body, result, job.id);
+    if (job.kind === "what-if" && isJson) drawGrid(body, result.rows);
     const [name, content] = job.kind === "plan" ? ["plan.json", `${JSON.stringify(result.plan, null, 2)}\n`] : [`${job.kind}.${isJson ? "json" : "csv"}`, text];
     const open = job.kind === "plan" ? openLink(job) : null;
     return [body, element("div", { class: "actions" }, open, this.button("Download result", () => save(name, content)))];
@@ -233,6 +236,17 @@ function openLink(job) {
   const made = link(`from=${job.id}`, "Open in What if");
   made.className = "button";
   return made;
+}
+
+// The cells of a grid, each named by what was changed.
+function drawGrid(host, rows) {
+  const told = (key, value) => (key === "gpu_memory_bytes" ? `${gib(value)} of GPU memory` : `${key} ${value}`);
+  const named = (row) => [row.strategy, row.setting, ...Object.keys(row).slice(2, Object.keys(row).indexOf("fits")).map((key) => told(key, row[key]))];
+  const shown = rows.slice(0, MOST_CELLS).map((row) => ({ ...row, label: named(row).filter(Boolean).join(", ") }));
+  const table = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The cells of the grid" });
+  drawTable(table, shown);
+  const more = rows.length > MOST_CELLS && element("p", { class: "hint" }, `The first ${MOST_CELLS} of ${count(rows.length)} cells. The download has all.`);
+  host.replaceChildren(...[table, more].filter(Boolean));
 }
 
 function planFound({ plan, quick_iteration_s: quick }) {
