@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -444,6 +445,22 @@ def read(kind: type[T], path: str, flag: str) -> T:
     except ValidationError as error:
         name = kind.__name__.lower()
         raise BadInputError(f"{flag} must be a {name} file, but got {path}: {explain(error, model=kind)}") from None
+
+
+def program_of(command: Sequence[str], name: str) -> str:
+    """Return the path of the program that a user's command starts.
+
+    Args:
+        command: The words of the command that follow ``tune run --`` or ``tune verify --``.
+        name: ``run`` or ``verify``.
+    """
+    found = shutil.which(command[0])
+    if found is None:
+        hint = f". Start the script by a launcher or by `python {command[0]}`" if command[0].endswith(".py") else ""
+        raise BadInputError(
+            f"the command after `tune {name} --` must be a program on PATH, but got {command[0]!r}{hint}"
+        )
+    return found
 
 
 def check_folder(flag: str, path: str | None) -> None:

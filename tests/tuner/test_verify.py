@@ -485,6 +485,7 @@ def test_bad_input_ends_with_one_line(tmp_path):
     for words, says in (
         (["--against", "nothing", "--", "true"], "--against must name one or more of"),
         (["--", "no-such-program"], "must be a program on PATH"),
+        (["--", "train.py"], "Start the script by a launcher or by `python train.py`"),
         (["--json", str(tmp_path / "none" / "x.json"), "--", "true"], "--json must be a file that can be written"),
         (["--", "true"], "must train with a DeepSpeed engine"),
     ):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError
+from ebbtide.tuner.inputs import BadInputError, program_of
 
 NO_ENGINE = (
     'ebbtide: no DeepSpeed engine on this node had the key "ebbtide" in its config. If anything trained, it was '
@@ -33,9 +33,7 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
     Use torchrun, deepspeed, accelerate launch or srun as COMMAND, or python for a single process. The command
     replaces the process of ``tune run``, so signals and the exit code are the command's own.
     """
-    program = shutil.which(command[0])
-    if program is None:
-        raise BadInputError(f"the command after `tune run --` must be a program on PATH, but got {command[0]!r}")
+    program = program_of(command, "run")
     if not no_check:
         _check()
     os.environ["PYTHONPATH"] = os.pathsep.join(_python_path())

@@ -1,14 +1,13 @@
 """The ``tune verify`` command: a bitwise comparison of a script's training with and without its plan."""
 
 import json
-import shutil
 import sys
 from typing import TYPE_CHECKING
 
 import click
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError, check_folder, written
+from ebbtide.tuner.inputs import BadInputError, check_folder, program_of, written
 
 if TYPE_CHECKING:
     from ebbtide.tuner.verify.sides import Verification
@@ -63,8 +62,7 @@ def verify(
     from ebbtide.tuner.verify.words import as_json, screen
 
     sides = _sides(against)
-    if shutil.which(command[0]) is None:
-        raise BadInputError(f"the command after `tune verify --` must be a program on PATH, but got {command[0]!r}")
+    program_of(command, "verify")
     check_folder("--json", json_file)
     strict = has_gpu() if deterministic is None else deterministic
 
