@@ -110,37 +110,59 @@ def test_a_process_ends_with_its_own_exit_code_while_background_threads_compute(
 
 
 LAST_SAVE = """
-import atexit, pathlib, resource, sys
+import atexit, multiprocessing, resource, sys
 log = open(sys.argv[1] + "/log", "w")
 atexit.register(log.write, "an earlier handler, ")
-import deepspeed
-from studies.bench.rank import become_only_rank
-from tests.runtime.contract.training import attached, start, train
-become_only_rank()
-deepspeed.init_distributed()
-engine = attached(start(), ["host"], "unified", seed=None)
-train(engine, 1)
-log.write("the script, ")
-limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1] if sys.argv[2] == "whole" else 100_000
-resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-engine.save_checkpoint(sys.argv[1] + "/checkpoints")
+
+def script():
+    import deepspeed
+    from studies.bench.rank import become_only_rank
+    from tests.runtime.contract.training import attached, start, train
+    become_only_rank()
+    deepspeed.init_distributed()
+    global engine
+    engine = attached(start(), ["host"], "unified", seed=None)
+    train(engine, 1)
+    log.write("the script, ")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1] if sys.argv[2] == "whole" else 100_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    engine.save_checkpoint(sys.argv[1] + "/checkpoints")
+
+"""
+FORKED = """
+fork = multiprocessing.get_context("fork").Process(target=script)
+fork.start()
+fork.join()
+sys.exit(fork.exitcode)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("disk", "code"), [("whole", 0), ("full", 1)])
-def test_a_failed_checkpoint_fails_a_script_that_ends_right_after_its_save(
-    deepspeed_ops, child_environment, tmp_path, disk, code
-):
-    """Check the exit code of a script that ends while its last checkpoint is still being written. What the script has
-    written to its own files must not be lost.
+def ended(folder, disk, environment, how="script()"):
+    """Run a script that ends right after its save of a checkpoint, on a disk that is full or not. Check its exit code,
+    and that the error of the save is on its standard error.
     """
-    words = ["-c", LAST_SAVE, tmp_path, disk]
-    done = run(words, cwd=ROOT, env=child_environment, finalize=True, timeout=400)
-    assert done.returncode == code, done.stderr
-    assert ("EFBIG" in done.stderr) == (code == 1)
-    assert (tmp_path / "checkpoints" / "latest").exists() == (code == 0)
+    words = ["-c", LAST_SAVE + how, folder, disk]
+    done = run(words, cwd=ROOT, env=environment, finalize=True, timeout=400)
+    assert done.returncode == (disk == "full"), done.stderr
+    assert ("EFBIG" in done.stderr) == (disk == "full")
+    assert (folder / "checkpoints" / "latest").exists() == (disk == "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", ["whole", "full"])
+def test_the_exit_code_says_whether_a_scripts_last_checkpoint_was_written(
+    deepspeed_ops, child_environment, tmp_path, disk
+):
+    ended(tmp_path, disk, child_environment)
     assert (tmp_path / "log").read_text() == "the script, an earlier handler, "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("disk", ["whole", "full"])
+def test_the_exit_code_of_a_fork_says_whether_its_last_checkpoint_was_written(
+    deepspeed_ops, child_environment, tmp_path, disk
+):
+    ended(tmp_path, disk, child_environment, FORKED)
 
 
 # Functions whose daemon threads may be abandoned at any moment, and why.

@@ -7,6 +7,7 @@ training continues. Only state that an update is about to overwrite is copied fi
 import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import sys
 import time
@@ -43,6 +44,7 @@ from ebbtide.runtime.hardware.background import fail_at_the_end
 from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan
 
 logger = logging.getLogger("ebbtide.checkpoint")
+_LAST = -1000  # of what a process of `multiprocessing` does at its end: libraries use priorities from -100 on
 
 
 class LazyCheckpointEngine(CheckpointEngine):
@@ -89,6 +91,8 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._before_save: Callable[[], None] = lambda: None
         self._at_exit = _weak_close(self)
         atexit.register(self._at_exit)
+        if multiprocessing.parent_process() is not None:  # a fork ends without its atexit functions
+            multiprocessing.util.Finalize(None, self._at_exit, exitpriority=_LAST)
 
     # -- what the training loop calls
 
@@ -427,11 +431,17 @@ def _weak_close(lazy: LazyCheckpointEngine) -> Callable[[], None]:
 
     def close() -> None:
         engine = held()
-        if engine is not None:
-            try:
-                engine.close()
-            except CheckpointError:  # too late to raise: the interpreter is going
-                logger.exception("a checkpoint failed while the program ended, so the exit code is 1")
-                fail_at_the_end()
+        if engine is None:
+            return
+        try:
+            engine.close()
+            return
+        except CheckpointError:  # too late to raise: the interpreter is going
+            logger.exception("a checkpoint failed while the program ended, so the exit code is 1")
+            fail_at_the_end()
+        error = sys.exc_info()[1]  # the script's
+        succeeded = error is None or (isinstance(error, SystemExit) and not error.code)
+        if succeeded and multiprocessing.parent_process() is not None:
+            raise SystemExit(1)  # a fork ends before `fail_at_the_end` has an effect
 
     return close
