@@ -126,14 +126,25 @@ def script():
     log.write("the script, ")
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1] if sys.argv[2] == "whole" else 100_000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    engine.save_checkpoint(sys.argv[1] + "/checkpoints")
+    engine.save_checkpoint(sys.argv[1] + "/checkpoint-1")
+
+def forked(target):
+    fork = multiprocessing.get_context("fork").Process(target=target)
+    fork.start()
+    fork.join()
+    sys.exit(fork.exitcode)
 
 """
-FORKED = """
-fork = multiprocessing.get_context("fork").Process(target=script)
-fork.start()
-fork.join()
-sys.exit(fork.exitcode)
+TRAINER = """
+def trainer():
+    from ebbtide.runtime.checkpoint.deepspeed import engine as checkpoint_engine
+    checkpoint_engine.foreign_trainer = lambda: "transformers"
+    script()
+    engine.checkpoint_engine.wait()
+    if sys.argv[3] == "error":
+        raise OSError("the disk is full")
+
+forked(trainer)
 """
 
 
@@ -145,7 +156,7 @@ def ended(folder, disk, environment, how="script()"):
     done = run(words, cwd=ROOT, env=environment, finalize=True, timeout=400)
     assert done.returncode == (disk == "full"), done.stderr
     assert ("EFBIG" in done.stderr) == (disk == "full")
-    assert (folder / "checkpoints" / "latest").exists() == (disk == "whole")
+    assert (folder / "checkpoint-1" / "latest").exists() == (disk == "whole")
 
 
 @pytest.mark.slow
@@ -162,7 +173,18 @@ def test_the_exit_code_says_whether_a_scripts_last_checkpoint_was_written(
 def test_the_exit_code_of_a_fork_says_whether_its_last_checkpoint_was_written(
     deepspeed_ops, child_environment, tmp_path, disk
 ):
-    ended(tmp_path, disk, child_environment, FORKED)
+    ended(tmp_path, disk, child_environment, "forked(script)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["success", "error"])
+def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_a_fork(
+    deepspeed_ops, child_environment, tmp_path, end
+):
+    words = ["-c", LAST_SAVE + TRAINER, tmp_path, "whole", end]
+    done = run(words, cwd=ROOT, env=child_environment, finalize=True, timeout=400)
+    assert done.returncode == (end == "error"), done.stderr
+    assert (tmp_path / "checkpoint-1" / ".ebbtide").exists() == (end == "error")
 
 
 # Functions whose daemon threads may be abandoned at any moment, and why.

@@ -149,10 +149,11 @@ class LazyCheckpointEngine(CheckpointEngine):
             return
         self._closed = True
         atexit.unregister(self._at_exit)
+        by_an_error = _by_an_error()
         try:
             self.wait()
         finally:
-            if not _by_an_error():
+            if not by_an_error:
                 if self._note is not None and self._note.waiting and not self._note.failed:
                     self._note.remove()  # no checkpoint of the Trainer's, after all
                 trainers_folder.settle(over=True)
@@ -412,7 +413,11 @@ def _over(job: Job) -> None:
 
 
 def _by_an_error() -> bool:
-    return getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None
+    """Return whether an error of the script ends this process."""
+    if getattr(sys, "last_exc", getattr(sys, "last_value", None)) is not None:
+        return True
+    error = sys.exc_info()[1] if multiprocessing.parent_process() is not None else None
+    return error is not None and not (isinstance(error, SystemExit) and not error.code)
 
 
 @cache
@@ -439,9 +444,7 @@ def _weak_close(lazy: LazyCheckpointEngine) -> Callable[[], None]:
         except CheckpointError:  # too late to raise: the interpreter is going
             logger.exception("a checkpoint failed while the program ended, so the exit code is 1")
             fail_at_the_end()
-        error = sys.exc_info()[1]  # the script's
-        succeeded = error is None or (isinstance(error, SystemExit) and not error.code)
-        if succeeded and multiprocessing.parent_process() is not None:
+        if multiprocessing.parent_process() is not None and not _by_an_error():
             raise SystemExit(1)  # a fork ends before `fail_at_the_end` has an effect
 
     return close
