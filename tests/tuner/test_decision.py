@@ -82,6 +82,14 @@ def test_a_full_answer_is_never_slower_than_a_quick_one():
     assert full.iteration_s <= quick.iteration_s
 
 
+def test_a_faster_link_does_not_choose_subgroups_that_are_fast_only_while_parameters_stay():
+    """Check a job whose best subgroup size depends on whether parameters may move to host memory."""
+    work, have = job("Llama 3 8B", "rtx4090")
+    faster = have.with_rates(**{rate: 1.5 * have.rate(rate) for rate in ("h2d_bytes_per_s", "d2h_bytes_per_s")})
+    slow_s, fast_s = (decide(Question.of(work, machine, effort=LITTLE)).iteration_s for machine in (have, faster))
+    assert fast_s <= 1.01 * slow_s
+
+
 def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
     """Check that a full plan search returns the quick search's plan if the full search finds only a slower
     one.

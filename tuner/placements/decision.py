@@ -254,15 +254,14 @@ def decide(question: Question, progress: Told = silently) -> Decision:
         quick = _quickly(within, lambda share, what: progress(0.2 * share, what), found, last=False)
     finalists = _finalists(_searches(question, lambda share, what: progress(0.2 + 0.4 * share, what), found))
     for number, search in enumerate(finalists):
-        progress(0.6 + 0.2 * number / len(finalists), "improving the best plans")
+        progress(0.6 + 0.3 * number / len(finalists), "improving the best plans")
         search.effort = question.effort
         try_first(search)
         descend(search, _changes(search))
         improve(search, AT_FIRST * question.effort)
+        if question.offload_parameters:
+            free_parameters(search, _changes(search), again=True)
     best = min(finalists, key=lambda search: search.best_s)
-    if question.offload_parameters:
-        progress(0.8, "moving parameters")
-        free_parameters(best, _changes(best), again=True)
     improve(best, AT_LAST * question.effort)
     full = _decided(question, _largest_of_the_best(finalists, quick))
     return full if quick is None or full.iteration_s <= quick.iteration_s else replace(quick, question=question)
