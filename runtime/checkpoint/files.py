@@ -201,7 +201,10 @@ class Files:
             data, offset = data[written:], offset + written
 
     def remove_tree(self, folder: Path) -> None:
-        """Delete a folder and its content. Symbolic links are deleted but not followed."""
+        """Delete a folder and its content. Symbolic links are deleted but not followed, and neither is ``folder``."""
+        if folder.is_symlink():
+            self.unlink(folder)
+            return
         for entry in list(os.scandir(folder)):
             if entry.is_dir(follow_symlinks=False):
                 self.remove_tree(Path(entry.path))

@@ -388,6 +388,21 @@ def test_a_save_never_replaces_a_file(engines, tmp_path):
     assert lazy.wait().tag == "other"
 
 
+def test_a_save_over_a_link_to_a_folder_replaces_only_the_link(engines, tmp_path):
+    engine, _, lazy = engines(CheckpointPlan())
+    engine.save_checkpoint(str(tmp_path), tag="first")
+    lazy.wait()
+    before = sorted((tmp_path / "first").rglob("*"))
+    (tmp_path / "best").symlink_to("first")
+    engine.save_checkpoint(str(tmp_path), tag="best")
+    lazy.wait()
+    assert not (tmp_path / "best").is_symlink()
+    assert sorted((tmp_path / "first").rglob("*")) == before
+    assert not [path for path in tmp_path.iterdir() if path.is_symlink()]
+    for tag in ("first", "best"):
+        assert engine.load_checkpoint(str(tmp_path), tag=tag)[0]
+
+
 def test_latest_is_the_law(engines, tmp_path):
     """Check that a load without a tag takes the checkpoint that the file ``latest`` names, even if a newer one
     exists.
