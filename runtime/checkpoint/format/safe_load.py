@@ -92,9 +92,8 @@ def refused_names(path: str | Path | io.BytesIO) -> str:
 
     The string is empty if loading would accept the file.
     """
-    file = path if isinstance(path, io.BytesIO) else str(path)
     with contextlib.suppress(Exception), only_weights():  # a damaged file names none
-        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file)))
+        return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(_from_the_start(path))))
     return ""
 
 
@@ -103,17 +102,22 @@ def unreadable(path: str | io.BytesIO) -> str:
     names = refused_names(path)
     if names:
         return names
-    if isinstance(path, io.BytesIO):
-        path.seek(0)
     try:
         # Reads no tensors. A FakeTensorMode would import torch's compiler, which takes over a second.
         with only_weights(), torch.serialization.skip_data():
-            torch.load(path, map_location="meta", weights_only=True)
+            torch.load(_from_the_start(path), map_location="meta", weights_only=True)
     except NotImplementedError:  # loading makes this tensor in host memory, where torch can: a nested one, for example
         return ""
     except Exception as error:  # whatever it is, loading would end with it
         return _gist(error)
     return ""
+
+
+def _from_the_start(path: str | Path | io.BytesIO) -> str | io.BytesIO:
+    if not isinstance(path, io.BytesIO):
+        return str(path)
+    path.seek(0)
+    return path
 
 
 def _gist(error: BaseException) -> str:

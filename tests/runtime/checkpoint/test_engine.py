@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.errors import CheckpointError
+from ebbtide.runtime.checkpoint.format.skeleton import lay_out
+from ebbtide.runtime.checkpoint.live_state import LiveState
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
 from ebbtide.runtime.checkpoint.stream.job import Job
 from ebbtide.runtime.checkpoint.trainers.bystanders import ours
@@ -513,6 +515,13 @@ def test_what_could_not_be_loaded_is_said_at_save_with_its_name(engines, tmp_pat
     with torch.serialization.safe_globals([Unknown]):
         _, loaded = engine.load_checkpoint(str(tmp_path))
     assert isinstance(loaded["mine"], Unknown)
+
+
+@pytest.mark.filterwarnings("ignore:.*prototype s")
+def test_only_the_name_of_an_object_is_said_also_beside_a_nested_tensor():
+    for beside in ({}, {"nested": torch.nested.nested_tensor([torch.zeros(2), torch.ones(3)])}):
+        layout = lay_out({"mine": Unknown(), **beside}, LiveState(), stream_device=False)
+        assert layout.unreadable == f"{__name__}.Unknown"
 
 
 def as_a_trainer(function):
