@@ -392,9 +392,10 @@ class Plan(Shown, Page):
 
         Otherwise return the limits of a user who gives none.
         """
-        usual, told = Limits.of(workload, machine), self.prediction and self.prediction.limits
+        usual, told = Limits.of(workload, machine), self.prediction.limits if self.prediction else {}
         made_for = (self.machine_fingerprint, self.workload_fingerprint)
-        if not told or made_for != (machine.fingerprint, workload.cut_as(self).fingerprint):
+        here = made_for == (machine.fingerprint, workload.cut_as(self).fingerprint)
+        if not here or not usual.by_memory.keys() <= told.keys():
             return usual
         kept, most = Limits.from_memories(told), Limits.of(workload, machine, margin=0.0)
         within = kept.host_bytes <= most.host_bytes and kept.device_bytes <= most.device_bytes

@@ -101,6 +101,14 @@ def test_a_plan_that_does_not_fit_is_not_said_to_be_the_only_one():
     assert answers.answer(Answer(**less), lambda *_: None)["verdict"] == "offload"
 
 
+def test_a_plan_file_without_the_limit_of_a_memory_is_judged_by_the_usual_limits():
+    machine, work = resolve(Scenario(**LLAMA))
+    made = make_plan(work, machine, memory_margin=0.01, effort=QUICK)
+    for memory, size in made.prediction.limits.items():
+        told = made.prediction.model_copy(update={"limits": {memory: size}})
+        assert made.model_copy(update={"prediction": told}).limits_on(work, machine) == Limits.of(work, machine)
+
+
 @pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
 def test_what_a_question_costs_is_told_from_its_subgroups(size):
     """Check that the service's estimate of a request's number of simulated ops is at least the real number,
