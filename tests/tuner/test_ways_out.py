@@ -11,6 +11,7 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.tuner.advice.ways_out import flags, ways_out
 from ebbtide.tuner.cli import main
+from ebbtide.tuner.placements.decision import most_micro_batches
 from ebbtide.tuner.placements.locations import begun
 from ebbtide.tuner.quantities import size_bytes
 from ebbtide.tuner.service.scenario import MODELS
@@ -79,6 +80,16 @@ def test_fewer_samples_are_offered_where_adding_them_up_takes_the_memory():
 
     assert smaller(16) == [{"micro_batch": 1, "accumulation": 4}]
     assert smaller(15) == [{"micro_batch": 1}]
+
+
+@pytest.mark.parametrize("micro_batch", [1024, 10**12])
+def test_a_huge_micro_batch_gets_no_more_accumulation_than_can_be_planned(micro_batch):
+    """Check that changes are offered although keeping the samples of a step needs too many micro-batches to plan."""
+    job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"], sequence=1024, micro_batch=micro_batch), preset("rtx4090")
+    ways = ways_out(job, machine)
+    most = most_micro_batches(job.workload(machine))
+    assert any("micro_batch" in way.changes for way in ways)
+    assert all(way.changes.get("accumulation", 1) <= most for way in ways)
 
 
 def test_state_on_storage_is_offered_where_host_memory_ended():

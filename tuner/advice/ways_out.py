@@ -14,9 +14,10 @@ from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import GIB, exceeds_share
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import best_of
-from ebbtide.tuner.placements.decision import QUICK, Question, decide
+from ebbtide.tuner.placements.decision import MOST_PASSES, QUICK, Question, decide
 from ebbtide.tuner.placements.fit import check_bytes
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import with_storage
@@ -120,7 +121,7 @@ class _Tried:
             return None
         try:
             found = decide(question)
-        except ImpossibleError:
+        except (ImpossibleError, RuleError):  # a RuleError: too many micro-batches per step to plan
             return None
         made, tokens = best_of(found), found.search.workload.tokens_per_iteration
         assert made.prediction is not None
@@ -342,9 +343,9 @@ def _smaller_batches(job: Job) -> list[Changes]:
     """Return smaller micro-batches, the largest first, with the accumulation that keeps the samples of a step."""
     samples = job.micro_batch * job.accumulation
     return [
-        {"micro_batch": size, "accumulation": samples // size}
-        for size in range(job.micro_batch - 1, 0, -1)
-        if samples % size == 0
+        {"micro_batch": samples // more, "accumulation": more}
+        for more in range(job.accumulation + 1, min(samples, MOST_PASSES) + 1)
+        if samples % more == 0
     ]
 
 
