@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.checkpoint.live_state import LiveState
@@ -366,6 +367,16 @@ def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
     engine.save_checkpoint(str(tmp_path), tag="after")
     lazy.wait()
     assert (tmp_path / "latest").read_text() == "after"
+
+
+def test_a_function_is_called_after_whole_steps_and_not_after_micro_batches(engines):
+    engine, batches, _ = engines()
+    engine.set_train_batch_size(2 * engine.train_batch_size())
+    assert engine.gradient_accumulation_steps() == 2
+    seen = []
+    call_after_step(engine, lambda: seen.append((engine.global_steps, engine.micro_steps)))
+    train(engine, batches, 0, 6)
+    assert seen == [(1, 2), (2, 4), (3, 6)]
 
 
 def flip(victim):
