@@ -99,13 +99,16 @@ def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
         return given, None
     if not isinstance(given, str):
         return None, None
+    folder = None
     try:
         if os.path.exists(given):
-            text = Path(given).read_text(encoding="utf-8")
-            return hjson.loads(text, object_pairs_hook=without_duplicates), Path(given).resolve().parent
-        return hjson.loads(base64.urlsafe_b64decode(given).decode()), None
-    except (OSError, ValueError):
+            folder = Path(given).resolve().parent
+            config = hjson.loads(Path(given).read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
+        else:
+            config = hjson.loads(base64.urlsafe_b64decode(given).decode())
+    except (OSError, ValueError, OverflowError):
         return None, None
+    return (config, folder) if isinstance(config, dict) else (None, None)
 
 
 def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime.frontdoor import hook
+from ebbtide.runtime.frontdoor.initialize import read
 from ebbtide.runtime.frontdoor.request import RequestError
 from ebbtide.runtime.zero.checks.guard import ConfigError
 from ebbtide.runtime.zero.stage3 import EbbtideStage3
@@ -81,6 +82,12 @@ def test_duplicate_keys_are_refused_as_by_deepspeed(front_door, tmp_path, key):
     file.write_text(f'{text}, "{key}": {{}}}}')
     with pytest.raises(ValueError, match=rf"Duplicate keys in DeepSpeed config: \['{key}'\]"):
         initialize(str(file))
+
+
+@pytest.mark.parametrize("text", ["[1]", "1", '{"train_batch_size": 1e400}', "{"])
+def test_a_config_that_deepspeed_cannot_use_is_left_to_it(tmp_path, text):
+    (tmp_path / "ds.json").write_text(text)
+    assert read(str(tmp_path / "ds.json")) == (None, None)
 
 
 def test_checkpoints_alone_and_beside_a_plan(front_door, plan, tmp_path, monkeypatch):
