@@ -2,6 +2,7 @@
 
 import collections
 import datetime as dt
+import errno
 import os
 import random
 import shutil
@@ -343,26 +344,24 @@ def test_busy_policies(engines, tmp_path, held):
 
 
 def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
-    from ebbtide.runtime.checkpoint.errors import CheckpointError
+    def fail():
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    files = FaultyFiles(20, lasting=True)
-    files.armed = False
-    engine, batches, lazy = engines(CheckpointPlan(), files=files, block_bytes=65536)
+    gate = Gate("payload_fsynced")
+    engine, batches, lazy = engines(CheckpointPlan(), files=gate, block_bytes=65536)
     train(engine, batches, 0, 1)
+    gate.opened.set()
     engine.save_checkpoint(str(tmp_path), tag="good")
     lazy.wait()
+    gate.opened.clear()
+    gate.then = fail
     engine.save_checkpoint(str(tmp_path), tag="bad")
-    files.armed = True
-    files.at = 0
-    lazy._job.wait(30)
-    if lazy._job.failure is None:  # it was faster than the fault: fail the next one
-        engine.save_checkpoint(str(tmp_path), tag="bad")
-    with pytest.raises((CheckpointError, OSError), match=r"bad|Input/output") as raised:  # noqa: PT012
-        lazy._job.wait(30)
+    gate.opened.set()
+    lazy._job.wait()
+    with pytest.raises(CheckpointError, match=r"'bad'.*failed in the background") as raised:
         train(engine, batches, 1, 2)
-    assert files.fired
-    assert raised.value.__cause__ is not None
-    files.armed = False
+    assert isinstance(raised.value.__cause__, OSError)
+    gate.then = lambda: None
     train(engine, batches, 2, 3)  # told once; training may go on
     engine.save_checkpoint(str(tmp_path), tag="after")
     lazy.wait()

@@ -2,7 +2,9 @@
 ``step``.
 """
 
+import errno
 import json
+import os
 
 import ebbtide.runtime
 import pytest
@@ -19,7 +21,7 @@ from ebbtide.tuner.placements.quick import QuickPlan
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import ds_config
 from tests.machines import node
-from tests.runtime.checkpoint.conftest import FaultyFiles
+from tests.runtime.checkpoint.conftest import Gate
 
 pytestmark = pytest.mark.slow
 
@@ -118,14 +120,16 @@ def test_auto_plans_and_writes_checkpoints(front_door, stock, tmp_path, monkeypa
 def test_the_error_of_a_save_is_raised_after_the_next_batch(only_rank, tmp_path):
     from ebbtide.runtime.checkpoint import install
 
-    engine, files = start(), FaultyFiles(20, lasting=True)
-    lazy = install(engine, CheckpointPlan(interval_steps=1, dir=str(tmp_path)), files=files)
+    def fail():
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    engine, gate = start(), Gate("payload_fsynced", fail)
+    lazy = install(engine, CheckpointPlan(interval_steps=1, dir=str(tmp_path)), files=gate)
     train(engine, 0, 1)
+    gate.opened.set()
     lazy._job.wait()
-    assert files.fired
     with pytest.raises(CheckpointError, match="'global_step1' of step 1 failed in the background"):
         train(engine, 1, 2)
-    files.armed = False
     engine.destroy()
 
 
