@@ -18,7 +18,12 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 AUTO = "auto"
 ZERO, OPTIMIZER, PARAM = "zero_optimization", "offload_optimizer", "offload_param"
 DEVICES = ("none", "cpu", "nvme")
-BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+WHOLE_BATCH = "train_batch_size"
+BATCH_KEYS = {  # by the names of `Job`'s fields
+    "micro_batch": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
+BATCHES = (WHOLE_BATCH, *BATCH_KEYS.values())
 PRECISIONS = ("bf16", "bfloat16", "fp16")
 # Keys of `zero_optimization` that a simulation reads: numbers of elements, and switches.
 SIZES = (

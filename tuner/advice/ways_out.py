@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ebbtide.simulator.estimates.deepspeed_keys import AUTO, at
+from ebbtide.simulator.estimates.deepspeed_keys import AUTO, BATCH_KEYS, WHOLE_BATCH, ZERO, at
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.limits import GIB, exceeds_share
@@ -423,7 +423,7 @@ def config_values(way: WayOut, job: Job) -> dict[str, Any]:
     """
     after = job.changed(**{name: value for name, value in way.changes.items() if name not in _BOUGHT})
     new = {key: getattr(after, name) for name, key in _KEYS.items()}
-    new[WHOLE] = after.micro_batch * after.accumulation * after.data_parallel
+    new[WHOLE_BATCH] = after.micro_batch * after.accumulation * after.data_parallel
     return {key: value for key, value in new.items() if at(job.config, key) not in (None, AUTO, value)}
 
 
@@ -440,12 +440,7 @@ def _flag(name: str, value: float) -> str:
     return _FLAGS[name].format(value) if name in _FLAGS else _WORDS[name](value)
 
 
-WHOLE = "train_batch_size"
-_KEYS = {
-    "zero_stage": "zero_optimization.stage",
-    "micro_batch": "train_micro_batch_size_per_gpu",
-    "accumulation": "gradient_accumulation_steps",
-}
+_KEYS = {"zero_stage": f"{ZERO}.stage", **BATCH_KEYS}
 _FLAGS = {
     "zero_stage": "--zero-stage {}",
     "recompute": "without --keep-activations",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
-from ebbtide.simulator.estimates.deepspeed_keys import AUTO, BATCHES, ZERO, at, loaded
+from ebbtide.simulator.estimates.deepspeed_keys import AUTO, BATCH_KEYS, BATCHES, WHOLE_BATCH, ZERO, at, loaded
 from ebbtide.simulator.estimates.job import OFFLOADS
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.estimates.offloading import Offloading, offloading
@@ -23,8 +23,6 @@ _FLAGS = {
     "recompute": "--keep-activations",
     "offload": "--no-offload",
 }
-_BATCHES = {"micro_batch": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps"}
-_WHOLE = "train_batch_size"
 
 
 def check_config(config: Mapping[str, Any]) -> None:
@@ -108,7 +106,7 @@ def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batc
                 key=f"ds_config.{key}",
             )
         sources.setdefault(knob, key)
-    whole: Any = config.get(_WHOLE) or AUTO
+    whole: Any = config.get(WHOLE_BATCH) or AUTO
     if whole != AUTO and global_batch not in (None, whole):
         raise RuleError(
             f"--global-batch must agree with train_batch_size of --ds-config, {whole}, but got "
@@ -120,7 +118,7 @@ def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batc
 
 def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     zero = config.get("zero_optimization") or {}
-    result = {knob: (key, config.get(key)) for knob, key in _BATCHES.items()}
+    result = {knob: (key, config.get(key)) for knob, key in BATCH_KEYS.items()}
     result["zero_stage"] = ("zero_optimization.stage", zero.get("stage"))
     size = zero.get("sub_group_size")
     size = int(size) if isinstance(size, (int, float)) else size

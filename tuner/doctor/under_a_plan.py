@@ -17,7 +17,6 @@ _HINTS = (
         for key in ("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "cpuadam_cores_perc")
     ),
 )
-_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _ON_ONE_STREAM = (
     "zero_optimization.overlap_comm is false: gathers and reductions run on the compute stream, "
     "which then waits at each module whose parameters are still being updated"
@@ -82,8 +81,9 @@ def _whose_bits(config: Mapping[str, Any]) -> str:
 
 def _deepspeeds_own(given: Mapping[str, Any]) -> str:
     from deepspeed.runtime.config import DeepSpeedConfig
+    from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 
-    config = {k: v for k, v in given.items() if v != "auto" and k not in _BATCHES}
+    config = {k: v for k, v in given.items() if v != "auto" and k not in BATCHES}
     try:
         DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
     except Exception as error:  # it raises whatever its parts do

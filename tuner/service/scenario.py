@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
-from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
+from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
 from ebbtide.simulator.estimates.models.architecture import (
@@ -35,7 +35,6 @@ _SHAPE = {
     *("tensor_parallel", "clip_rate", "launcher", "omp_threads"),
     *("recompute_share", "kernels", "flash_version", "fused_loss", "flash_attention"),
 }
-_KNOB_OF = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "accumulation"}
 
 
 def machine_of(scenario: Scenario) -> Machine:
@@ -219,7 +218,7 @@ def job_of(scenario: Scenario) -> Job:
     if config is not None and (kind := kind_of(config)) not in ("", DEEPSPEED_CONFIG):
         raise RuleError(f"ds_config must be a DeepSpeed config, but is {kind}. Send a DeepSpeed config", "ds_config")
     if isinstance(scenario, SearchJob) and config is not None:  # the batches that it varies may differ
-        varied = {key for key in BATCHES if _KNOB_OF.get(key) in {None, *scenario.free}}
+        varied = {WHOLE_BATCH, *(key for knob, key in BATCH_KEYS.items() if knob in scenario.free)}
         config = {key: value for key, value in config.items() if key not in varied}
     model = model_of(scenario)
     with _as_asked(), _as_sent(model):

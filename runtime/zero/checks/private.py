@@ -94,9 +94,9 @@ def has_experts(model: Any) -> bool:
 
 def pipeline_stages(engine: Any) -> int:
     """Return the number of stages of a DeepSpeed pipeline engine, or 1 for another engine."""
-    from deepspeed.runtime.pipe.engine import PipelineEngine
+    from ebbtide.runtime.checkpoint.deepspeed.steps import is_pipeline
 
-    return int(engine.num_stages) if isinstance(engine, PipelineEngine) else 1
+    return int(engine.num_stages) if is_pipeline(engine) else 1
 
 
 def _accelerator() -> Any:
