@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from ebbtide.profiler.hardware import Hardware, look
@@ -24,10 +24,8 @@ from ebbtide.simulator.engines.cache import cache_dir
 from ebbtide.simulator.machine import Machine, ShareName
 from ebbtide.simulator.quantity import Quantity
 
-DeviceChoice = Literal["auto", "cuda", "emulated"]
 Progress = Callable[[int, int, str], object]
-# Fields of a Machine, what goes to its other_rates, and doubts.
-_Part = tuple[dict[str, Any], dict[str, Quantity], list[str]]
+_Part = tuple[dict[str, Any], list[str]]  # fields of a Machine, and doubts
 ELEMENTS = 32_000_000  # of a measured subgroup: far beyond any cache
 MOST_SECONDS = 60.0
 STAGES = (
@@ -48,24 +46,21 @@ def measure_machine(
     storage_dir: str | Path | None = None,
     *,
     seconds: float = 30.0,
-    device: DeviceChoice = "auto",
     elements: int = ELEMENTS,
     progress: Progress | None = None,
-    name: str | None = None,
     fresh: bool = False,
     ranks: int = 1,
     drives: Sequence[str | Path] = (),
 ) -> Machine:
     """Measure how fast this machine copies, computes, updates optimizer state and writes to disk, for the simulator.
 
+    Without CUDA, a GPU is emulated on the CPU. The emulated speeds are marked as emulated, and describe no real GPU.
+
     Args:
         storage_dir: Folder for checkpoints. The disk that holds this folder is measured.
         seconds: Total time to spend. Each speed is measured at least 5 times. The first run also compiles kernels.
-        device: ``auto`` uses CUDA if available. Without CUDA, a GPU is emulated on the CPU. The emulated speeds are
-            marked as emulated, and describe no real GPU.
         elements: Number of elements in the subgroup of optimizer state that is measured.
         progress: Called with the number of finished stages, the number of stages, and the next stage's name.
-        name: Name of the machine. If None, the host's name.
         fresh: If True, measure even if the cache has results for this machine. Results with ``storage_dir`` or
             ``drives`` are never cached, because another folder may be on another disk.
         ranks: If above 1, also measure with this number of processes at the same time (`ebbtide.profiler.rates.ranks`).
@@ -73,12 +68,11 @@ def measure_machine(
         drives: Folders for optimizer state on drives. The drive of each folder is measured (`Machine.drives`).
 
     Raises:
-        ValueError: ``cuda`` is requested without a GPU, seconds is not in (0, 60], or there are more ranks than cores
-            or GPUs.
+        ValueError: seconds is not in (0, 60], or there are more ranks than cores or GPUs.
     """
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"seconds must be > 0 and at most {MOST_SECONDS:g} (--seconds), but got {seconds}")
-    cuda = _is_cuda(device)
+    cuda = torch.cuda.is_available()
     facts = look(cuda)
     if ranks != 1:
         check_ranks(ranks, facts.cores, cuda)
@@ -94,7 +88,6 @@ def measure_machine(
         elements,
         ranks,
         progress or _silent,
-        name,
         tuple(Path(drive) for drive in drives),
     )
     machine = _watched(wanted)
@@ -113,7 +106,6 @@ class _Wanted:
     elements: int
     ranks: int
     progress: Progress
-    name: str | None
     drives: tuple[Path, ...] = ()
 
     @property
@@ -123,12 +115,6 @@ class _Wanted:
 
 def _silent(done: int, total: int, stage: str) -> None:
     del done, total, stage
-
-
-def _is_cuda(device: DeviceChoice) -> bool:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' needs a CUDA GPU, but torch finds none: use 'auto'")
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
 def _cache_path(facts: Hardware, cuda: bool) -> Path:
@@ -178,8 +164,6 @@ def _unstable(machine: Machine) -> list[str]:
         "pageable H2D": machine.pageable_h2d_bytes_per_s,
         "pageable D2H": machine.pageable_d2h_bytes_per_s,
         **machine.contention,
-        # Not the curves over sizes: a copy of 64 KiB is never steady, and nothing is planned on it.
-        **{name: q for name, q in machine.other_rates.items() if "_of_" not in name},
     }
     return [note for name, q in quantities.items() if q is not None for note in unstable(name, q)]
 
@@ -189,21 +173,20 @@ def _measure(wanted: _Wanted) -> Machine:
     tell = _stages(wanted.progress)
     tell()
     _build_kernels(cuda)
-    rates, others, notes = _device_rates(wanted, tell)
+    rates, notes = _device_rates(wanted, tell)
     for part in (_host_rates, _storage):
-        more_rates, more_others, more_notes = part(wanted, tell)
-        rates, others, notes = rates | more_rates, others | more_others, notes + more_notes
+        more_rates, more_notes = part(wanted, tell)
+        rates, notes = rates | more_rates, notes + more_notes
     tell()
     shares, rank_notes = _ranks(wanted)
     wanted.progress(len(STAGES), len(STAGES), "")
     machine = Machine(
-        name=wanted.name or platform.node() or "this machine",
+        name=platform.node() or "this machine",
         device_shares_host_cores=not cuda,
         numa_nodes=facts.numa_nodes,
         **facts.fields,
         **rates,
         rank_shares=shares,
-        other_rates=others,
         facts=facts.facts,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
         measured_with=shlex.join(sys.argv),
@@ -230,20 +213,18 @@ def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
         "device_flops_per_s": products.products(wanted.cuda, share_s * 0.7),
         "device_memory_bytes_per_s": products.device_memory(wanted.cuda, elements, share_s * 0.3),
     }
-    return rates, dict(copied.by_size), list(copied.doubts)
+    return rates, list(copied.doubts)
 
 
 def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     cores, elements, share_s = wanted.facts.cores, wanted.elements, wanted.share_s
     own = wanted.facts.update_threads
     tell()
-    by_threads, notes = adam.host_adam_by_threads(elements, _threads(own), share_s * 0.6)
-    apart = adam.host_adam_out_of_place(elements, own, share_s * 0.1)
-    others = adam.host_adam_by_sizes(_sizes(elements), own, share_s * 0.3)
+    by_threads, notes = adam.host_adam_by_threads(elements, _threads(own), share_s * 0.8)
+    apart = adam.host_adam_out_of_place(elements, own, share_s * 0.2)
     tell()
-    stock = adam.stock_host_adam(elements, share_s * 0.5, cores)
-    one_thread = adam.stock_host_adam(elements, share_s * 0.3, 1)
-    others["downcast_params_per_s"] = adam.downcast(elements, share_s * 0.2)
+    stock = adam.stock_host_adam(elements, share_s * 0.6, cores)
+    one_thread = adam.stock_host_adam(elements, share_s * 0.4, 1)
     tell()
     triad, triad_notes = dram.triad(elements, cores, share_s * 0.8)
     rates = {
@@ -255,7 +236,7 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
         "stock_host_adam_thread_params_per_s": one_thread,
         "host_adam_by_threads": by_threads,
     }
-    return rates, others, notes + triad_notes
+    return rates, notes + triad_notes
 
 
 def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
@@ -278,7 +259,7 @@ def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
         "save_s_per_tensor": saving.measure_save(wanted.share_s / 4),
         "contention": matrix,
     }
-    return rates, _storage_rates(disk), list(disk.doubts)
+    return rates, list(disk.doubts)
 
 
 def _build_kernels(cuda: bool) -> None:
@@ -306,13 +287,6 @@ def _ranks(wanted: _Wanted) -> tuple[dict[int, dict[ShareName, Quantity]], list[
     return {wanted.ranks: shares}, notes
 
 
-def _storage_rates(disk: storage.StorageRates) -> dict[str, Quantity]:
-    result = {f"storage_write_by_{n}_bytes_per_s": q for n, q in disk.by_writers.items()}
-    if disk.buffered is not None:
-        result["storage_write_buffered_bytes_per_s"] = disk.buffered
-    return result
-
-
 def _dram_capacity(triad: Quantity, host_adam: Quantity) -> Quantity:
     moved = host_adam.scaled(HOST_ADAM_BYTES, "what the fused host Adam moves")
     return triad if moved.median <= triad.median else moved
@@ -330,10 +304,6 @@ def _stages(progress: Progress) -> Callable[[], None]:
 
 def _threads(cores: int) -> list[int]:
     return sorted({1, max(1, cores // 2), cores})
-
-
-def _sizes(elements: int) -> list[int]:
-    return sorted({max(1, elements // 256), max(1, elements // 32)})
 
 
 @contextmanager

@@ -49,7 +49,7 @@ class Machine(Shown, Page):
             while all ranks run, divided by the speed of one rank that runs alone. For example, the share ``h2d`` is 1
             if the ranks' copies do not slow each other down. `ebbtide.simulator.engines.rank_shares` estimates the
             shares for other numbers of ranks.
-        other_rates: Measured speeds that the simulator does not use but people ask for. Their names end with the unit.
+        other_rates: Bandwidths of a preset's GPUs over NVLink. Their names end with the unit.
         facts: Texts for people: generation and width of the link, NUMA nodes, limits.
         copy_latency_s, launch_latency_s: Time of a copy in addition to the time for its bytes, and time of launching a
             kernel on the device.

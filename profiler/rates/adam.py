@@ -75,38 +75,6 @@ def host_adam_out_of_place(elements: int, threads: int, budget_s: float) -> Quan
     return Quantity.from_samples(ratios[1:], "measured", f"{elements} elements, {threads} threads")
 
 
-def host_adam_by_sizes(sizes: list[int], threads: int, budget_s: float) -> dict[str, Quantity]:
-    """Measure how many parameters per second ebbtide's fused CPU kernel updates, for several subgroup sizes.
-
-    Small subgroups show the fixed cost of starting the kernel.
-
-    Returns:
-        A dict from a name with the size, such as ``host_adam_of_1000000_params_per_s``, to the rate.
-    """
-    result = {}
-    for size in sizes:
-        buffers = _as_the_runtime_has_them(size)
-
-        def update(buffers: AdamBuffers = buffers) -> None:
-            buffers.host_update(threads)
-
-        durations = repeat_s(update, budget_s / len(sizes))
-        detail = f"fused kernel, {size} elements, {threads} threads"
-        result[f"host_adam_of_{size}_params_per_s"] = rate(size, durations, "measured", detail)
-    return result
-
-
-def downcast(elements: int, budget_s: float) -> Quantity:
-    """Measure how many parameters per second the CPU converts from fp32 to bf16.
-
-    DeepSpeed without ebbtide makes this conversion after the CPU has updated the fp32 parameters.
-    """
-    master = noise(elements)
-    wire = torch.zeros(elements, dtype=torch.bfloat16)
-    durations = repeat_s(lambda: wire.copy_(master), budget_s)
-    return rate(elements, durations, "measured", f"fp32 to bf16, {elements} elements")
-
-
 def stock_ops() -> Any:
     """Return the compiled operator of DeepSpeedCPUAdam. The first build takes about a minute."""
     from deepspeed.ops.op_builder import CPUAdamBuilder

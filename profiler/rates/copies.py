@@ -1,5 +1,6 @@
 """Measurements of copies between host and GPU: each direction, both together, pinned and pageable memory."""
 
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ class CopyRates:
     pageable_h2d: Quantity | None
     pageable_d2h: Quantity | None
     latency_s: float
-    by_size: dict[str, Quantity]
     doubts: tuple[str, ...]
 
 
@@ -92,24 +92,16 @@ def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
         [min(1.2, max(0.31, 2 * size_bytes / s / alone)) for s in both], source, "both at once"
     )
     pageable_h2d, pageable_d2h = _pageable(size_bytes, share_s) if cuda else (None, None)
-    latency_s, by_size = _by_size(cuda, clock, source)
     notes = [*doubts("H2D bandwidth", up), *doubts("D2H bandwidth", down)]
     notes += doubts("bandwidth of both directions at once", both)
-    return CopyRates(h2d, d2h, duplex, pageable_h2d, pageable_d2h, latency_s, by_size, tuple(notes))
+    return CopyRates(h2d, d2h, duplex, pageable_h2d, pageable_d2h, _latency_s(cuda, clock), tuple(notes))
 
 
-def _by_size(
-    cuda: bool, clock: Callable[[Callable[[], object]], float], source: Source
-) -> tuple[float, dict[str, Quantity]]:
-    latencies, rates = [], {}
+def _latency_s(cuda: bool, clock: Callable[[Callable[[], object]], float]) -> float:
     ends = [Endpoints(size, cuda) for size in SIZES_BYTES]
-    for way in ("h2d", "d2h"):
-        seconds = [repeat_s(getattr(end, way), 0.0, clock) for end in ends]
-        latencies.append(fit_latency(SIZES_BYTES, [min(s) for s in seconds])[0])
-        for size, repeats in zip(SIZES_BYTES, seconds, strict=True):
-            detail = f"pinned copies of {size} bytes"
-            rates[f"{way}_of_{size}_bytes_per_s"] = rate(size, repeats, source, detail)
-    return sum(latencies) / 2, rates
+    ways = ([end.h2d for end in ends], [end.d2h for end in ends])
+    least_s = [[min(repeat_s(copy, 0.0, clock)) for copy in copies] for copies in ways]
+    return statistics.mean(fit_latency(SIZES_BYTES, seconds)[0] for seconds in least_s)
 
 
 def _pageable(size_bytes: int, share_s: float) -> tuple[Quantity, Quantity]:

@@ -20,7 +20,6 @@ from ebbtide.simulator.plan import BLOCK_BYTES
 from ebbtide.simulator.quantity import Quantity
 
 PLANNED_WRITERS = 2  # of the runtime's checkpoints (`ebbtide.simulator.plan.CheckpointPlan.writers`)
-WRITERS = (1, PLANNED_WRITERS, 4)
 DEPTH = 4  # blocks of stored state under way, each way: `ebbtide.runtime.storage.store.DEPTH`
 PARTS = 16  # of the file that a drive is measured with, each for itself
 MOST_CPU_SAMPLES = 20
@@ -40,8 +39,6 @@ class StorageRates:
         duplex_factor: Rate of concurrent reads and writes, divided by the sum of both rates alone, as in
             `Machine.storage_duplex_factor`.
         fsync_s: Seconds of an fsync without new data.
-        by_writers: Write rate by the number of threads.
-        buffered: Write rate through the page cache. None if ``write`` was already measured that way.
         writer_s_per_byte: CPU seconds per byte that a writer takes to gather, hash and write.
         doubts: Sentences that name unstable measurements.
     """
@@ -50,8 +47,6 @@ class StorageRates:
     read: Quantity
     duplex_factor: Quantity
     fsync_s: float
-    by_writers: dict[int, Quantity]
-    buffered: Quantity | None
     writer_s_per_byte: Quantity
     doubts: tuple[str, ...]
 
@@ -67,28 +62,22 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".ebbtide-storage-{uuid.uuid4().hex}"
-    share_s = budget_s / (len(WRITERS) + 5)
+    share_s = budget_s / 6
     with file_to_write(path, affordable_bytes(path, size_bytes, share_s)) as file:
         detail = f"{file.size_bytes} bytes, fsync, {file.mode}, {folder}"
-        seconds = {n: repeat_s(lambda n=n: file.write(n), share_s) for n in WRITERS}  # type: ignore[misc]
+        writes = repeat_s(lambda: file.write(PLANNED_WRITERS), share_s)
         reads = repeat_s(file.read, share_s)
         at_once = repeat_s(lambda: _at_once(file.read, lambda: file.write(PLANNED_WRITERS)), share_s)
         fsyncs = repeat_s(file.touch_and_sync, share_s)
-        buffered = _buffered(file, share_s) if file.direct else None
         cpu_s = _cpu_seconds(file, share_s)
-    by_writers = {n: rate(file.size_bytes, s, "measured", f"{n} writers, {detail}") for n, s in seconds.items()}
-    notes = [*doubts("storage write", seconds[PLANNED_WRITERS]), *doubts("storage read", reads)]
+    notes = [*doubts("storage write", writes), *doubts("storage read", reads)]
     return StorageRates(
-        write=by_writers[PLANNED_WRITERS],
+        write=rate(file.size_bytes, writes, "measured", f"{PLANNED_WRITERS} writers, {detail}"),
         read=rate(file.size_bytes, reads, "measured", detail),
         duplex_factor=Quantity.from_samples(
-            [duplex_factor(s, seconds[PLANNED_WRITERS], reads) for s in at_once],
-            "measured",
-            f"read and written at once, {detail}",
+            [duplex_factor(s, writes, reads) for s in at_once], "measured", f"read and written at once, {detail}"
         ),
         fsync_s=sorted(fsyncs)[len(fsyncs) // 2],
-        by_writers=by_writers,
-        buffered=buffered,
         writer_s_per_byte=Quantity.from_samples(
             [s / file.size_bytes for s in cpu_s],
             "measured",
@@ -187,12 +176,6 @@ def affordable_bytes(path: Path, size_bytes: int, share_s: float) -> int:
     return max(1, blocks) * BLOCK_BYTES
 
 
-def _buffered(file: "FileToWrite", share_s: float) -> Quantity:
-    durations = repeat_s(lambda: file.write(PLANNED_WRITERS, buffered=True), share_s)
-    detail = f"{PLANNED_WRITERS} writers, {file.size_bytes} bytes, fsync, buffered"
-    return rate(file.size_bytes, durations, "measured", detail)
-
-
 def _cpu_seconds(file: "FileToWrite", share_s: float) -> list[float]:
     result: list[float] = []
     end = time.perf_counter() + share_s
@@ -219,19 +202,12 @@ class FileToWrite:
         return "O_DIRECT" if self.direct else "buffered"
 
     def write(
-        self,
-        writers: int = 1,
-        *,
-        buffered: bool = False,
-        as_checkpoints: bool = False,
-        from_memory: bool = False,
-        blocks: range | None = None,
+        self, writers: int = 1, *, as_checkpoints: bool = False, from_memory: bool = False, blocks: range | None = None
     ) -> None:
         """Write the temporary file for a measurement of a drive's speed, then force it to disk (fsync).
 
         Args:
             writers: Number of threads that write the file.
-            buffered: Write through the page cache.
             as_checkpoints: Do what ebbtide's runtime does for checkpoints. Each thread has a buffer of its own, copies
                 every block to it, and hashes the block there.
             from_memory: Take the blocks from different places in memory. If False, every block is the same one in
@@ -239,7 +215,7 @@ class FileToWrite:
             blocks: Numbers of the blocks to write. If None, all blocks of the file.
         """
         flags = os.O_WRONLY | os.O_CREAT
-        with _opened(self._path, flags, self.direct and not buffered) as descriptor:
+        with _opened(self._path, flags, self.direct) as descriptor:
             numbers = blocks or range(self.size_bytes // BLOCK_BYTES)
             memory = self._much() if from_memory else None
 

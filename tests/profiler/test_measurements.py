@@ -82,8 +82,7 @@ def test_copies_without_a_gpu_say_that_they_are_emulated():
     found = copies.measure_copies(cuda=False, size_bytes=1 << 20, budget_s=0.01)
     assert {found.h2d.source, found.d2h.source, found.duplex_factor.source} == {"emulated"}
     assert found.pageable_h2d is None
-    assert len(found.by_size) == 2 * len(copies.SIZES_BYTES)
-    assert found.by_size["h2d_of_65536_bytes_per_s"].source == "emulated"
+    assert found.latency_s >= 0
     assert 0.3 < found.duplex_factor.median <= 1.2
 
 
@@ -128,9 +127,6 @@ def test_storage_leaves_nothing_behind(tmp_path):
     assert 0 < found.duplex_factor.median <= 1
     assert 0 < found.writer_s_per_byte.median < 1e-7
     assert found.writer_s_per_byte.source == "measured"
-    assert sorted(found.by_writers) == [1, 2, 4]
-    assert found.write == found.by_writers[storage.PLANNED_WRITERS]
-    assert (found.buffered is not None) == ("O_DIRECT" in found.write.detail)
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -235,7 +231,6 @@ def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepsp
     assert first.device_memory_bytes_per_s.median > 0
     assert stages[:-1] == list(STAGES), "progress must name each stage as it begins"
     assert "memlock_bytes" in first.facts
-    assert {"downcast_params_per_s", "storage_write_by_4_bytes_per_s"} <= set(first.other_rates)
     assert measure_machine(seconds=0.1, elements=TINY) == first
     assert measure_machine(seconds=0.1, elements=TINY, fresh=True) != first
     assert Machine.load(next(tmp_path.glob("machine-*.json"))).fingerprint == first.fingerprint
@@ -248,12 +243,6 @@ def test_bad_arguments_are_refused():
         measure_machine(seconds=61)
     with pytest.raises(ValueError, match=r"at most \d+ \(the number of cores\), but got 10000"):
         measure_machine(ranks=10_000)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_cuda_without_a_gpu_is_refused():
-    with pytest.raises(ValueError, match="device 'cuda' needs a CUDA GPU"):
-        measure_machine(device="cuda")
 
 
 def test_saving_goes_by_the_tensor():

@@ -66,13 +66,8 @@ def show_machine(machine: Machine, console: Console) -> None:
             highlight=False,
         )
     beside = [f"{name} {q.median:.2f}" for name, q in machine.contention.items()]
-    others = [f"{name} {q.median:.3g}" for name, q in machine.other_rates.items()]
     facts = [f"{name} {text}" for name, text in (machine.facts | machine.versions).items()]
-    for title, parts in (
-        ("speed at the same time as other work, relative to alone", beside),
-        ("also measured", others),
-        ("facts", facts),
-    ):
+    for title, parts in (("speed at the same time as other work, relative to alone", beside), ("facts", facts)):
         if parts:
             console.print(f"{title}: {', '.join(parts)}", highlight=False)
     if machine.measured_with:
