@@ -267,37 +267,20 @@ def _run(
         The rows, and True if the user has interrupted the simulations.
     """
     from joblib import Parallel, delayed
+    from rich.progress import Progress
 
     rows: list[dict[str, Any]] = []
-    with Parallel(n_jobs=n_jobs) as pool, _Bar(len(points), shown) as bar:
+    with Parallel(n_jobs=n_jobs) as pool, Progress(disable=not shown) as bar:
+        task = bar.add_task("simulating", total=len(points))
         size = POINTS_PER_TASK * max(1, int(pool._effective_n_jobs()))
         try:
             for first in range(0, len(points), size):
                 part = points[first : first + size]
                 rows += pool(delayed(evaluate)(workload, machine, point, planner) for point in part)
-                bar(len(part))
+                bar.advance(task, len(part))
         except KeyboardInterrupt:
             return rows, True
     return rows, False
-
-
-class _Bar:
-    def __init__(self, total: int, shown: bool) -> None:
-        self._total, self._shown = total, shown
-
-    def __enter__(self) -> Callable[[int], None]:
-        if not self._shown:
-            return lambda _: None
-        from rich.progress import Progress
-
-        self._progress = Progress()
-        self._progress.start()
-        task = self._progress.add_task("simulating", total=self._total)
-        return lambda done: self._progress.advance(task, done)
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._progress.stop()
 
 
 def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner | None = None) -> dict[str, Any]:
