@@ -19,6 +19,7 @@ from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
 
 from studies.bench.console import publish, study_parser
 from studies.bench.pictures import picture
+from studies.checkpoint_interval.kills import paid_at
 from studies.checkpoint_stall import measure as measure_writer
 from studies.checkpoints.interval_run import warm_up
 from studies.checkpoints.writers import Workload
@@ -128,7 +129,7 @@ def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
         lazy = simulation.cost(CheckpointPlan(interval_steps=1, copy_budget_bytes=work.checkpoint_bytes))
         blocking_s = work.checkpoint_bytes / simulation.storage
         for interval in INTERVALS:
-            _, cost = lazy.at_interval(interval, simulation.iteration_s, "wait")
+            cost = paid_at(interval, simulation.iteration_s, lazy)
             training_s = interval * simulation.iteration_s
             rows.append(
                 {

@@ -6,7 +6,7 @@ nodes / mean time between failures of a node), and also during restarts.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ebbtide.simulator.rules import RuleError
 
@@ -66,28 +66,6 @@ class CheckpointCost:
     @property
     def cost_s(self) -> float:
         return self.stall_s + self.interference_s
-
-    def at_interval(self, steps: int, iteration_s: float, busy: str) -> "tuple[int, CheckpointCost]":
-        """Return the number of steps between two completed checkpoints, and the training time that each checkpoint
-        costs.
-
-        A checkpoint is due every ``steps`` iterations. If the previous checkpoint is still being written at that
-        moment, ``busy`` decides what happens:
-
-        - "wait": the save waits until the previous checkpoint is written.
-        - "skip": this save is left out.
-        - "replace": the previous checkpoint is given up. As this happens at every save, no checkpoint is ever
-          completed, and the returned number of steps is 0.
-        """
-        spare_s = steps * iteration_s + self.cost_s - self.persist_s
-        if spare_s >= -1e-9 * self.persist_s:
-            return steps, self
-        if busy == "wait":
-            return steps, replace(self, stall_s=self.stall_s - spare_s)
-        if busy == "replace":
-            return 0, self
-        needed_s = max(0.0, self.persist_s - self.cost_s)
-        return steps * math.ceil(needed_s / (steps * iteration_s) * (1 - 1e-9)), self
 
     def fewest_steps(self, iteration_s: float) -> int:
         """Return the least number of iterations between checkpoints such that one is written before the next is due."""

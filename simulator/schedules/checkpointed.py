@@ -31,8 +31,7 @@ class CheckpointedLoop(EbbtideLoop):
 
     A checkpoint's bytes are written in the order that ``writing`` gives. The state of subgroups that live in GPU memory
     is copied to the host in parts, during forwards and backwards. If the previous checkpoint is still being written, a
-    save waits for it. A plan's field ``busy`` can select another rule. Other rules are not simulated here:
-    `CheckpointCost.at_interval` computes their cost.
+    save waits for it. A plan's field ``busy`` can select another rule. Other rules are not simulated.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from ebbtide.tuner.placements.checkpointing import Choice, best_checkpointing, r
 from studies.bench.console import publish, study_parser
 from studies.bench.forked import Child
 from studies.bench.pictures import picture
-from studies.checkpoint_interval.kills import campaign, compare, failure_gaps, goodput_at, with_speed
+from studies.checkpoint_interval.kills import campaign, compare, failure_gaps, goodput_at, paid_at, with_speed
 from studies.checkpoints.interval_run import Training, profile, read_notes, read_profile, train, under, warm_up
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
@@ -168,7 +168,7 @@ def against_stall_study(simulation: CheckpointSimulation, training: Training) ->
     ours, cost = result["writers"]["ebbtide"], simulation.cost(simulation.plan.checkpoint)
     slowdowns = {}
     for key, steps in (("every_1", 1), ("every_10", 10)):
-        _, paid = cost.at_interval(steps, simulation.iteration_s, "wait")
+        paid = paid_at(steps, simulation.iteration_s, cost)
         slowdowns[key] = {"predicted": paid.cost_s / steps / simulation.iteration_s, "measured": ours[key]["slowdown"]}
     return {
         "measured_stall_s": ours["every_10"]["stall_s"],

@@ -8,6 +8,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,14 +22,19 @@ from studies.checkpoints.interval_run import Training, read_notes, train, under
 QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
 
 
+def paid_at(steps: int, iteration_s: float, cost: CheckpointCost) -> CheckpointCost:
+    """Return the cost of each checkpoint if one is due every ``steps`` steps and a save waits for the previous one."""
+    wait_s = cost.persist_s - steps * iteration_s - cost.cost_s
+    return replace(cost, stall_s=cost.stall_s + wait_s) if wait_s > 1e-9 * cost.persist_s else cost
+
+
 def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures) -> float:
     """Return the expected goodput (useful training per time) of training with a checkpoint every ``steps``
     steps.
 
     The time for which a checkpoint waits for the previous one to be written is included.
     """
-    every, paid = cost.at_interval(steps, iteration_s, "wait")
-    return expected_goodput(iteration_s, paid, failures, every)
+    return expected_goodput(iteration_s, paid_at(steps, iteration_s, cost), failures, steps)
 
 
 def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float, cost: CheckpointCost) -> int:
@@ -41,9 +47,9 @@ def useful_steps(gap_s: float, steps: int, iteration_s: float, restart_s: float,
         restart_s: Seconds that a restart takes.
         cost: Cost of one checkpoint.
     """
-    every, paid = cost.at_interval(steps, iteration_s, "wait")
-    interval_s = every * iteration_s + paid.stall_s + paid.interference_s
-    return every * max(0, math.floor((gap_s - restart_s - paid.persist_s) / interval_s))
+    paid = paid_at(steps, iteration_s, cost)
+    interval_s = steps * iteration_s + paid.cost_s
+    return steps * max(0, math.floor((gap_s - restart_s - paid.persist_s) / interval_s))
 
 
 def failure_gaps(mtbf_s: float, count: int, seed: int) -> list[float]:

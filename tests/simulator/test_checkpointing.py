@@ -21,6 +21,7 @@ from ebbtide.simulator.schedules.checkpointed import CheckpointedLoop
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from studies.checkpoint_interval.kills import paid_at
 from tests.machines import node
 from tests.machines import workload as toy
 
@@ -178,16 +179,10 @@ def test_the_training_schedule_is_the_same_with_an_interval():
     assert build_schedule(workload(), with_interval) == build_schedule(workload(), HOST)
 
 
-COST = CheckpointCost(0.5, 0.5, 10.0, 0.0, 0.0, 0.0, 0)
-
-
-def test_busy_waits_skips_or_never_commits():
-    assert COST.at_interval(9, 1.0, "replace") == (9, COST)  # ends just in time
-    steps, paid = COST.at_interval(3, 1.0, "wait")
-    assert (steps, paid.stall_s) == (3, pytest.approx(6.5))  # 3 + 1 s, and 6 of waiting
-    assert COST.at_interval(3, 1.0, "skip")[0] == 9
-    assert COST.at_interval(4, 1.0, "skip")[0] == 12
-    assert COST.at_interval(3, 1.0, "replace")[0] == 0
+def test_a_save_waits_for_the_previous_checkpoint():
+    cost = CheckpointCost(0.5, 0.5, 10.0)
+    assert paid_at(9, 1.0, cost) == cost  # ends just in time
+    assert paid_at(3, 1.0, cost).stall_s == pytest.approx(6.5)  # 3 + 1 s, and 6 of waiting
 
 
 def test_saves_that_wait_for_each_other_take_what_the_closed_form_says():
@@ -202,7 +197,7 @@ def test_saves_that_wait_for_each_other_take_what_the_closed_form_says():
     spans = simulate(loop.schedule(7), machine()).spans
     saves = [s.end_s for s in spans if s.kind == OpKind.SNAPSHOT and s.lane == Lane.COMPUTE]
     assert saves[-1] - saves[-2] == pytest.approx(single.persist_s, rel=1e-3)
-    _, paid = single.at_interval(1, simulation.iteration_s, "wait")
+    paid = paid_at(1, simulation.iteration_s, single)
     assert simulation.iteration_s + paid.cost_s == pytest.approx(single.persist_s)
     assert period_s > simulation.iteration_s
 
