@@ -25,13 +25,10 @@ class Verdict:
     Attributes:
         choice: ``offload``, ``no offload``, or ``impossible`` if neither fits into memory.
         sentence: Advice in one sentence.
-        gains: Text on the plan's speed: the speedup over stock DeepSpeed and the distance to the lower bound of the
-            iteration time, as far as known. Empty unless ``choice`` is ``offload``.
     """
 
     choice: Literal["offload", "no offload", "impossible"]
     sentence: str
-    gains: str = ""
 
 
 def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> Verdict:
@@ -66,10 +63,10 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
         )
     beside = _plain_beside(plain, plan)
     if stock is None or runs:
-        return Verdict("offload", f"Offload with this plan: {gains}{beside}.", gains)
+        return Verdict("offload", f"Offload with this plan: {gains}{beside}.")
     near = f", {distance(plan)}" if distance(plan) else ""
     fits = f"Fits with ebbtide ({told_seconds(plan.iteration_s)} per step{near})"
-    return Verdict("offload", f"{fits}. Stock DeepSpeed does not fit: it {stock.note}{beside}.", gains)
+    return Verdict("offload", f"{fits}. Stock DeepSpeed does not fit: it {stock.note}{beside}.")
 
 
 def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:

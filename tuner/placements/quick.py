@@ -44,15 +44,13 @@ def quick_plan(
     device_bytes: int | None = None,
     host_bytes: int | None = None,
     effort: float = QUICK,
-    seed: int = 0,
 ) -> QuickPlan:
     """Search for a better plan while training runs (`ebbtide.tuner.placements.decision`), and return the best plan
     found.
 
     The new plan keeps three settings of the plan in force: the subgroups, the number of CPU threads, and whether
     updates overlap with the next forward. `ebbtide.tuner.plan`, which plans before training, may choose these three
-    settings. All other settings are chosen in the same way by both functions. The result is deterministic for a given
-    ``seed``.
+    settings. All other settings are chosen in the same way by both functions. The result is deterministic.
 
     Args:
         workload: Training job of one rank.
@@ -65,7 +63,7 @@ def quick_plan(
         effort: Fraction of a full search's evaluations.
     """
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
-    question = Question(workload, machine, limits, seed=seed, effort=effort, running=current)
+    question = Question(workload, machine, limits, effort=effort, running=current)
     try:
         # The updates are too small a part of a longer step to be worth a minute of search.
         found = decide(question) if workload.gradient_accumulation_steps <= most_micro_batches(workload) else None

@@ -92,12 +92,7 @@ class Search:
             bounds: Lower bounds of the iteration time, computed by searches for the same job with other subgroup
                 sizes. They hold for all subgroup sizes, so this search reuses them and adds its own.
             like: Search for the same workload and machine within other limits. The two share their simulated plans.
-
-        Raises:
-            ValueError: ``effort`` is not in (0, 1].
         """
-        if not 0 < effort <= 1:
-            raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 is the full search")
         self.effort = effort
         self.workload, self.machine, self.limits = workload, machine, limits
         stores = limits.storage_bytes is not None and workload.zero_stage == 3

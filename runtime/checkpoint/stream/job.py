@@ -33,7 +33,6 @@ class Report:
     update_wait_s: float
     copied_bytes: int
     persist_s: float
-    commit_s: float
 
 
 class Job:
@@ -164,7 +163,6 @@ class Job:
                 self._writer.waited_s,
                 self._writer.copied_bytes,
                 persisted - begin,
-                time.monotonic() - persisted,
             )
             if self._keep and self.attempt.rank == 0:
                 prune(self.attempt.save_dir, self._keep, self._files)
