@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ebbtide.tuner.service.client import Client as ServiceClient
+from ebbtide.tuner.service.client import call
 
 from studies.bench.console import publish, study_parser
 from studies.bench.page_moves import page_moves
@@ -113,7 +113,7 @@ class Server:
 
         The method is POST if the request has a body, otherwise GET.
         """
-        return ServiceClient(f"http://{self.address}", timeout_s=600).call(path, body)
+        return call(f"http://{self.address}", path, body, timeout_s=600)
 
 
 class Client:

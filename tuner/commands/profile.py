@@ -111,6 +111,6 @@ def profile(
 
 def _push(url: str, path: str, replace: bool) -> None:
     from ebbtide.simulator.machine import Machine
-    from ebbtide.tuner.service.client import Client
+    from ebbtide.tuner.service.client import push_machine
 
-    Client(url).push_machine(Machine.load(path), replace)
+    push_machine(url, Machine.load(path), replace)

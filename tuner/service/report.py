@@ -9,6 +9,7 @@ import html
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from datetime import datetime
 from hashlib import sha256
 from importlib.resources import files
@@ -25,7 +26,6 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.progress import Told
-from ebbtide.tuner.service.client import run_body
 from ebbtide.tuner.service.requests import Planned, Run, Scenario
 from ebbtide.tuner.service.scenario import resolve
 from pydantic import BaseModel, ValidationError
@@ -148,7 +148,17 @@ def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | N
 
 def posted(timeline: Timeline, name: str, plan: Plan | None = None, measured_on: str = "") -> Run:
     """Convert a timeline into the form that the planning service accepts as an upload of a training run."""
-    return Run.model_validate(run_body(name, timeline, plan, measured_on))
+    return Run.model_validate(
+        {
+            "name": name,
+            "source": timeline.source,
+            "strategy": timeline.strategy,
+            "measured_on": measured_on,
+            "spans": [asdict(span) for span in timeline.spans],
+            "memory": [asdict(sample) for sample in timeline.memory],
+            "plan": None if plan is None else plan.model_dump(mode="json"),
+        }
+    )
 
 
 def read_timelines(text: str) -> list[Timeline]:

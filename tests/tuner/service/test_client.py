@@ -1,50 +1,31 @@
-"""Tests of ebbtide's Python client for the HTTP service, against a real server: results, and errors that name the
+"""Tests of the calls of `tune profile` to the HTTP service, against a real server: results, and errors that name the
 key of the request that is wrong.
 """
 
 import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import build_strategy, preset, simulate, workload_from_model
+from ebbtide.tuner.service.client import ServiceError, call
 
 LLAMA = {"machine": "h100-node", "model": "Llama 3.2 1B"}
 
 
-@pytest.fixture
-def service(server):
-    from ebbtide.tuner.service.client import Client
-
-    return Client(server.url)
-
-
-def test_three_lines_answer(service):
+def test_an_answer_is_the_simulators(server):
     from ebbtide.tuner.service.scenario import MODELS
 
     machine = preset("h100-node")
     work = workload_from_model(MODELS["Llama 3.2 1B"], machine, micro_batch=1)
     expected = simulate(build_strategy("zero3_offload", work), machine).iteration_s
-    assert service.simulate(**LLAMA)["iteration_s"] == pytest.approx(expected, rel=1e-9)
+    assert call(server.url, "/simulate", LLAMA)["iteration_s"] == pytest.approx(expected, rel=1e-9)
 
 
-def test_a_plan_is_searched_and_a_run_posted(service):
-    plan = service.plan(**LLAMA, subgroup_size=10**9)  # one size is searched
-    machine = preset("h100-node")
-    from ebbtide.tuner.service.scenario import MODELS
-
-    work = workload_from_model(MODELS["Llama 3.2 1B"], machine, micro_batch=1)
-    timeline = simulate(build_strategy("ebbtide", work, plan=plan), machine)
-    run = service.post_run("from a test", timeline, plan, "nowhere: predicted")
-    stored = service.call(f"/runs/{run}")
-    assert stored["iteration_s"] == pytest.approx(timeline.iteration_s)
-    assert stored["predicted_s"] == pytest.approx(plan.prediction.iteration_s)
-
-
-def test_a_refusal_names_the_key(service):
-    from ebbtide.tuner.service.client import Client, ServiceError
-
+def test_a_refusal_names_the_key(server):
     with pytest.raises(ServiceError, match="gpus: must be greater"):
-        service.simulate(**LLAMA, gpus=0)
+        call(server.url, "/simulate", {**LLAMA, "gpus": 0})
     with pytest.raises(ServiceError, match="no tune serve answers at"):
-        Client("http://127.0.0.1:1").simulate(**LLAMA)
+        call("http://127.0.0.1:1", "/simulate", LLAMA)
+    with pytest.raises(ServiceError, match="url must begin with http"):
+        call("127.0.0.1:1", "/simulate", LLAMA)
 
 
 def test_a_profile_is_pushed(server, tmp_path, monkeypatch):
