@@ -133,7 +133,6 @@ def _estimated(
     """Return the interval around the predicted seconds of an iteration.
 
     Args:
-        seconds: Function that predicts the seconds for a given machine.
         passes: Function that predicts the seconds if each layer's forward and backward takes a given multiple of its
             time.
     """

@@ -218,10 +218,8 @@ class Moved:
     def _place(self, rng: Random) -> None:
         """Give a random subgroup of this plan another placement.
 
-        Updates on the CPU have an order, and so have updates on the GPU. If the update of the subgroup moves from one
-        of these orders to the other, its new position is chosen at random. With a probability of 70%, the update is
-        inserted directly before the first update of a subgroup with a higher index, or at the end of the order if no
-        subgroup has a higher index. Otherwise all positions are equally likely.
+        If its update moves between the CPU's order and the GPU's, its new position is random. With a probability of
+        70%, the update is inserted directly before the first update of a subgroup with a higher index, or at the end.
         """
         subgroup = rng.randrange(len(self.codes))
         before, code = self._sequence(subgroup), self.codes[subgroup]

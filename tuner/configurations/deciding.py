@@ -256,10 +256,8 @@ def explore(
 def _decided(question: Question, answer: Answer) -> Answer:
     """Return the answer of a configuration search with better plans for the fastest configurations.
 
-    The search itself only compares simple plans for each configuration. Afterwards, this function goes through the
-    kinds of offload that train under a plan. For the fastest configuration with each kind, it makes a quick plan
-    search. A plan that is faster than the simple one replaces it. If the search varies the subgroup size, the quick
-    plan search chooses it among the sizes in `SIZES`.
+    The search itself compares simple plans only. For the fastest configuration with each kind of offload that trains
+    under a plan, a quick plan search is made, also over the subgroup size if the search varies it.
     """
     sizes, better = SIZES if "sub_group_size" in answer.space.free else (), dict[Configuration, Outcome]()
     for offload in PLANNED:

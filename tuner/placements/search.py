@@ -240,15 +240,11 @@ class Search:
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self.sweep, c), options_of(c)))
 
     def _mean_s(self, codes: Codes, row: Row, options: tuple[Any, ...], most_s: float = math.inf) -> float:
-        """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip
-        gradients.
-
-        A step that clips must undo and redo the plan's early updates.
+        """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip gradients
+        and redo the plan's early updates.
 
         Args:
-            codes: Code of each subgroup's placement, parameter location and flags.
             row: Simulator's results for a step that does not clip.
-            options: Further arguments of the simulation.
             most_s: If a step that does not clip takes longer, its time is returned.
         """
         from ebbtide.simulator.engines import summary
@@ -290,11 +286,8 @@ class Search:
     def _settled_s(self, c: Candidate, seconds: float) -> float:
         """Return a plan's seconds per iteration after many iterations, or ``seconds`` if ``seconds`` is longer.
 
-        If copies to host memory take longer than an iteration, their delay grows from iteration to iteration. A
-        simulation of the first few iterations does not show this growth.
-
-        Args:
-            seconds: Seconds per iteration in a simulation of the first few iterations.
+        If copies to host memory take longer than an iteration, their delay grows from iteration to iteration. The first
+        few iterations, which take ``seconds``, do not show this growth.
         """
         later = seconds_of(self._longer, c)
         return later if later > seconds * (1 + 1e-6) else seconds
