@@ -157,14 +157,9 @@ def compare(
 def stock_beside(workload: Workload, plan: Plan | None, limits: Limits | None = None) -> tuple[str, dict[str, Any]]:
     """Return the name and options of DeepSpeed's own training strategy that a plan is compared with.
 
-    The strategy is ZeRO-Infinity if the plan stores optimizer state on a drive, or if the plan keeps
-    parameters in host memory that GPU memory cannot hold. Otherwise the strategy is DeepSpeed's optimizer
-    offload to host memory, which is faster.
-
-    Args:
-        workload: Training job of one rank.
-        plan: Plan, or None if no plan fits.
-        limits: Memory that training may use. If None, the limits that the plan was made for.
+    The strategy is ZeRO-Infinity if the plan stores optimizer state on a drive, or if the plan keeps parameters in host
+    memory that GPU memory cannot hold within ``limits`` (by default those of the plan). Otherwise the strategy is
+    DeepSpeed's optimizer offload to host memory, which is faster.
     """
     if plan is None:
         return stock_offload(workload.zero_stage), {}

@@ -179,30 +179,20 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return True if a training configuration beats the fastest simulated configuration of at least one of its
-        groups, by more than a small margin.
+        """Return True if a configuration of the given speed, or upper bound of the speed, beats the fastest simulated
+        configuration of at least one of its groups by more than a small margin.
 
         A group is all configurations, or those with the same value of one setting, such as the micro-batch size.
-
-        Args:
-            c: Training configuration.
-            tokens_per_s: Speed of the configuration, or an upper bound of its speed. With an upper bound, True means
-                that the configuration is worth a simulation.
         """
         shown = SHOWN * self._leaders.get("all", 0.0)
         leaders = (self._leaders.get(contest, 0.0) for contest in self.of(c))
         return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)
 
     def dominated(self, bounds: Promise) -> bool:
-        """Return True if a training configuration need not be simulated, because another one that was simulated is
-        about as good or better.
+        """Return True if a simulated configuration is about as good as, or better than, one within the given bounds.
 
-        This is so if the simulated configuration is faster than ``bounds.tokens_per_s``, or only slightly slower, and
-        if it needs less GPU memory than ``bounds.device_bytes``, or only slightly more.
-
-        Args:
-            bounds: Upper bound of the speed, and lower bound of the GPU memory, of the configuration that was not
-                simulated.
+        It is at most slightly slower than ``bounds.tokens_per_s``, and needs at most slightly more GPU memory than
+        ``bounds.device_bytes``.
         """
         enough = bounds.tokens_per_s - APART * self._leaders.get("all", 0.0)
         lean = bounds.device_bytes * (1 + APART)

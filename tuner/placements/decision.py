@@ -376,13 +376,8 @@ def check_length(workload: Workload) -> None:
 def follow(search: Search, coarser: Sequence[Search]) -> None:
     """Try further plans in a plan search.
 
-    The first plans are the best ones of searches with larger subgroups, converted to this search's smaller subgroups.
-    Then plans follow that spread their placements evenly over the model. Plans with early updates are last. An early
-    update starts before the gradient norm is known.
-
-    Args:
-        search: Plan search, to which the results are added.
-        coarser: Plan searches with larger subgroups.
+    The first ones are the best plans of searches with larger subgroups, converted to this search's smaller subgroups.
+    Then plans follow that spread their placements evenly over the model. Plans with early updates are last.
     """
     for other in coarser:
         if search.moves_parameters or not other.moves_parameters:

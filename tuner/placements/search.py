@@ -211,21 +211,14 @@ class Search:
         host_slots: int = HOST_SLOTS,
         most_s: float = math.inf,
     ) -> float:
-        """Return the predicted seconds per iteration of a plan, or ``inf`` if the plan does not fit into memory.
-
-        The result is not stored in the search's scores.
+        """Return the predicted seconds per iteration of a plan, or ``inf`` if the plan does not fit into memory. The
+        result is not stored in the search's scores.
 
         Args:
             codes: Code of each subgroup's placement, parameter location and flags.
-            slots: Number of staging buffers (GPU memory for one staged subgroup each).
-            prefetch: Number of subgroups that are copied to the GPU ahead of time.
-            threads: Number of CPU threads for updates, or 0 for the default.
-            overlap: True if updates may overlap the next forward.
             issue: Order in which the subgroups' updates are issued. If None, the order of forward.
-            host_slots: Number of buffers in host memory for stored subgroups.
-            most_s: Seconds from which the exact time does not matter. A step that does not clip is simulated first.
-                If it takes longer than ``most_s``, its time is returned, and the slower steps that clip are not
-                simulated.
+            most_s: Seconds from which the exact time does not matter. If a step that does not clip takes longer, its
+                time is returned, and the slower steps that clip are not simulated.
         """
         codes, slots = self.room.fitted(codes, slots, host_slots)
         if not (self._may_store(codes) and self.limits.hold(*self.room.taken(codes, slots, host_slots))):
