@@ -71,13 +71,7 @@ class ScriptRun:
             raise ValueError(f"iterations must be >= 1, but got {self.iterations} (--iterations)")
 
     def command(self, out: Path, report: Path, port: int) -> list[str]:
-        """Return the launcher's command line that runs a training script under the profiler, as a list of arguments.
-
-        Args:
-            out: File for the measured workload.
-            report: Folder for the ranks' progress.
-            port: Port at which the ranks meet.
-        """
+        """Return the launcher's command line that runs a training script under the profiler, as a list of arguments."""
         python = [sys.executable, "-m"]
         ours = [
             "ebbtide.profiler.script",
@@ -103,8 +97,6 @@ def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], obj
     """Run an unchanged training script until the profiler has measured its workload, and write the workload to a file.
 
     Args:
-        run: Training script, and how to run it.
-        out: Path of the written file.
         progress: Called with the number of optimizer steps that the slowest rank has taken, and the number
             needed.
 

@@ -26,7 +26,6 @@ def unit_of(parameter: str, unit_names: Sequence[str]) -> str:
     """Return the name of the submodule that contains a parameter, or "model" if none of the given ones does.
 
     Args:
-        parameter: Name of the parameter in the model.
         unit_names: Names of the submodules that are timed one by one, from `units`.
     """
     return next((unit for unit in unit_names if parameter.startswith(unit + ".")), "model")

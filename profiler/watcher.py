@@ -115,7 +115,6 @@ class PhaseHooks:
 
         Args:
             phase: Name of the phase, such as ``forward`` or ``step``.
-            work: Function to call with the other arguments.
         """
         self._begins(phase)
         result = work(*args, **kwargs)

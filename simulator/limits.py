@@ -175,11 +175,7 @@ class Limits:
         return self.missing(peaks.device_peak_bytes, peaks.host_peak_bytes, peaks.storage_bytes)
 
     def spare_host_bytes(self, peaks: Peaks) -> int:
-        """Return the bytes of host memory that stay free at the peak, which checkpoints may use for copies of state.
-
-        Args:
-            peaks: Memory peaks of training.
-        """
+        """Return the bytes of host memory that stay free at the peak, which checkpoints may use for copies of state."""
         beside = peaks.device_peak_bytes if self.unified else 0
         return max(0, self.host_bytes - peaks.host_peak_bytes - beside)
 

@@ -343,9 +343,6 @@ class Machine(Shown, Page):
 
         Each folder holds a part of every subgroup's optimizer state. The read and write bandwidth of all folders
         together is computed from that of each folder (`StorageRates.together`).
-
-        Args:
-            directories: Paths of the folders.
         """
         together = StorageRates.together({name: self.storage_of(name) for name in directories})
         return self.model_copy(

@@ -81,12 +81,7 @@ class Quantity(BaseModel):
         return cls(median=median, q1=q1, q3=q3, n=len(samples), source=source, detail=detail)
 
     def scaled(self, factor: float, detail: str = "") -> "Quantity":
-        """Return a copy of a quantity (a measured or assumed number) with median and quartiles times ``factor``.
-
-        Args:
-            factor: Positive number.
-            detail: Text on the origin of the new value.
-        """
+        """Return a copy of a quantity (a measured or assumed number) with median and quartiles times ``factor``."""
         values = {name: getattr(self, name) * factor for name in ("median", "q1", "q3")}
         return self.model_copy(update={**values, "detail": detail or self.detail})
 

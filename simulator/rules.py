@@ -194,10 +194,8 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
     """Return the known name that a user means: "RTX 4090", "4090" and "rtx-4090" all mean "rtx4090".
 
     Args:
-        given: Name in the user's spelling.
         known: All valid names, such as those of the machine presets.
         what: Kind of the name, such as "machine preset", for the error message.
-        key: Name of the field that the error reports.
 
     Raises:
         RuleError: The given name matches no known name, or several. The error suggests the nearest ones.

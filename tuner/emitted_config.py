@@ -25,12 +25,10 @@ def emitted_config(
     the plan depends on it, the plan's number is written instead.
 
     Args:
-        plan: Plan to train under.
         plan_file: Path of the plan's file, to be written into the config. A script may run in any
             folder, so the path should be absolute, or the file should lie next to the config.
         given: DeepSpeed config to start from. If None, all other values are left to the trainer.
         wire_dtype: Dtype of gradients and parameters: ``bf16``, ``fp16`` or ``fp32``.
-        zero_stage: ZeRO stage of the workload.
 
     Raises:
         ValueError: ``given`` is for another ZeRO stage.

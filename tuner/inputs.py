@@ -258,9 +258,6 @@ def read_trained(
     """Load a measured workload from a file, or estimate a workload from a model's config.
 
     Args:
-        machine: Machine that the estimate is made for.
-        workload: Path of a workload file.
-        model: Path of a model's config.
         beside_workload: Names of flags for ``--model`` that may also be used with ``--workload``.
         about: Values of the flags for ``--model``.
 
@@ -395,12 +392,7 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
 
 
 def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
-    """Refuse an output file of a ``tune`` command that would overwrite another output or an input.
-
-    Args:
-        outputs: Path of each output file by its flag.
-        inputs: Path of each input file by its flag.
-    """
+    """Refuse an output file of a ``tune`` command that would overwrite another output or an input."""
     taken = {Path(path).resolve(): flag for flag, path in inputs.items() if path}
     for flag, path in outputs.items():
         other = taken.setdefault(Path(path).resolve(), flag) if path else flag

@@ -23,8 +23,6 @@ def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget
     """Return the speed of ``work`` while ``neighbour`` runs, divided by its speed alone. 1 means no slowdown.
 
     Args:
-        work: Measured activity.
-        neighbour: Activity that runs in another thread.
         budget_s: Seconds to spend.
         source: Source that the result records, such as measured or emulated.
     """

@@ -42,7 +42,6 @@ def repeat_s(
     at least 5 times, unless that would take several times the budget. `doubts` reports if there are fewer than 5 calls.
 
     Args:
-        work: Function to measure.
         budget_s: Seconds to spend.
         clock: Function that calls ``work`` and returns its duration.
     """
@@ -87,8 +86,6 @@ def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[
     Otherwise return an empty list.
 
     Args:
-        name: Name of the measurement, for the warning.
-        quantity: Measured speed.
         least: Number of repeats below which there are too few.
     """
     if quantity.n < least:

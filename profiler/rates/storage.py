@@ -207,7 +207,6 @@ class FileToWrite:
         """Write the temporary file for a measurement of a drive's speed, then force it to disk (fsync).
 
         Args:
-            writers: Number of threads that write the file.
             as_checkpoints: Do what ebbtide's runtime does for checkpoints. Each thread has a buffer of its own, copies
                 every block to it, and hashes the block there.
             from_memory: Take the blocks from different places in memory. If False, every block is the same one in

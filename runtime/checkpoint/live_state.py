@@ -88,7 +88,6 @@ class StoredState(Protocol):
 
         Args:
             target, nonce: Folder and identifier of the checkpoint.
-            step: Number of optimizer steps done.
         """
         ...
 

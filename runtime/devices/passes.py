@@ -153,9 +153,6 @@ class WatchedPasses:
 
         The time of this wait is later subtracted from the measured time of the forward or backward. This method does
         not make the stream wait.
-
-        Args:
-            ends: The ends of the copies.
         """
         if self._now is not None:
             missing = [end for end in ends if not end.ended]

@@ -50,8 +50,6 @@ class Executor(IssuedOps):
         """Start the threads and streams that run the copies and updates of a plan.
 
         Args:
-            made: The plan, and the buffers that were allocated for it.
-            threads: Number of threads of the CPU update.
             gradients: The operations on gradients that the micro-batches of each step run, such as copies to host
                 memory.
             store: Store of the subgroups that have their state on a drive. The state passes through the host buffers
@@ -195,9 +193,6 @@ class Executor(IssuedOps):
         gradient scale, gradient and kernel. If the step clips, the scale differs, and the early update is dropped. Call
         this method before `launch`.
 
-        Args:
-            jobs: For each subgroup, the update that the step needs.
-
         Returns:
             The subgroups with a kept early update. Their state is now in buffers that were spare buffers before.
         """
@@ -209,10 +204,6 @@ class Executor(IssuedOps):
 
         Before this call, each subgroup's gradient must have been sent to the memory in which the subgroup's update
         will run.
-
-        Args:
-            jobs: The update of each subgroup.
-            iteration: Number of the training iteration, for the measured timeline.
         """
         self._begin_ahead()
         self._ready.clear()

@@ -44,7 +44,6 @@ class GradientOps:
 
         Args:
             offset: First element of the part in the subgroup.
-            buffer: Host memory for the part.
             source: The gradient. The caller may drop its reference immediately, but must call `before_reuse` before it
                 overwrites the gradient's memory.
             summed: True if ``source`` is the sum of several micro-batches' gradients that `fetch_sum` has returned.

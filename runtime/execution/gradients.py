@@ -185,10 +185,6 @@ class GradientBuffers(Generic[Piece]):
         """Return a copy of this object that uses a new plan's tensors and operations.
 
         No gradient is copied, because the caller has already moved the gradients to the new plan's tensors.
-
-        Args:
-            states: Tensors of each subgroup under the new plan.
-            ops: Operations that copy gradients under the new plan.
         """
         moved = replace(self, states=states, ops=ops)
         moved._open = self._open

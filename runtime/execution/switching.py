@@ -56,8 +56,6 @@ class Movement:
         """Move a subgroup's tensors to the given memory, and make the framework use them there.
 
         Args:
-            placement: Placement that the optimizer state gets.
-            location: Memory that the parameters get.
             apart: If True, parameters that are already in this memory, but share a buffer with other subgroups, are
                 copied to a tensor of their own.
         """

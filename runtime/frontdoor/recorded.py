@@ -29,7 +29,6 @@ def initialize(
 
     Args:
         original: The ``initialize`` function to call: DeepSpeed's, or ebbtide's replacement.
-        job: The run to record.
         done: Function to call after the last recorded step, on every rank.
     """
     call = inspect.signature(original).bind(*args, **kwargs).arguments

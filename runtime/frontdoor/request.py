@@ -40,7 +40,6 @@ def read_request(value: Any, base: Path | None = None) -> Request:
     """Check and parse the value of the key ``"ebbtide"`` in a DeepSpeed config.
 
     Args:
-        value: The value as parsed from JSON.
         base: The folder of DeepSpeed's config file. A relative path of the plan's file is also looked up
             there.
 

@@ -91,7 +91,6 @@ def digest(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = Non
         narrow: If given, the digest of an fp32 part has a second hash: that of the elements after rounding to this
             dtype (bf16, fp16 or fp32). The digest of an fp32 master can thus be compared with that of the 16-bit
             parameter.
-        threads: Number of threads of the CPU kernel.
 
     Raises:
         ValueError: The dtype or the strides cannot be hashed.

@@ -96,11 +96,7 @@ class UpdateRule(ABC):
         return {}
 
     def next_step(self, optimizer: Any, master: torch.nn.Parameter, group: int) -> UpdateStep:
-        """Return the hyperparameters of a master parameter's next step, and advance its step counter.
-
-        Args:
-            group: Index of the master's parameter group.
-        """
+        """Return the hyperparameters of a master parameter's next step, and advance its step counter."""
         state = optimizer.state[master]
         state["step"] += 1
         return self.step(optimizer.param_groups[group], state["step"])
@@ -141,7 +137,6 @@ class UpdateRule(ABC):
         all other optimizers the result is 0.
 
         Args:
-            sizes: Number of elements of each subgroup.
             master: Dtype of the masters.
         """
         del sizes, master
@@ -180,11 +175,7 @@ class UpdateRule(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no op of DeepSpeed's to compare with")
 
     def resume(self, number: int, groups: Sequence[Group]) -> None:
-        """Set the update rule to its state after ``number`` optimizer steps, as if they had run in this process.
-
-        Args:
-            groups: Parameter group of each subgroup.
-        """
+        """Set the update rule to its state after ``number`` optimizer steps, as if they had run in this process."""
 
     def forms(self) -> list[UpdateStep]:
         """Return example hyperparameters for each variant of the update kernel that training may need.
@@ -243,7 +234,6 @@ def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequ
     Args:
         width: Vector width of the op that the rule assumes, in elements.
         lengths: Number of elements of each subgroup in the test.
-        steps: Number of optimizer steps in the test.
     """
     ours = [_telling(rule, group, length) for length in lengths]
     theirs = [[tensor.clone() for tensor in state] for state, _ in ours]

@@ -19,9 +19,5 @@ class UpdateStep(Protocol):
     def variant(self) -> int: ...
 
     def scalars(self, scale: float) -> np.ndarray:
-        """Return the fp32 scalars of an optimizer step in the order that the update kernels expect.
-
-        Args:
-            scale: Factor that unscales and clips the gradient.
-        """
+        """Return the fp32 scalars of an optimizer step in the order that the update kernels expect."""
         ...

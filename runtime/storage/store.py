@@ -308,7 +308,6 @@ class ExtentStore:
 
         Args:
             name: Unique name under which the version can be restored.
-            data: Text to keep with the version.
 
         Raises:
             StorageError: A write or a sync failed. Versions that were committed earlier are intact.

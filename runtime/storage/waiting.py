@@ -41,11 +41,7 @@ class Telling:
 
 @contextmanager
 def told_late(what: str) -> Iterator[None]:
-    """Log a warning if the code in the ``with`` block, which waits for a drive, takes long.
-
-    Args:
-        what: The operation that the warning names.
-    """
+    """Log a warning if the code in the ``with`` block, which waits for a drive, takes long."""
     timer = threading.Timer(TOLD_AFTER_S, logger.warning, (_STUCK, what, TOLD_AFTER_S))
     timer.daemon = True
     timer.start()
@@ -79,7 +75,6 @@ class Progress:
         """Wait until progress is made, at most a second. Log a warning if the wait is long.
 
         Args:
-            waiting: The warnings of this wait.
             rule, fact: Two parts of the error message: the event that must happen, and the present situation.
 
         Raises:

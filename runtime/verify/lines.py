@@ -85,7 +85,6 @@ class Lines:
         step 0.
 
         Args:
-            pieces: The parts of the training state's tensors on this rank.
             scalars: Further numbers of the step, such as the loss.
         """
         tensors = {piece.name: self._digest(piece) for piece in pieces}

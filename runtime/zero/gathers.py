@@ -166,9 +166,6 @@ class Gathers:
         Return handles to wait for. This method itself does not wait for updates of the parameters, because DeepSpeed
         also requests parameters that only later modules need. Return None if DeepSpeed has to gather the parameters
         itself, immediately.
-
-        Args:
-            gather: DeepSpeed's own gather.
         """
         own = self._optimizer._ebbtide
         if own.closed:

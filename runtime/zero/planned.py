@@ -297,7 +297,6 @@ def gated(name: str, read: Callable[[Any], Any] | None = None) -> property:
     Ebbtide's own code reads the attribute through ``__dict__``, which does not wait.
 
     Args:
-        name: Name of the attribute.
         read: Function that returns the value. None reads the attribute itself.
     """
 

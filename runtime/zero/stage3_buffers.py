@@ -114,9 +114,6 @@ class Pieces:
     def hand_back(self, where: torch.device) -> None:
         """Rebuild DeepSpeed's flat parameter tensors from the tensors of the plan's subgroups, and make the parameters
         use them.
-
-        Args:
-            where: Torch device of the rebuilt tensors.
         """
         flat = self.joined()
         self.apart = []

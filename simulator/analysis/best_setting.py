@@ -77,7 +77,6 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
 
     Args:
         name: Name of the strategy, such as "zero3_offload".
-        workload: Workload that is trained.
         options: Options of the strategy, as for `build_strategy`.
     """
     micro = workload.gradient_accumulation_steps

@@ -200,20 +200,13 @@ class CheckpointSimulation:
         self.storage = capacities(machine, workload.ranks_per_node)["storage"]
 
     def schedule(self, saving: CheckpointPlan) -> Schedule:
-        """Return the schedule of ops of several training iterations with one checkpoint save, to simulate or draw it.
-
-        Args:
-            saving: Checkpoint settings, as in a plan.
-        """
+        """Return the schedule of ops of training iterations with one checkpoint save, to simulate or draw it."""
         return self._schedule(saving, self.writing(saving))
 
     def cost(self, saving: CheckpointPlan) -> CheckpointCost:
         """Return the cost of one checkpoint: the seconds that training loses, and the memory that the checkpoint needs.
 
         The checkpoint is assumed to be completely written before the next checkpoint is saved.
-
-        Args:
-            saving: Checkpoint settings, as in a plan.
         """
         writing = self.writing(saving)
         compiled = compile_schedule(self._schedule(saving, writing))
@@ -276,9 +269,6 @@ class CheckpointSimulation:
         The order depends on the speed of the writes and on how much they slow training down, and both depend on the
         order. So the order is computed `ROUNDS` times: first for full speed and no slowdown, and then for the speed and
         the slowdown in a simulation of the previous order.
-
-        Args:
-            saving: Checkpoint settings, as in a plan.
         """
         paced = min(self.storage, saving.write_bytes_per_s or math.inf)
         rate, stretch = paced, 1.0

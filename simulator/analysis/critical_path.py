@@ -13,9 +13,6 @@ def critical_path(schedule: Schedule, timeline: Timeline, from_s: float, to_s: f
     which the op waits: its dependencies, and the previous op of its lane. Slowdown by a shared link or shared
     memory is not considered.
 
-    Args:
-        timeline: Simulated timeline of the same schedule.
-
     Returns:
         The ops' spans in order of time. Empty if no op ends at ``to_s``.
     """

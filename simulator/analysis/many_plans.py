@@ -63,7 +63,6 @@ class PlanSweep:
         """Prepare to predict many plans for one workload on one machine, by computing once what all plans share.
 
         Args:
-            iterations: Number of iterations that are simulated for each plan.
             fused: False to simulate DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
 
         Raises:

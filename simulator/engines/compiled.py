@@ -192,9 +192,6 @@ def capacity_vector(machine: Machine, ranks: int) -> Floats:
     """Return one rank's share of each capacity that the ranks of a node have in common, such as DRAM bandwidth.
 
     The result is an array in the order of `CAPACITIES`. Unknown capacities are infinite.
-
-    Args:
-        ranks: Number of ranks on the node.
     """
     known = capacities(machine, ranks)
     return np.array([known.get(name, np.inf) for name in CAPACITIES])
@@ -223,9 +220,6 @@ def timeline(schedule: CompiledSchedule, simulated: SimResult) -> Timeline:
     """Return the timeline of a schedule: the start and end of each op, as the compiled simulator has computed them.
 
     The timeline lacks the memory in use over time, because the compiled simulator returns only memory peaks.
-
-    Args:
-        simulated: Result of the compiled simulator for this schedule.
     """
     spans = [
         Span(op.kind, op.lane, float(start), float(end), op.subgroup, op.layer, op.iteration)

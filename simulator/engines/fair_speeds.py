@@ -29,7 +29,6 @@ def max_min(busy: Ints, demand: Floats, capacity: Floats, speed: Floats, growing
     Args:
         busy: For each lane (queue of ops), 1 if an op of the lane runs, and 0 otherwise.
         demand: For each lane and capacity, the amount of the capacity that the lane's op uses at full speed.
-        capacity: Amount of each capacity.
         speed: Output: for each lane, the speed of its op as a fraction of full speed.
         growing: Working array, which is overwritten. It marks the lanes that can still get a higher speed.
         room: Working array, which is overwritten. For each capacity it holds the amount that is left (R_LEFT), the

@@ -62,7 +62,6 @@ def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:
 
     Args:
         size_bytes: Bytes of the whole data, over all ranks. Each rank passes on all of them except its own part.
-        ranks: Number of ranks in the ring.
         bytes_per_s: Rate of the slowest hop of the ring.
     """
     return LATENCY_S + passed_on(size_bytes, ranks) / bytes_per_s if ranks > 1 else 0.0

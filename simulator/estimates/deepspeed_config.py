@@ -154,7 +154,6 @@ class _Resolver:
 
         Args:
             key: Key in the section ``zero_optimization``, with or without the prefix ``stage3_``.
-            default: Value if the key is absent.
             automatic: Value if the config has ``"auto"``.
         """
         zero = self.section(ZERO)

@@ -71,7 +71,6 @@ def gathered(modules: Sequence[Module], rules: GatherRules) -> Gathered:
     Args:
         modules: Parameters of each module, in the order in which forward and backward use modules. Modules without
             parameters must be listed too, because DeepSpeed also prefetches when it reaches such a module.
-        rules: DeepSpeed's keys that control gathers.
     """
     play = _Coordinator(modules, rules)
     for step, module in enumerate(modules):
@@ -148,7 +147,6 @@ class _Coordinator:
         Args:
             step: Index of the module use that comes next, in the order in which a forward and its backward use modules.
                 Only uses from this index on count as later uses.
-            module: Module with the parameters to release.
         """
         for key, _ in module:
             if key in self.there and not self._kept(key, step):

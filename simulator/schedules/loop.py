@@ -88,12 +88,7 @@ class TrainingLoop(ABC):
         """
 
     def gradient_alloc_bytes(self, layer: int, micro_step: int) -> int:
-        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay on the GPU.
-
-        Args:
-            layer: Number of the layer.
-            micro_step: Number of the micro-batch.
-        """
+        """Return the bytes of GPU memory that a layer's backward allocates for gradients that stay on the GPU."""
         return 0
 
     @property

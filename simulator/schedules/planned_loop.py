@@ -69,7 +69,6 @@ class PlannedLoop(TrainingLoop):
         """Set up a simulated training loop under a plan.
 
         Args:
-            workload: Workload that is trained.
             locations: Memory that holds each subgroup's 16-bit parameters.
             overlaps: True if a step returns while updates are still running.
         """
@@ -103,9 +102,6 @@ class PlannedLoop(TrainingLoop):
     @abstractmethod
     def updates(self, norm: int) -> tuple[dict[int, int], list[int]]:
         """Append to the schedule the ops of updates that are issued once the gradient norm is known.
-
-        Args:
-            norm: Op that computes the gradient norm.
 
         Returns:
             A dict from each subgroup to the op after which its updated parameters are ready, and a list with the last

@@ -13,10 +13,6 @@ def settings(name: str, subgroups: int) -> Iterator[Setting]:
     """Yield the sets of options that a comparison tries for an offloading strategy, as arguments of `build_strategy`.
 
     A strategy without options yields one empty set.
-
-    Args:
-        name: Name of the strategy.
-        subgroups: Number of subgroups of optimizer state.
     """
     yield from SETTINGS.get(name, _none)(subgroups)
 

@@ -43,7 +43,6 @@ def held_under(plan: Plan, held: Holding, sizes: Sequence[int]) -> ByKind:
 
     Args:
         held: Bytes per element and per buffer of each placement.
-        sizes: Elements of each subgroup.
     """
     amounts, updated_early = tallies(sizes, plan)
     return held.by_kind(amounts, plan.staging_slots, plan.host_slots, updated_early, summed_elements(sizes, plan))
@@ -121,7 +120,6 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
     - A backward gathers `Layer.regathered_params` elements, or all if this field is None.
 
     Args:
-        layer: Layer of the workload.
         elements: Number of the layer's parameter elements that are kept in host memory.
         micro_step: Index of the micro-batch in the step, from 0.
         backward: True for the copies before backward, False for the copies before forward.
@@ -174,9 +172,6 @@ def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
     """Return the total number of elements of the subgroups that accumulate gradients on the GPU under a plan.
 
     The gradients are accumulated over the micro-batches of a step.
-
-    Args:
-        sizes: Number of elements of each subgroup.
     """
     return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
 

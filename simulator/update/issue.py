@@ -62,7 +62,6 @@ class Issue(Generic[Op]):
             recipes: For each subgroup, the recipe (sequence of ops) of its update under the plan.
             order: Order of the updates after the gradient norm is known.
             arrival: Order in which subgroups' gradients become complete.
-            slots: Number of buffers of each kind.
             prefetch: Number of subgroups whose state may be copied to the GPU before the gradient norm is known. Early
                 updates are not counted.
             add: Function that issues an op of a subgroup after given ops, and returns the new op.
@@ -133,9 +132,6 @@ class Issue(Generic[Op]):
 
     def norm(self, op: Op) -> tuple[dict[int, Op], list[Op]]:
         """Issue all remaining ops of an optimizer step's updates, because the gradient norm is known.
-
-        Args:
-            op: Op that computes the norm.
 
         Returns:
             A dict from each subgroup to the op after which its updated parameters are ready, and a list with the last

@@ -268,7 +268,6 @@ def slot_limits(staging_slots: int, recipes: Iterable[Recipe], host_slots: int =
 
     Args:
         staging_slots: Number of staging buffers of the plan (GPU memory for the state of one subgroup).
-        recipes: Ops of the update of each subgroup.
         host_slots: Number of buffers in host memory for state that is stored on drives.
     """
     users = Counter(slot for recipe in recipes for slot in recipe.slots)

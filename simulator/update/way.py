@@ -40,7 +40,6 @@ class Way(NamedTuple):
         """Return a `Way` (placement, parameter location, flags) for each placement, with no flag set.
 
         Args:
-            placements: Placements of subgroups.
             parameters: Memory that holds the parameters of all these subgroups.
         """
         return tuple(Way(placement, parameters) for placement in placements)

@@ -18,12 +18,6 @@ def shadow_prices(workload: Workload, machine: Machine, plan: Plan, options: dic
     link between host and GPU that is faster by 10 GB/s.
 
     For each of the two changes, a new plan is searched. The link becomes faster in both directions.
-
-    Args:
-        workload: Training job of one rank.
-        machine: Machine that trains.
-        plan: Present plan, with its prediction.
-        options: Further arguments of the plan search.
     """
     from ebbtide.tuner.placements.planning import plan as search
 

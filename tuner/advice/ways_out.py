@@ -208,8 +208,6 @@ def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = Non
     A combination with a longer sequence is also offered, if one is found before the search ends.
 
     Args:
-        job: Training job that does not fit.
-        machine: Machine that trains.
         freedom: Arguments of `Question` on what plans may do, such as ``subgroup_sizes``. None: their defaults.
         limits: Further arguments of `with_storage`, such as memory limits.
     """

@@ -24,7 +24,6 @@ def reasons(sweep: PlanSweep, plan: Plan, floor: Bound, stock: Workload) -> list
 
     Args:
         sweep: Predictor for the training job of one rank, with its optimizer state cut into the plan's subgroups.
-        floor: Lower bound of the iteration time.
         stock: Training job of one rank, with the subgroups that DeepSpeed makes without a plan.
     """
     assert plan.prediction is not None

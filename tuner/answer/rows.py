@@ -122,13 +122,9 @@ def compare(
     of the plan.
 
     Args:
-        workload: Training job of one rank.
-        machine: Machine that trains.
-        limits: Memory that training may use.
         plan: Plan, or None if no plan fits.
         others: True to include the systems in `PEERS` and variants of the plan. Each variant does without one
             technique.
-        compile_: Function that prepares a schedule for simulation.
         sweep: Predictor for the training job with the plan's subgroups. If None, a new one is made.
     """
 
@@ -210,8 +206,5 @@ def alternatives(rows: Sequence[Row]) -> tuple[Prediction, ...]:
     """Return the predictions for all ways to train except the plan itself, such as DeepSpeed without a plan.
 
     A plan file stores these predictions in its field ``alternatives``.
-
-    Args:
-        rows: One row for each compared way to train.
     """
     return tuple(row.prediction for row in rows if row.role != "plan")

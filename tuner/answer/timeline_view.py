@@ -48,7 +48,6 @@ def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]
     """Return one iteration of a timeline as JSON data, from the end of one backward pass to the end of the next.
 
     Args:
-        timeline: Simulated or measured timeline.
         schedule: Schedule that was simulated. If None, the result has no critical path.
 
     Returns:

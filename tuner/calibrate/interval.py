@@ -104,9 +104,6 @@ def plan_interval_s(sweep: PlanSweep, plan: Plan) -> tuple[float, float]:
     under a plan.
 
     The interval is that of `workload_interval_s`, for steps that clip no gradients.
-
-    Args:
-        sweep: Predictor for the workload and the machine.
     """
 
     def seconds(turned_machine: Machine) -> float:
@@ -156,7 +153,6 @@ def model_spread(machine: Machine, strategy: str = "") -> float:
     were known exactly, as a standard deviation in log units.
 
     Args:
-        machine: Machine that the prediction is for.
         strategy: Name of the simulated strategy, such as stock DeepSpeed's offload.
     """
     if machine.unexplained_spread is not None:

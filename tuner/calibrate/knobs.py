@@ -82,7 +82,6 @@ def turned(
     speed above its physical limit.
 
     Args:
-        machine: Machine to copy.
         knobs: Corrections, each for a group of speeds.
         x: Logarithm of the factor for each correction.
         spread: Dict from the index of a correction to two values for the speeds of its group: their new standard

@@ -50,9 +50,6 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
 def quick_cuts(cuts: Sequence[Workload]) -> list[int]:
     """Return the indices of the workloads that a quick plan search tries first: those with about 32 and about 110
     subgroups.
-
-    Args:
-        cuts: Workloads that differ only in their subgroup size.
     """
 
     def distance(number: int, count: int) -> float:

@@ -215,8 +215,6 @@ def explore(
     """Find the fastest training configuration, and the fastest one for each value of each varied setting.
 
     Args:
-        question: Model and machine.
-        space: Set of configurations to search.
         trials: Largest number of simulations. If it is too small, the answer is not complete.
         progress: Called with the number of simulated configurations, and the largest possible number.
 

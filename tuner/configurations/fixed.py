@@ -82,7 +82,6 @@ def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batc
 
     Args:
         flags: Values of the flags of ``tune search``. Flags that are left out fix nothing.
-        config: DeepSpeed config.
         global_batch: Samples per optimizer step, or None.
 
     Raises:

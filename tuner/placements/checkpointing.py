@@ -86,8 +86,6 @@ def best_checkpointing(
     Among equally good settings, the ones that reserve the least host memory are returned.
 
     Args:
-        simulation: Simulation of the checkpoints of one training plan.
-        failures: Failure model of the training job.
         spare_bytes: Host memory in bytes that checkpoints may reserve.
         base: Settings that give the number of writers, the mode and the folder.
     """

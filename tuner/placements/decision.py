@@ -163,7 +163,6 @@ class Question:
         """Begin a short plan search at one subgroup size (see `begun`).
 
         Args:
-            cut: Workload with subgroups of this size.
             bounds: Lower bounds that searches at other subgroup sizes have computed.
         """
         kept: dict[str, Any] = {"freely": self.offload_parameters and self.effort <= SKETCH}
@@ -236,7 +235,6 @@ def decide(question: Question, progress: Told = silently) -> Decision:
     plan is never slower than the quick plan.
 
     Args:
-        question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the name of the current phase.
 
     Raises:
@@ -302,7 +300,6 @@ def _searches(question: Question, progress: Told, found: _Found, *, last: bool =
     plan's iteration gets clearly shorter.
 
     Args:
-        question: Training job, machine, memory limits and effort.
         progress: Called with the finished fraction and the current subgroup size.
         found: Results so far. They are not repeated. New results are added.
         last: True if the smallest subgroups are also tried when no plan fits with any other size.
@@ -394,7 +391,6 @@ def improve(search: Search, effort: float) -> None:
     """Improve the plans that a plan search has found, by simulated annealing.
 
     Args:
-        search: Plan search.
         effort: Fraction of a full search's evaluations (simulated plans).
     """
     search.effort = min(1.0, effort)

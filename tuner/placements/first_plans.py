@@ -30,7 +30,6 @@ def try_first(search: Search, locations: tuple[ParameterLocation, ...] | None = 
     placement.
 
     Args:
-        search: Search that scores the plans.
         locations: Location of each subgroup's 16-bit parameters. If None, the locations of the last call are
             used.
     """

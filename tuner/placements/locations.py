@@ -67,9 +67,6 @@ def move_parameters(search: Search) -> None:
 
     First, as few subgroups as possible have their parameters in host memory, so that a plan just fits.
     Then several larger numbers of subgroups are tried.
-
-    Args:
-        search: Plan search that is extended.
     """
     if not search.can_move_parameters:
         return

@@ -166,10 +166,7 @@ def predict(
     spread of the machine's rates.
 
     Args:
-        workload: Training job of one rank.
         machine: Machine with rates and their spread.
-        made: Plan to predict.
-        limits: Memory limits that the prediction records.
         lower_bound_s: Lower bound of the iteration time in seconds, or 0 if it is unknown.
         sweep: Predictor for the job with the plan's subgroups. If None, a new one is made.
 

@@ -53,8 +53,6 @@ def quick_plan(
     settings. All other settings are chosen in the same way by both functions. The result is deterministic.
 
     Args:
-        workload: Training job of one rank.
-        machine: Machine that trains.
         current: Plan in force. The new plan is no slower than ``current`` in simulation. The new plan keeps the state
             of a subgroup on drives only if ``current`` does so too, since the drives have no room for other subgroups.
         device_bytes: GPU memory in bytes that this rank's training may use. If None, the memory that ``current`` uses.

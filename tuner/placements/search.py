@@ -82,10 +82,7 @@ class Search:
         """Prepare a search for the fastest plan of a workload on a machine.
 
         Args:
-            workload: Training job of one rank.
-            machine: Machine that trains.
             limits: Memory and storage that plans may use.
-            seed: Seed of the search.
             fixed: Values of fields that are equal in all plans and are not searched.
             storable: Subgroups with state that may be on a drive. If None, all may, if a drive is given.
             effort: Fraction of a full search's evaluations.

@@ -300,7 +300,6 @@ def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str
     combination of values, as JSON data or as CSV text.
 
     Args:
-        request: Request for a grid of simulations.
         progress: Called with the finished fraction and the name of the current phase.
     """
     machine, workload = resolve(request)

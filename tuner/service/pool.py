@@ -113,7 +113,6 @@ class Worker:
         """Send a request to this worker process of the planning service, and wait for the result.
 
         Args:
-            call: Request as JSON.
             on_progress: Called with each report of progress.
             result_bytes: Largest size of the result in bytes.
 
@@ -207,8 +206,6 @@ class Lane:
         instead.
 
         Args:
-            name: Kind of the request.
-            body: Fields of the request.
             on_progress: Called with each report of progress.
 
         Raises:

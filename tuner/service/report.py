@@ -124,8 +124,6 @@ def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | N
     plan's predicted timeline if it is known.
 
     Args:
-        text: Stored training run, as JSON.
-        machines: Machines that the server knows.
         workload: Measured workload that the server was started with. If the run's plan was made for
             this workload and for one of ``machines``, the result includes the plan's predicted
             timeline.
@@ -228,7 +226,6 @@ def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
     The browser may run only the page's own script and style, which the page names by their hashes.
 
     Args:
-        plan: Plan to show.
         timelines: Timelines of training under the plan, measured or predicted. The first measured
             one is compared with the plan's prediction.
         told: Description of the trained model and the machine. If empty, the one in the plan's file

@@ -49,8 +49,6 @@ def moved(run: Run, other: Run, at: Difference) -> float:
     two compared training runs.
 
     Args:
-        run: First run.
-        other: Second run.
         at: Difference between the runs. Only its tensor and its step are used.
     """
     return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))

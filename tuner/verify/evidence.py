@@ -33,8 +33,6 @@ def evidence(run: Run, step: int, other: Run) -> Iterator[Evidence]:
     unchanged tensor.
 
     Args:
-        run: Run to examine.
-        step: Number of the optimizer step.
         other: Second run of the same training, which shows what the step should have done.
     """
     goes_on = any(_moves(run, name, step) for name in run.masters)

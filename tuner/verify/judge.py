@@ -137,7 +137,6 @@ def judge(run: Run, other: Run, noise: Noise | None, *, same_bits: bool) -> Find
     """Compare a training run with a more trusted run, and decide if a difference is rounding or a defect.
 
     Args:
-        run: Run to judge.
         other: More trusted run. In case of a defect, ``run`` is called wrong unless recorded evidence shows that
             ``other`` is.
         noise: Size of the differences that chance explains, measured with repeated runs. None if no run was repeated.

@@ -73,9 +73,7 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
     """Run a training command for some steps in a separate process, and return the recorded training run.
 
     Args:
-        command: Training command.
         side: Changes to the command, such as training without offload.
-        steps: Number of optimizer steps.
         seed: Seed of the random generators that the script does not seed itself.
         deterministic: True to use torch's deterministic kernels, and to let the run fail at an operation without one.
             If ``side.deterministic`` is True, this argument is ignored: deterministic kernels are used, and an

@@ -35,7 +35,6 @@ def lives(who: dict[str, Any], path: Path) -> bool:
 
     Args:
         who: The process as `owner` described it in the note.
-        path: Path of the note.
     """
     if who.get("host") != socket.gethostname():
         return _is_renewed(path)

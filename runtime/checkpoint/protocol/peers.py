@@ -52,7 +52,6 @@ class Peers:
         Args:
             running: True if this rank is still writing an earlier checkpoint.
             failure: This rank's error. Empty if it has none.
-            target: Path to which this rank saves the checkpoint.
         """
         every = self._gather((secrets.token_hex(6), running, failure, target))
         return Verdict(

@@ -187,7 +187,6 @@ class Problem:
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
             least: Moment of the step.
-            blocks: Blocks of layers that are updated.
         """
         terms: list[Term] = []
         total = self.work.params

@@ -183,11 +183,7 @@ class _Reader:
         self.model, self.config = model, config
 
     def architecture(self, name: str) -> Architecture:
-        """Return the architecture of a transformers model as blocks: the embedding, the layers and the head.
-
-        Args:
-            name: Name of the model, for messages.
-        """
+        """Return the architecture of a transformers model as blocks: the embedding, the layers and the head."""
         layers = list(self._layers())
         held = _parted(self.model, layers)
         head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
