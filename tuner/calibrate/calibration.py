@@ -97,8 +97,8 @@ class Calibrated:
         contradictions: Sentences about runs that no single set of rates explains.
         unexplained: Sentences about phases that deviate in the same way in all runs, which no tried correction of a
             rate explains.
-        before_pct: Median error of the predicted time of a phase, over all phases of all runs, before
-            calibration, in percent. 100 means a factor of two in either direction.
+        before_pct: Mean error of the predicted time of a phase, over all phases of all runs, before calibration, in
+            percent. 100 means a factor of two in either direction.
         left_pct: The same error after calibration, in percent.
     """
 
@@ -131,7 +131,7 @@ def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrat
 
     A speed that does not affect the times of the runs stays as it is. A corrected speed has the source ``fitted``, and
     quartiles that tell how uncertain the speed still is. No speed is corrected if the corrections would increase the
-    median error of the predicted phase times, or if the machine already predicts the phases of the runs to `WITHIN`.
+    mean error of the predicted phase times, or if the machine already predicts the phases of the runs to `WITHIN`.
 
     Raises:
         CalibrationError: There is no run, or a run has no measured phase.
@@ -139,11 +139,11 @@ def calibrate(machine: Machine, observations: Sequence[Observation]) -> Calibrat
     _check(observations)
     start = with_loop(machine, observations)
     fitted, changes = start, tuple[Change, ...]()
-    before = after = _median_error(start, observations)
+    before = after = _mean_error(start, observations)
     missed = math.sqrt(float(np.mean(np.square(_phase_errors(start, observations)))))
     if missed >= WITHIN:
         corrected, made = _corrected(start, observations)
-        error = _median_error(corrected, observations)
+        error = _mean_error(corrected, observations)
         if error <= before:
             fitted, changes, after = corrected, made, error
     fitted = fitted.model_copy(update={"unexplained_spread": _left(fitted, observations)})
@@ -181,11 +181,11 @@ def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observati
     """Return the most probable correction factors for a machine's bandwidths and compute speeds, given measured
     training runs.
 
-    If corrections of the usual size leave a median error of `FAR` or more in a phase, wider ranges are tried. The
-    narrowest range with nearly the least errors is used.
+    If the machine's median error of a phase is `FAR` or more, corrections wider than usual are tried too. The narrowest
+    range with nearly the least errors is used.
     """
     usual = _fit_within(start, knobs, 1.0, observations)
-    if usual.worst < FAR:
+    if _worst(start, observations) < FAR:
         return usual
     fits = [usual, *(_fit_within(start, knobs, wider, observations) for wider in WIDER)]
     least = min(fit.worst for fit in fits)
@@ -205,8 +205,9 @@ def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observation
     result = least_squares(
         residuals,
         np.zeros(len(knobs)),
-        # Where two rates bind at once, neither alone makes a phase shorter: seen from both sides.
-        "2-point" if wider == 1.0 else "3-point",
+        # From both sides: where two rates bind at once, neither alone makes a phase shorter, and no rate that is at its
+        # physical limit does.
+        "3-point",
         x_scale=0.2,
         diff_step=np.full(len(knobs), 1e-3),
         max_nfev=12,
@@ -214,13 +215,13 @@ def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observation
         bounds=(-FURTHEST, FURTHEST),
     )
     x = np.asarray(result.x)
-    sigma = _sigma(np.asarray(result.jac), result.cost, len(result.fun) - len(knobs))
+    phases = len(result.fun) - len(knobs)
+    sigma = _sigma(np.asarray(result.jac)[:phases], np.asarray(result.fun)[:phases], width)
     identified = sigma < IDENTIFIED * width
     if wider > 1.0:  # of a machine far from its sheet, what moved beyond its own width explains it
         identified |= np.abs(x) > own
     x = np.where(identified, x, 0.0)
-    missed = _missed(turned(start, knobs, x), observations)
-    return _Fit(x, sigma, identified, max(abs(error) for error in missed.values()))
+    return _Fit(x, sigma, identified, _worst(turned(start, knobs, x), observations))
 
 
 def _missed(machine: Machine, observations: Sequence[Observation]) -> dict[str, float]:
@@ -230,6 +231,10 @@ def _missed(machine: Machine, observations: Sequence[Observation]) -> dict[str, 
         for phase in PHASES
         if any(phase in error for error in errors)
     }
+
+
+def _worst(machine: Machine, observations: Sequence[Observation]) -> float:
+    return max(abs(error) for error in _missed(machine, observations).values())
 
 
 def _check(observations: Sequence[Observation]) -> None:
@@ -262,9 +267,12 @@ def with_loop(machine: Machine, observations: Sequence[Observation]) -> Machine:
     return machine.model_copy(update={"loop_s": loop})
 
 
-def _median_error(machine: Machine, observations: Sequence[Observation]) -> float:
-    errors = [error for seen in observations for error in _run_errors(machine, seen).values()]
-    return float(np.median(np.abs(errors)))
+def _mean_error(machine: Machine, observations: Sequence[Observation]) -> float:
+    """Return the mean error of the predicted phase times, in log units.
+
+    It is not the median, which says nothing about a phase that is far off if two others are predicted well.
+    """
+    return float(np.mean(np.abs(_phase_errors(machine, observations))))
 
 
 def _phase_errors(machine: Machine, observations: Sequence[Observation]) -> list[float]:
@@ -296,15 +304,19 @@ def _robust(scaled: Floats) -> Floats:
     return np.asarray(np.sign(scaled) * np.sqrt(8 * (np.sqrt(1 + (scaled / 2) ** 2) - 1)))
 
 
-def _sigma(jacobian: Floats, cost: float, freedom: int) -> Floats:
+def _sigma(jacobian: Floats, missed: Floats, width: Floats) -> Floats:
     """Return the standard deviation of each correction factor in a calibration, in log units.
 
-    If the measured runs scatter more around the corrected predictions than was assumed, the standard
-    deviations are increased accordingly.
+    If the measured runs scatter more around the corrected predictions than was assumed, they count less. A standard
+    deviation is never above that of a factor before any run (``width``).
+
+    Args:
+        jacobian: Derivatives of the phases' errors by the factors, in units of the assumed noise.
+        missed: Phases' errors after the correction, in the same units.
+        width: Standard deviation of each factor before any run.
     """
-    covariance = np.linalg.pinv(jacobian.T @ jacobian)
-    scatter = max(1.0, 2 * cost / max(1, freedom))
-    return np.asarray(np.sqrt(np.diag(covariance) * scatter))
+    scatter = max(1.0, float(np.mean(np.square(missed))))
+    return np.asarray(np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian / scatter + np.diag(width**-2.0)))))
 
 
 def _changes(before: Machine, after: Machine, knob: Knob, sigma: float) -> list[Change]:

@@ -116,11 +116,10 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
             f"all speeds of the group {change.knob!r} are corrected by the same factor)"
         )
     if not calibrated.changes:
-        click.echo("no rate was changed, because the runs add no information to the machine file")
+        click.echo("no speed was corrected, because no likely correction brings the predictions closer to the runs")
     before, left = _miss(calibrated.before_pct), _miss(calibrated.left_pct)
-    click.echo(
-        f"{runs} runs: the median error of the predicted phase times was {before} and is now {left}. Wrote {out}"
-    )
+    told = f"{runs} run{'s' * (runs > 1)}"
+    click.echo(f"{told}: the mean error of the predicted phase times was {before} and is now {left}. Wrote {out}")
 
 
 def _miss(percent: float) -> str:
