@@ -6,10 +6,10 @@ remains, and later processes wait forever without a message.
 
 import contextlib
 import logging
-import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,15 +85,8 @@ def _watch(thread: int, over: threading.Event, every_s: float) -> None:
 
 
 def _waited_for(thread: int) -> Path | None:
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if (
-            frame.f_code.co_name == "wait"
-            and os.path.basename(  # noqa: PTH119 - a frame's file
-                frame.f_code.co_filename
-            )
-            == "file_baton.py"
-        ):
+    running = sys._current_frames().get(thread)
+    for frame, _ in traceback.walk_stack(running) if running is not None else ():
+        if frame.f_code.co_name == "wait" and Path(frame.f_code.co_filename).name == "file_baton.py":
             return Path(frame.f_locals["self"].lock_file_path)
-        frame = frame.f_back
     return None

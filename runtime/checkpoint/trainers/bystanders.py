@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,12 +47,10 @@ watching = False  # `watch` was called: `ebbtide.runtime.frontdoor.hook` leaves 
 
 def foreign_trainer() -> str | None:
     """Return the trainer library (one of `TRAINERS`) whose code is on the present call stack, or None."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package in TRAINERS:
             return package
-        frame = frame.f_back  # type: ignore[assignment]
     return None
 
 

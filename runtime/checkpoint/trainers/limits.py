@@ -6,6 +6,7 @@ They say how many checkpoints the trainer keeps, and whether it loads its best c
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +43,13 @@ def trainers_limit() -> TrainersLimit | None:
     the Trainer's settings are returned. The result is None if neither is there.
     """
     found = None
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         caller = frame.f_locals.get("self")
         kinds = {(kind.__module__, kind.__name__) for kind in type(caller).__mro__}
         if TRAINER in kinds and hasattr(caller, "args"):
             return _of_trainer(caller)
         if ACCELERATOR in kinds and found is None:
             found = TrainersLimit(getattr(getattr(caller, "project_configuration", None), "total_limit", None))
-        frame = frame.f_back  # type: ignore[assignment]
     return found
 
 
