@@ -107,19 +107,6 @@ class Executor(IssuedOps):
         largest = max(users, key=lambda s: s.elements)
         return [empty(largest.elements, largest.wire.dtype) for _ in range(buffers[slot])]
 
-    @property
-    def before_op(self) -> Callable[[Op], None] | None:
-        """Return the function that every operation of a plan calls first, so that tests can inject faults
-        and delays.
-
-        None if no function is set.
-        """
-        return self.gradients.before_op
-
-    @before_op.setter
-    def before_op(self, call: Callable[[Op], None] | None) -> None:
-        self.gradients.before_op = call
-
     # -- launching ---------------------------------------------------------------------------
 
     def prefetch(self, *, early_updates: bool = True) -> None:
@@ -284,8 +271,8 @@ class Executor(IssuedOps):
         return state.wire
 
     def _run(self, body: Body, op: Op) -> None:
-        if self.before_op is not None:
-            self.before_op(op)
+        if self.gradients.before_op is not None:
+            self.gradients.before_op(op)
         body(op.subgroup)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, waits: list[Completion]) -> Completion:

@@ -322,7 +322,8 @@ class Session:
         self.plan, self._executor = self._build(plan, self._executor.states)
         self._account_for(self.plan)
         now, before = self._executor.bodies, former.bodies
-        now.gate, now.spent, self._executor.before_op = before.gate, before.spent, former.before_op
+        now.gate, now.spent = before.gate, before.spent
+        self._executor.gradients.before_op = former.gradients.before_op
         self._gradient_buffers = self._gradient_buffers.moved(self._executor.states, self._executor.gradients)
         self._make_spares()
         self._register_saved()

@@ -215,7 +215,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **
     plan = plan_of(engine, pattern, device_sums=1, **(early_updates | fields))
     ebbtide.runtime.attach(engine, plan, device="emulated" if emulated else "cuda")
     rng = random.Random(seed)
-    engine.optimizer._ebbtide.executor.before_op = lambda _: time.sleep(rng.random() * LONGEST_DELAY_S)
+    engine.optimizer._ebbtide.executor.gradients.before_op = lambda _: time.sleep(rng.random() * LONGEST_DELAY_S)
     return engine
 
 

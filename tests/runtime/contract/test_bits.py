@@ -466,7 +466,7 @@ def test_a_planted_race_is_caught(plant, stage):
         if op.kind == slow:
             time.sleep(0.02)
 
-    executor.before_op = delay
+    executor.gradients.before_op = delay
     assert not same(outcome(ours), stock("clipping", stage))
 
 
@@ -478,5 +478,5 @@ def test_a_gate_removed_is_caught():
 
     ours = attached(engine_for("clipping"), ["host"], DEVICE, seed=None)
     ours.optimizer._gathers.open()
-    ours.optimizer._ebbtide.executor.before_op = lambda op: time.sleep(0.1)
+    ours.optimizer._ebbtide.executor.gradients.before_op = lambda op: time.sleep(0.1)
     assert not same(outcome(ours), stock("clipping"))

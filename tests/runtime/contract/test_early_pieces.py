@@ -255,7 +255,7 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
             update(*args)
 
         monkeypatch.setattr(owner, "update", slowly)
-    engine.optimizer._ebbtide.executor.before_op = None
+    engine.optimizer._ebbtide.executor.gradients.before_op = None
     assert_same(steps(engine, every_second(change), 6), stock_steps(every_second(change), 6))
 
 

@@ -23,7 +23,7 @@ def placement(request):
 def pausing(placement, speculate=99, **settings):
     plan = planned([placement], speculate=speculate, speculate_visits=speculate)
     engine = PlainEngine(model(), plan, EmulatedTorch(), **settings)
-    engine.session.executor.before_op = delays(1, 0.001)
+    engine.session.executor.gradients.before_op = delays(1, 0.001)
     return engine
 
 

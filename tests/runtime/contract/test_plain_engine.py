@@ -89,7 +89,7 @@ def planned(pattern, overlap=True, **fields):
 
 def engine_of(pattern, kind=EmulatedTorch, overlap=True, **settings):
     engine = PlainEngine(model(), planned(pattern, overlap), kind(), **settings)
-    engine.session.executor.before_op = delays(1, 0.001)
+    engine.session.executor.gradients.before_op = delays(1, 0.001)
     return engine
 
 
@@ -133,7 +133,7 @@ def test_a_forward_waits_for_the_updates_of_its_own_parameters_only():
     engine = engine_of(["host"])
     last, go_on = len(engine.groups) - 1, threading.Event()
     held = (OpKind.UPDATE_HOST, last)
-    engine.session.executor.before_op = lambda op: (op.kind, op.subgroup) == held and go_on.wait(60)
+    engine.session.executor.gradients.before_op = lambda op: (op.kind, op.subgroup) == held and go_on.wait(60)
     losses = train(engine, 1)
     engine.model[0](torch.tensor([1]))  # the embedding is subgroup 0's
     still_running = engine.session.executor.busy

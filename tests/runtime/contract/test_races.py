@@ -59,7 +59,7 @@ def test_an_unused_parameters_gradient_is_not_scaled_under_its_update(device, pl
     ours = attached(new(), [placement], device, seed=None)
     executor = ours.optimizer._ebbtide.executor
     kind = OpKind.UPDATE_HOST if placement == "host" else OpKind.UPDATE_DEVICE
-    executor.before_op = late(kind, len(executor.states) - 1)
+    executor.gradients.before_op = late(kind, len(executor.states) - 1)
     assert_same(outcome(ours, 8), expected)
 
 
@@ -90,7 +90,7 @@ def test_a_gather_ahead_waits_for_no_update_and_is_not_dropped(location):
         first_has_run.set()
 
     ours.backward(ours(*batch))
-    executor.before_op = hold_back
+    executor.gradients.before_op = hold_back
     ours.step()
     hook = first.register_forward_hook(note)
     ours(*batch)

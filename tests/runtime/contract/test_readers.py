@@ -139,7 +139,7 @@ def test_a_failing_op_surfaces_and_nothing_hangs(device):
         if op.subgroup == 1:
             raise OSError("the disk of this test has died")
 
-    engine.optimizer._ebbtide.executor.before_op = fail
+    engine.optimizer._ebbtide.executor.gradients.before_op = fail
     with pytest.raises(BackgroundError) as failure:
         train(engine, 2)
     assert "the disk of this test has died" in str(failure.value.__cause__)

@@ -64,7 +64,7 @@ def test_a_save_does_not_wait_for_what_is_on_its_way_to_storage(tmp_path):
     train(engine, 2)
     engine.optimizer.wait()
     executor = engine.optimizer._ebbtide.executor
-    executor.before_op = lambda op: op.kind is OpKind.STATE_WRITE and may_write.wait(30)
+    executor.gradients.before_op = lambda op: op.kind is OpKind.STATE_WRITE and may_write.wait(30)
     train(engine, 1, first=2)
     late = threading.Timer(10, may_write.set)
     late.start()
@@ -123,7 +123,7 @@ def test_a_run_that_goes_back_lets_no_update_under_way_write_behind_it(pattern, 
         if op.kind == OpKind.STATE_WRITE:
             time.sleep(0.05)
 
-    engine.optimizer._ebbtide.executor.before_op = late
+    engine.optimizer._ebbtide.executor.gradients.before_op = late
     train(engine, 2, first=1)
     engine.load_checkpoint(tmp_path / "ck", tag="global_step1")
     assert_same(outcome(engine, 2, first=1), undisturbed(2, 1))

@@ -170,7 +170,7 @@ def attached(engine: Any, pattern: list[str], device: str, seed: int | None = 1,
     """Attach a plan to an engine, with random delays before its ops, and return the engine."""
     ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=device_of(device))
     if seed is not None:
-        engine.optimizer._ebbtide.executor.before_op = delays(seed)
+        engine.optimizer._ebbtide.executor.gradients.before_op = delays(seed)
     return engine
 
 
