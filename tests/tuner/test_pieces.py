@@ -56,7 +56,7 @@ def test_its_prediction_counts_the_room_that_deepspeeds_tensors_keep():
 
 
 def test_pieces_are_never_stored():
-    with pytest.raises(ValueError, match="must not be given together with --storage"):
+    with pytest.raises(ValueError, match="must not be given if optimizer state is stored"):
         Question.of(job(), machine(), pieces=True, storage={"/nvme": 10**12})
 
 

@@ -154,12 +154,6 @@ def plan(
         "endurance_bytes": endurance,
         "effort": QUICK if quick else None,
     }
-    if options["pieces"] and options["storage"]:
-        raise BadInputError(
-            "--subgroup-size=pieces must not be given if optimizer state is stored on a drive, because a drive holds "
-            "whole subgroups of DeepSpeed only. Use --subgroup-size=auto, or leave out --storage and "
-            "offload_optimizer.device nvme"
-        )
     needs("with --storage", bool(options["storage"]), "endurance")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, failures, options)

@@ -130,8 +130,9 @@ class Question:
         pieces = pieces and workload.zero_stage == 3  # below, DeepSpeed's own size means nothing
         if pieces and storage:
             raise ValueError(
-                "--subgroup-size pieces must not be given together with --storage, because optimizer state is stored "
-                "on a drive in whole subgroups of DeepSpeed only. Leave out one of the two options"
+                "--subgroup-size=pieces must not be given if optimizer state is stored on a drive, because a drive "
+                "holds whole subgroups of DeepSpeed only. Use --subgroup-size=auto, or leave out --storage and "
+                "offload_optimizer.device nvme"
             )
         return cls(workload, machine, limits, subgroup_sizes, offload_parameters, folders, seed, effort, pieces)
 
