@@ -22,51 +22,32 @@ _OLD_ATTENTION = (
 )
 
 
-def _whole(most: int) -> Callable[[Any, ValidationInfo], Any]:
+def _must(rule: str, holds: Callable[[Any], bool]) -> BeforeValidator:
     def check(value: Any, info: ValidationInfo) -> Any:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not (whole and 1 <= value <= most):
-            raise ModelError(
-                f"{info.field_name} must be a whole number >= 1, but got {value!r}", key=info.field_name or ""
-            )
+        if not holds(value):
+            raise ModelError(f"{info.field_name} must {rule}, but got {value!r}", key=info.field_name or "")
         return value
 
-    return check
+    return BeforeValidator(check)
 
 
-def _share(value: Any, info: ValidationInfo) -> Any:
-    if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
-        raise ModelError(f"{info.field_name} must lie in [0, 1], but got {value!r}", key=info.field_name or "")
-    return value
+def _whole(most: int) -> BeforeValidator:
+    return _must("be a whole number >= 1", lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= most)
 
 
-def _switch(value: Any, info: ValidationInfo) -> Any:
-    if not isinstance(value, bool):
-        raise ModelError(f"{info.field_name} must be True or False, but got {value!r}", key=info.field_name or "")
-    return value
+def _one_of(known: Sequence[Any], *more: None) -> BeforeValidator:
+    return _must(f"be one of {', '.join(map(str, known))}", lambda v: not isinstance(v, bool) and v in (*known, *more))
 
 
-def _layers_share(value: Any, info: ValidationInfo) -> Any:
-    if isinstance(value, bool) or not (isinstance(value, int | float) and 0 < value <= 1):
-        raise ModelError(f"{info.field_name} must lie in (0, 1], but got {value!r}", key=info.field_name or "")
-    return value
-
-
-def _one_of(known: Sequence[Any], *, or_none: bool = False) -> Callable[[Any, ValidationInfo], Any]:
-    def check(value: Any, info: ValidationInfo) -> Any:
-        if not (or_none and value is None) and (isinstance(value, bool) or value not in known):
-            names = ", ".join(map(str, known))
-            raise ModelError(f"{info.field_name} must be one of {names}, but got {value!r}", key=info.field_name or "")
-        return value
-
-    return check
-
-
-Count = Annotated[int, BeforeValidator(_whole(MOST_RANKS))]
-Tokens = Annotated[int, BeforeValidator(_whole(MOST_TOKENS))]
-Switch = Annotated[bool, BeforeValidator(_switch)]
-Share = Annotated[float, BeforeValidator(_layers_share)]
-Written = Annotated[Kernels, BeforeValidator(_one_of(KERNELS))]
+Count = Annotated[int, _whole(MOST_RANKS)]
+Tokens = Annotated[int, _whole(MOST_TOKENS)]
+Switch = Annotated[bool, _must("be True or False", lambda v: isinstance(v, bool))]
+Share = Annotated[
+    float, _must("lie in (0, 1]", lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= 1)
+]
+Rate = Annotated[
+    float | None, _must("lie in [0, 1]", lambda v: v is None or (isinstance(v, int | float) and 0 <= v <= 1))
+]
 
 
 class Training(BaseModel):
@@ -124,21 +105,21 @@ class Training(BaseModel):
     recompute: Switch = True
     recompute_share: Share = 1.0
     flash_attention: Switch = True
-    flash_version: Annotated[FlashVersion | None, BeforeValidator(_one_of(FLASH_VERSIONS, or_none=True))] = None
-    kernels: Written = "fused"
+    flash_version: Annotated[FlashVersion | None, _one_of(FLASH_VERSIONS, None)] = None
+    kernels: Annotated[Kernels, _one_of(KERNELS)] = "fused"
     fused_loss: Switch = False
     optimizer: str = ADAM.name
     precision: WireDtype = "bf16"
     gradient_bytes: int = 2
     clip: float = 1.0
-    clip_rate: Annotated[float | None, BeforeValidator(_share)] = None
+    clip_rate: Rate = None
     reduce_bucket_elements: int = REDUCE_BUCKET_ELEMENTS
     prefetch_bucket_elements: int = PREFETCH_BUCKET_ELEMENTS
     overlap_comm: bool | None = None
     max_live_parameters: int = GatherRules().live
     max_reuse_distance: int = GatherRules().reuse
     persistence_threshold: int = GatherRules().persistent
-    launcher: Annotated[Launcher, BeforeValidator(_one_of(LAUNCHERS))] = "deepspeed"
+    launcher: Annotated[Launcher, _one_of(LAUNCHERS)] = "deepspeed"
     omp_threads: Count | None = None
     notes: tuple[str, ...] = ()
     config: Mapping[str, Any] = {}
