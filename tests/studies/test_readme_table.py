@@ -54,13 +54,14 @@ def test_a_gain_says_what_does_not_fit():
         "sequence": 8,
         "stock_s": 3.0,
         "speedup": 2.0,
+        "speedup_over_fastest_stock": 1.7,
         "plan_s": 1.5,
         "stock_lacks": "",
         "accumulation": 1,
     }
     none = case | {"accumulation": 16, "stock_lacks": "needs more", "plan_s": None, "speedup": None}
     row = gains([{"study": "gains", "cases": [case, none]}]).splitlines()[2]
-    assert row == "| M | 4 x D | 8 | 3.00 s | 1.50 s | 2.0x | 3.00 s (does not fit) | none |  |"
+    assert row == "| M | 4 x D | 8 | 3.00 s | 1.50 s | 2.0x (1.7x) | 3.00 s (does not fit) | none |  |"
 
 
 def test_the_page_is_rewritten_between_its_markers_only(tmp_path):

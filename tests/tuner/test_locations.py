@@ -46,7 +46,7 @@ def test_what_would_not_fit_otherwise_is_planned_with_parameters_in_host_memory(
     assert found.prediction.iteration_s == pytest.approx(timeline.iteration_s, rel=1e-9)
     assert found.prediction.lower_bound_s <= found.prediction.iteration_s
     assert any("With all of them on the GPU nothing fits" in why for why in found.reasons)
-    assert found.alternatives[0].strategy.endswith("parameters cpu"), "stock has to offload parameters too"
+    assert found.alternatives[0].strategy.endswith("offload_param cpu"), "stock has to offload parameters too"
 
 
 def test_with_room_for_them_parameters_stay_unless_they_may_leave():

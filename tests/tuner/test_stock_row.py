@@ -1,8 +1,9 @@
-"""Tests of the comparison between a plan and DeepSpeed without ebbtide: the simulated location of DeepSpeed's 16-bit
-parameters.
+"""Tests of the comparison between a plan and DeepSpeed without ebbtide: the simulated settings of DeepSpeed, and the
+location of its 16-bit parameters.
 
-If the plan keeps all of them on the GPU, DeepSpeed is simulated with all of them on the GPU. If the plan keeps some of
-them in host memory, DeepSpeed is simulated with all of them in host memory, but only if GPU memory is too small.
+The settings are those of the user's DeepSpeed config. Without a config, DeepSpeed is simulated with all 16-bit
+parameters on the GPU if the plan keeps all of them there. If the plan keeps some of them in host memory, DeepSpeed is
+simulated with all of them in host memory, but only if GPU memory is too small.
 """
 
 from dataclasses import replace
@@ -11,13 +12,17 @@ from functools import cache
 import pytest
 from ebbtide.simulator import simulate
 from ebbtide.simulator.estimates.job import Job
+from ebbtide.simulator.estimates.offloading import Offloading
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.answer.rows import compare, stock_beside
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service.scenario import MODELS
+
+from ebbtide import estimate
 
 
 @cache
@@ -51,7 +56,7 @@ def test_deepspeed_moves_parameters_exactly_if_its_own_peak_does_not_fit(spare):
     """
     work, have, peak, plan = job()
     within = limited(peak + spare)
-    there = ("zero3_offload", {}) if spare >= 0 else ("zero_infinity", {"optimizer": "cpu", "parameters": "cpu"})
+    there = Offloading("cpu", "none" if spare >= 0 else "cpu").strategy(3)
     assert stock_beside(work, plan, within) == there
     predicted = plan.model_copy(update={"prediction": predict(work, have, plan, within)})
     assert stock_beside(work, predicted) == there
@@ -73,3 +78,44 @@ def test_the_limits_of_the_table_count_and_not_those_of_the_plan_file():
 def test_beside_a_plan_with_parameters_on_the_gpu_deepspeed_keeps_them_there():
     work, _, peak, plan = job("device")
     assert stock_beside(work, plan, limited(peak - GIB)) == ("zero3_offload", {})
+
+
+CONFIGS = {
+    "offload_param cpu": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "pin_memory false": {"offload_optimizer": {"device": "cpu", "pin_memory": False}},
+    "ratio 0.5": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    "super_offload": {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+    "offload_optimizer nvme": {"offload_optimizer": {"device": "nvme", "nvme_path": "/nvme", "pipeline_read": True}},
+}
+
+
+@pytest.mark.parametrize("setting", CONFIGS)
+def test_a_plan_is_compared_with_what_the_users_config_does_without_it(setting):
+    """Check that the row of DeepSpeed without a plan, and the function `estimate`, simulate the offload that the user's
+    DeepSpeed config sets, and that the row's label names the setting.
+    """
+    have = preset("rtx4090")
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **CONFIGS[setting]}}
+    asked = Job.of_deepspeed(MODELS["Llama 3.2 3B"], config, sequence=1024)
+    work = asked.workload(have)
+    name, options = asked.offload.strategy(3)
+    expected = simulate(build_strategy(name, work, **options), have).iteration_s
+    plan = Plan(subgroup_size=work.subgroup_size, subgroups=work.subgroups, ways=(Way("host"),) * len(work.subgroups))
+    stock, *others = [row for row in compare(work, have, Limits.of(work, have), plan) if "stock" in row.label]
+    assert stock.role == "stock"
+    assert stock.result.iteration_s == pytest.approx(expected, rel=1e-9)
+    assert stock.label.startswith("stock ZeRO-3 offload, ")
+    assert setting in stock.label
+    assert all(role_of(row.label) == row.role == "peer" for row in others)
+    alone = estimate(MODELS["Llama 3.2 3B"], batch=1, sequence=1024, gpu=have, ds_config=config)
+    assert alone.iteration_s == pytest.approx(expected, rel=1e-9)
+
+
+def test_without_a_config_deepspeeds_other_settings_are_listed_beside_its_default():
+    work, have, _, plan = job("device")
+    rows = {row.label: row.role for row in compare(work, have, Limits.of(work, have), plan) if "stock" in row.label}
+    assert rows == {
+        "stock ZeRO-3 offload": "stock",
+        "stock, offload_param cpu": "peer",
+        "stock, pin_memory false": "peer",
+    }

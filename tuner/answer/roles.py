@@ -6,6 +6,7 @@ This module imports no simulation, so that commands which only print results sta
 from typing import Literal
 
 Role = Literal["plan", "stock", "no offload", "variant", "peer"]
+SETTING = "stock, "  # begins the labels of DeepSpeed's other settings, which are peers
 BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")
 
 
@@ -25,3 +26,15 @@ def role_of(label: str) -> Role:
     if label in ("no offload", "no_offload", "not offloading"):
         return "no offload"
     return "variant" if label.startswith("ebbtide, ") else "peer"
+
+
+def is_setting(label: str) -> bool:
+    """Return True if a label stands for DeepSpeed with another setting than the stock row's, such as another
+    ``pin_memory``.
+    """
+    return label.startswith(SETTING)
+
+
+def setting_of(label: str) -> str:
+    """Return the setting that a label of DeepSpeed with another setting names, such as ``offload_param cpu``."""
+    return label.removeprefix(SETTING)

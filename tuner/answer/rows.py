@@ -3,25 +3,27 @@ such as DeepSpeed's own offload.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated, under_plan
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import SimResult
+from ebbtide.simulator.estimates.models.blocks import ModelError
+from ebbtide.simulator.estimates.offloading import Offloading
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.simulator.schedules.strategies import stages, stock_offload
+from ebbtide.simulator.schedules.strategies import stages
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.roles import BY_KIND, Role
+from ebbtide.tuner.answer.roles import BY_KIND, SETTING, Role
 
-# DeepSpeed's other settings and other systems, each at its best setting.
-PEERS = ("zero3_offload_unpinned", "twin_flow", "deep_optimizer_states", "superoffload")
+# Other systems, each at its best setting.
+PEERS = ("twin_flow", "deep_optimizer_states", "superoffload")
+_NEWEST = "999"  # of DeepSpeed's versions
 _LABELS = {
-    "zero3_offload": "stock ZeRO-3 offload",
-    "zero3_offload_unpinned": "stock, pin_memory false",
     "twin_flow": "Twin-Flow",
     "deep_optimizer_states": "Deep Optimizer States",
     "superoffload": "SuperOffload",
@@ -118,13 +120,13 @@ def compare(
 ) -> list[Row]:
     """Simulate a training plan and other ways to train, and return a row of the comparison table for each.
 
-    The other ways are DeepSpeed's own offload, no offload (unless memory is unified), other systems, and variants
-    of the plan.
+    The other ways are DeepSpeed's own offload, no offload (unless memory is unified), DeepSpeed with the other
+    ``offload_param.device``, other systems, and variants of the plan.
 
     Args:
         plan: Plan, or None if no plan fits.
-        others: True to include the systems in `PEERS` and variants of the plan. Each variant does without one
-            technique.
+        others: True to include the systems in `PEERS`, DeepSpeed with the other ``pin_memory``, and variants of the
+            plan. Each variant does without one technique.
         sweep: Predictor for the training job with the plan's subgroups. If None, a new one is made.
     """
 
@@ -132,10 +134,14 @@ def compare(
         return simulated(name, workload, machine, limits, setting, compile_)
 
     def row(role: Role, one: Simulated) -> Row:
-        return Row(role, *_labelled(one, workload), limits)
+        return Row(role, ", ".join(filter(None, [_LABELS[one.strategy], one.told()])), one, limits)
 
-    name, setting = stock_beside(workload, plan, limits)
-    rows, variants = [row("stock", run(name, **setting))], list[Row]()
+    def deepspeed(role: Role, label: str, offload: Offloading) -> Row:
+        name, setting = offload.strategy(workload.zero_stage)
+        return Row(role, label, run(name, **setting), limits)
+
+    stock = _offload_beside(workload, plan, limits)
+    rows, variants = [deepspeed("stock", _stock_label(workload, stock), stock)], list[Row]()
     if not machine.unified_memory:
         rows.append(row("no offload", run("no_offload")))
     if plan is not None:
@@ -143,7 +149,12 @@ def compare(
         rows.insert(0, Row("plan", "ebbtide", under_plan(plan, sweep, limits), limits))
         lesser = _variants(workload, plan) if others else ()
         variants = [Row("variant", label, under_plan(less, sweep, limits), limits) for label, less in lesser]
+    if workload.zero_stage == 3 and not machine.unified_memory:
+        device = "none" if stock.parameters == "cpu" else "cpu"
+        moved = replace(_alone(stock), parameters=device)
+        rows.append(deepspeed("peer", f"{SETTING}offload_param {device}", moved))
     if others:
+        rows.extend(deepspeed("peer", SETTING + pinning, other) for pinning, other in _other_pinning(stock))
         known = (name for name in PEERS if workload.zero_stage in stages(name))
         best = (best_setting(name, workload, machine, limits, compile_=compile_) for name in known)
         rows.extend(row("peer", one) for one in best)
@@ -153,20 +164,56 @@ def compare(
 def stock_beside(workload: Workload, plan: Plan | None, limits: Limits | None = None) -> tuple[str, dict[str, Any]]:
     """Return the name and options of DeepSpeed's own training strategy that a plan is compared with.
 
-    The strategy is ZeRO-Infinity if the plan stores optimizer state on a drive, or if the plan keeps parameters in host
-    memory that GPU memory cannot hold within ``limits`` (by default those of the plan). Otherwise the strategy is
-    DeepSpeed's optimizer offload to host memory, which is faster.
+    The strategy is what the job's DeepSpeed config sets. Without a config, or if the config does not offload, the
+    strategy is DeepSpeed's optimizer offload to host memory. There are two exceptions. If the plan stores optimizer
+    state on a drive, DeepSpeed does so too. If the plan keeps parameters in host memory that GPU memory cannot hold,
+    DeepSpeed keeps all parameters in host memory.
+
+    Args:
+        plan: Plan, or None if no plan fits.
+        limits: Memory that training may use. If None, the limits that the plan was made for.
     """
+    return _offload_beside(workload, plan, limits).strategy(workload.zero_stage)
+
+
+def _offload_beside(workload: Workload, plan: Plan | None, limits: Limits | None) -> Offloading:
+    """Return the offload settings of DeepSpeed that a plan is compared with. See `stock_beside`."""
+    offload = _configured(workload)
     if plan is None:
-        return stock_offload(workload.zero_stage), {}
+        return offload
     made_for = plan.prediction.limits if plan.prediction else {}
     device_bytes = limits.device_bytes if limits else made_for.get("device", 0)
-    away = "device" if "host" not in plan.parameter_locations or _holds_parameters(workload, device_bytes) else "cpu"
-    if plan.stores:
-        return "zero_infinity", {"optimizer": "nvme", "parameters": away, "pipelined": True}
-    if away == "cpu":
-        return "zero_infinity", {"optimizer": "cpu", "parameters": away}
-    return stock_offload(workload.zero_stage), {}
+    if plan.stores and offload.optimizer != "nvme":
+        offload = replace(_alone(offload), optimizer="nvme", pipelined=True)
+    if "host" in plan.parameter_locations and not _holds_parameters(workload, device_bytes):
+        offload = replace(_alone(offload), parameters="cpu")
+    return offload
+
+
+def _configured(workload: Workload) -> Offloading:
+    """Return the offload settings of the job's DeepSpeed config.
+
+    If there is no config, if it does not offload, or if its offload cannot be simulated, return the settings of
+    DeepSpeed's optimizer offload to host memory.
+    """
+    offload: Offloading | None = workload.job and workload.job.offload
+    if offload is not None and offload.given and offload.optimizer not in (None, "none"):
+        with suppress(ModelError):
+            offload.strategy(workload.zero_stage)
+            return offload
+    return Offloading("cpu", deepspeed=_NEWEST)
+
+
+def _alone(offload: Offloading) -> Offloading:
+    """Return offload settings without Twin-Flow and SuperOffload, which DeepSpeed does not combine with others."""
+    return replace(offload, ratio=1.0, superoffload=False)
+
+
+def _other_pinning(offload: Offloading) -> Iterator[tuple[str, Offloading]]:
+    """Yield DeepSpeed's offload settings with the other ``pin_memory``, and the name of that setting."""
+    if not offload.superoffload:  # which has pinned buffers of its own
+        pinned = not offload.pinned
+        yield f"pin_memory {str(pinned).lower()}", replace(offload, pinned=pinned, pinned_parameters=pinned)
 
 
 def _holds_parameters(workload: Workload, device_bytes: int) -> bool:
@@ -179,12 +226,22 @@ def _holds_parameters(workload: Workload, device_bytes: int) -> bool:
     return workload.device_base_bytes + workload.activation_bytes <= device_bytes
 
 
-def _labelled(one: Simulated, workload: Workload) -> tuple[str, Simulated]:
-    stock = f"stock ZeRO-{workload.zero_stage} offload"
-    label, threads = _LABELS.get(one.strategy, stock), ""
-    if workload.stock_threads is not None and label.startswith(stock):
-        threads = f"{workload.stock_threads} thread{'s' * (workload.stock_threads > 1)} a rank"
-    return ", ".join(filter(None, [label, threads, one.told()])), one
+def _stock_label(workload: Workload, offload: Offloading) -> str:
+    """Return the label of the row for DeepSpeed alone, which names the settings that differ from DeepSpeed's optimizer
+    offload to pinned host memory with all cores.
+    """
+    threads = workload.stock_threads
+    settings = {
+        f"{threads} thread{'s' * (threads != 1)} a rank": threads is not None,
+        "offload_optimizer nvme": offload.optimizer == "nvme",
+        "pipelined": offload.pipelined,
+        "offload_param cpu": offload.parameters == "cpu",
+        f"ratio {offload.ratio:g}": offload.ratio < 1,
+        "super_offload": offload.superoffload,
+        "torch_adam": offload.torch_adam,
+        "pin_memory false": not offload.pinned,
+    }
+    return ", ".join([f"stock ZeRO-{workload.zero_stage} offload", *(name for name, on in settings.items() if on)])
 
 
 def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:

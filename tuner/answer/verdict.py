@@ -3,14 +3,14 @@ and searches apply the same rule.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.tuner.answer.roles import Role, role_of
+from ebbtide.tuner.answer.roles import Role, is_setting, role_of, setting_of
 from ebbtide.tuner.quantities import told_seconds
 
 LITTLE = 5e-3  # above the lower bound: nearer than any measurement could tell
@@ -41,20 +41,20 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
         predicted: Pairs of kind and prediction. The plan's prediction has an interval and a lower bound.
         problem: Reason that no plan fits into memory, if so.
     """
-    by_role = dict(reversed(list(predicted)))  # of the same role the first counts
+    rows = list(predicted)
+    by_role = dict(reversed(rows))  # of the same role the first counts
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
     runs = stock if stock is not None and stock.fits else None
+    settings = [other for role, other in rows if role == "peer" and is_setting(other.strategy) and other.fits]
     if plan is None or not plan.fits:
         if plain is None or not plain.fits:
             short = f"Nothing fits: {problem}"
             if plan is not None:
                 short = f"This plan does not fit: it {plan.note or lacks(plan.missing)}"
             return Verdict("impossible", f"{short}.")
-        gain = f", and is {_times(runs, plain)} as fast as stock DeepSpeed's offloading" if runs else ""
+        gain = f", and is {_over(runs, settings, plain)}" if runs else ""
         return Verdict("no offload", f"Do not offload: it fits{gain}.")
-    gains = ", ".join(
-        filter(None, [f"{_times(runs, plan)} as fast as stock DeepSpeed" if runs else "", distance(plan)])
-    )
+    gains = ", ".join(filter(None, [_over(runs, settings, plan) if runs else "", distance(plan)]))
     gains = gains or f"{told_seconds(plan.iteration_s)} per iteration"
     if plain is not None and plain.fits and _no_slower(plain, plan):
         gain = _gain(plain, plan)
@@ -67,6 +67,16 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
     near = f", {distance(plan)}" if distance(plan) else ""
     fits = f"Fits with ebbtide ({told_seconds(plan.iteration_s)} per step{near})"
     return Verdict("offload", f"{fits}. Stock DeepSpeed does not fit: it {stock.note}{beside}.")
+
+
+def _over(stock: Prediction, settings: Sequence[Prediction], one: Prediction) -> str:
+    """Return a text with the speedup of a way to train over stock DeepSpeed. If another setting of DeepSpeed is faster,
+    the text also has the speedup over that setting.
+    """
+    fastest = min([stock, *settings], key=lambda p: p.iteration_s)
+    gain, least = _times(stock, one), _times(fastest, one)
+    told = f" ({least} with {setting_of(fastest.strategy)})" if least != gain else ""
+    return f"{gain} as fast as stock DeepSpeed{told}"
 
 
 def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:

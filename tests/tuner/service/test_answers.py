@@ -446,7 +446,7 @@ def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(se
     answer = server.post("/answer", asked).json()
     assert "host" in Plan.model_validate(answer["plan"]).parameter_locations
     (stock,) = [row for row in answer["rows"] if row["role"] == "stock"]
-    assert stock["label"].endswith("parameters cpu")
+    assert stock["label"].endswith("offload_param cpu")
     spans = answer["timelines"]["stock"]["duration_s"]
     assert spans == pytest.approx(stock["iteration_s"], rel=0.02)
     scenario = {name: asked[name] for name in ("model", "machine", "sequence")}

@@ -118,6 +118,11 @@ def test_the_headline_says_what_the_plan_brings(plan):
     )
     made = plan.model_copy(update={"prediction": chosen, "alternatives": (stock,)})
     assert headline(made) == "Offload with this plan: 2.1x as fast as stock DeepSpeed, within 5% of a lower bound."
+    setting = stock.model_copy(update={"strategy": "stock, offload_param cpu", "iteration_s": 1.5})
+    faster = made.model_copy(update={"alternatives": (stock, setting)})
+    assert "2.1x as fast as stock DeepSpeed (1.5x with offload_param cpu), within" in headline(faster)
+    unfit = made.model_copy(update={"alternatives": (stock, setting.model_copy(update={"note": "needs 1 GiB more"}))})
+    assert "offload_param" not in headline(unfit)
     both = made.model_copy(update={"alternatives": (stock, plain)})
     assert headline(both) == (
         "Offload with this plan: 2.1x as fast as stock DeepSpeed, within 5% of a lower bound. Not offloading would be "
