@@ -11,7 +11,7 @@ from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_set
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.estimates.offloading import Offloading
+from ebbtide.simulator.estimates.offloading import Offloading, offloading
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, Way
@@ -22,7 +22,6 @@ from ebbtide.tuner.answer.roles import BY_KIND, SETTING, Role
 
 # Other systems, each at its best setting.
 PEERS = ("twin_flow", "deep_optimizer_states", "superoffload")
-_NEWEST = "999"  # of DeepSpeed's versions
 _LABELS = {
     "twin_flow": "Twin-Flow",
     "deep_optimizer_states": "Deep Optimizer States",
@@ -196,12 +195,14 @@ def _configured(workload: Workload) -> Offloading:
     If there is no config, if it does not offload, or if its offload cannot be simulated, return the settings of
     DeepSpeed's optimizer offload to host memory.
     """
-    offload: Offloading | None = workload.job and workload.job.offload
-    if offload is not None and offload.given and offload.optimizer not in (None, "none"):
-        with suppress(ModelError):
-            offload.strategy(workload.zero_stage)
-            return offload
-    return Offloading("cpu", deepspeed=_NEWEST)
+    default = replace(offloading(None), optimizer="cpu")
+    offload: Offloading = workload.job.offload if workload.job else default
+    if offload.optimizer in (None, "none"):
+        return default
+    with suppress(ModelError):
+        offload.strategy(workload.zero_stage)
+        return offload
+    return default
 
 
 def _alone(offload: Offloading) -> Offloading:

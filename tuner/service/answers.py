@@ -30,7 +30,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.schedules.strategies import build_strategy, stock_offload
+from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import even_plan, quick_or_none
 from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
@@ -80,10 +80,8 @@ def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
         name, options["plan"] = "ebbtide", request.plan
         workload = workload.cut_as(request.plan)
     elif name is None:
-        name = stock_offload(workload.zero_stage)  # as in the answer's row of stock
-        if request.ds_config is not None:
-            name, moved = offload_of(request).strategy(workload.zero_stage)
-            options = {**moved, **options}
+        name, moved = offload_of(request).strategy(workload.zero_stage)
+        options = {**moved, **options}
     result = simulated(name, workload, machine, Limits.of(workload, machine), options, TEMPLATES.compiled).result
     limits, _ = _allowed(request, workload, machine)
     lacks = limits.shortfall(result)

@@ -382,12 +382,15 @@ function tiles(answer) {
   const tile = (name, value, note) => element("div", { class: "tile" },
     element("p", { class: "tile-name" }, name), element("p", { class: "tile-value" }, value), element("p", { class: "tile-note" }, note));
   const what = answer.verdict === "no offload" ? "not offloading" : "with this plan";
+  // The rows are sorted: the first is the fastest of DeepSpeed's other settings.
+  const setting = answer.rows.find((other) => other.role === "peer" && other.fits && other.label.startsWith("stock, ") && other.speedup > 1);
+  const against = setting ? `${times(row.speedup / setting.speedup)} with ${setting.label.slice("stock, ".length)}` : what;
   const limits = answer.limits;
   const useful = answer.goodput && answer.goodput.by_role[row.role];
   const goodput = useful ? [tile("Useful time", percent(useful.goodput), `a checkpoint every ${count(useful.interval_steps)} steps`)] : [];
   return [
     tile("Iteration", seconds(row.iteration_s), answer.bound_s ? `no plan below ${seconds(roundedDown(answer.bound_s))}` : what),
-    row.speedup ? tile("Against stock", times(row.speedup), what) : tile("Stock", "does not fit", stockReason(answer)),
+    row.speedup ? tile("Against stock", times(row.speedup), against) : tile("Stock", "does not fit", stockReason(answer)),
     tile("Tokens/s", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
     ...(answer.machine.unified_memory
       ? [tile("Memory", gib(row.device_peak_bytes + row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank, for the GPU's part too`)]
