@@ -4,6 +4,7 @@ quoted messages exist in the code.
 
 import ast
 import re
+import runpy
 import shlex
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from click.testing import CliRunner
 from ebbtide.simulator import simulate
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.tuner.cli import main
+from PIL import Image
 
 from tests.runtime.checkpoint.conftest import Bench, some_state
 from tests.tuner.test_search import machine, workload
@@ -220,3 +222,15 @@ def test_no_text_names_a_package_of_the_index_that_is_not_there():
     texts += [path for package in SOURCES for path in (ROOT / package).rglob("*.py")]
     wrong = [str(path) for path in texts if re.search(r"pip install '?ebbtide", path.read_text())]
     assert wrong == []
+
+
+def test_every_picture_is_on_a_page():
+    texts = "".join(page.read_text() for page in [*PAGES, ROOT / "README.md"])
+    assert [picture.name for picture in DOCS.glob("*.png") if f"{picture.name})" not in texts] == []
+
+
+def test_the_drawn_iteration_is_todays_simulation():
+    script = runpy.run_path(str(ROOT / "scripts" / "draw_iteration.py"))
+    with Image.open(DOCS / "iteration.png") as picture:
+        drawn = picture.text["Description"]
+    assert drawn == script["description"](script["sides"]()), "run `python scripts/draw_iteration.py`"
