@@ -69,7 +69,10 @@ class SavedTensors:
         return saved
 
     def _holds_parameter(self, start: int, end: int) -> bool:
-        """Return True if a model parameter starts in a range of addresses, the storage of a tensor that autograd saved.
+        """Return True if a model parameter starts in the storage of a tensor that autograd saved, given as a range of
+        addresses.
+
+        If so, the saved tensor counts as a parameter and not as an activation.
 
         Only the parameters' own addresses are compared, not the addresses of their storages. Looking up the storages'
         addresses for every saved tensor took a third of a small model's forward time.

@@ -214,6 +214,12 @@ def _asked(machine: Machine, values: Mapping[Memory, int | None], ranks: int) ->
 
     A limit is None if all memory that the rank has may be used: if the user gave no limit, or one that exceeds the
     rank's memory by at most the fraction `SOLD_AS`.
+
+    Args:
+        ranks: Number of ranks per node, which share host memory.
+
+    Raises:
+        ValueError: A limit is not positive, or exceeds the rank's memory by more than that.
     """
     asked = dict(values)
     for memory, name in _NAMES.items():

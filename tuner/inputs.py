@@ -323,7 +323,13 @@ def check_kind(flag: str, path: str, wanted: str) -> Mapping[str, Any]:
 
 
 def check_contents(flag: str, path: str, given: Mapping[str, Any], wanted: str) -> None:
-    """Refuse an input file of another kind than the wanted one, such as ``"a machine file"`` (see `kind_of`).
+    """Refuse an input file of another kind than the wanted one.
+
+    Args:
+        flag: Flag or argument of the running ``tune`` command that names the file.
+        path: Path of the file.
+        given: Contents of the file.
+        wanted: Kind of the file, such as ``"a machine file"`` (see `kind_of`).
 
     Raises:
         BadInputError: The file is of another kind. The message names the flag for this kind, if the command has one.

@@ -59,15 +59,29 @@ def repeat_s(
 
 
 def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
-    """Return a speed, ``amount`` (bytes, parameters or operations) per second, as the median and the quartiles over
-    repeats.
+    """Return the speed of an activity (such as a copy) as the median and the quartiles over repeated measurements.
+
+    The speed in one repeat is ``amount`` divided by the duration of the repeat.
+
+    Args:
+        amount: Number of bytes, parameters or operations in each repeat.
+        durations_s: Seconds of each repeat.
+        source: Value of the result's field ``source``, such as ``measured`` or ``emulated``.
+        detail: Text on how the speed was measured.
     """
     return Quantity.from_samples([amount / d for d in durations_s], source, detail)
 
 
 def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> list[str]:
-    """Return a sentence for each problem of a measurement's repeats: fewer than ``least``, too large a spread between
-    them, or a drift from the first to the last.
+    """Check the repeats of a measurement, and return a sentence for each problem.
+
+    There are three problems: too few repeats, too large a spread between repeats, and a drift from the first repeats to
+    the last. The list is empty if there is none.
+
+    Args:
+        name: Name of the measurement, for the sentences.
+        durations_s: Seconds of each repeat.
+        least: Number of repeats below which there are too few.
     """
     result = unstable(name, Quantity.from_samples(durations_s), least)
     third = max(1, len(durations_s) // 3)

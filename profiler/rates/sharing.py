@@ -16,8 +16,14 @@ _WORK = 1e9  # bytes or parameters: far above any latency
 
 
 def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None:
-    """Return the simulated speed of an activity, such as ``host_adam`` or ``h2d``, while another one runs, divided by
-    its speed alone. None if the simulator cannot simulate one of the two.
+    """Return the simulated speed of an activity while another one runs, divided by the activity's speed alone.
+
+    Return None if the simulator cannot simulate one of the activities.
+
+    Args:
+        work: Name of the activity, such as ``host_adam`` or ``h2d``.
+        neighbour: Name of the other activity.
+        machine: Machine to simulate.
     """
     ops = _ops(machine)
     if work not in ops or neighbour not in ops:

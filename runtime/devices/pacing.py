@@ -42,8 +42,12 @@ class FluidPacer:
     def work(self, seconds: float, demand: Mapping[str, float]) -> Iterator[None]:
         """Make the ``with`` block last at least ``seconds``, the time that its work takes alone on the emulated GPU.
 
-        It lasts longer while concurrent blocks need the same resources, such as a link. ``demand`` is the amount of
-        each resource that the work uses per second.
+        The block lasts longer while concurrent blocks need the same resources, such as a link, because they share each
+        resource.
+
+        Args:
+            seconds: Time that the work takes if no other work runs.
+            demand: Amount of each resource that the work then uses per second, by the resource's name.
         """
         job = _Job(seconds, demand)
         self._begin(job)

@@ -140,8 +140,14 @@ class EarlyUpdates:
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
-        """Return the subgroups with an early update that cannot be kept, for example because the step clips gradients:
-        it differs from the update that the step needs.
+        """Return the subgroups whose early update cannot be kept, for example because the step clips
+        gradients.
+
+        Such an early update differs from the update that the step needs, now that the gradient norm is
+        known.
+
+        Args:
+            jobs: The update that the step needs, by subgroup.
         """
         return [s for s, early in self.begun.items() if not early.job.equals(jobs[s])]
 

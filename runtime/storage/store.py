@@ -307,6 +307,8 @@ class ExtentStore:
         so call it on a thread that may block.
 
         Args:
+            version: Number of the version, as returned by `announce`.
+            step: Number of optimizer steps done.
             name: Unique name under which the version can be restored.
 
         Raises:

@@ -105,11 +105,15 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Simulate the strategy with each of the given settings, and return the fastest simulation that fits into
-        memory.
+        """Simulate an offloading strategy with each of the given settings, and return the fastest simulation that fits
+        into memory.
 
-        If none fits, return the one that needs the least additional memory. The fastest plans of ebbtide are simulated
-        a second time, with early updates where they are possible.
+        If the strategy is ebbtide, the fastest of its plans are simulated a second time, with early updates where they
+        are possible. An early update starts before the gradient norm is known. If no simulation fits into memory,
+        return the one that needs the least additional memory.
+
+        Args:
+            settings: Sets of options for the strategy, such as different ratios of Twin-Flow.
         """
         tried = [self._plain(setting) for setting in settings]
         for plain in sorted(tried, key=self._rank)[:FEW]:
@@ -155,10 +159,14 @@ class _Strategy:
         return self._run(setting, {"plan": plan})
 
     def _early_variants(self, plain: Simulated) -> Iterator[Simulated]:
-        """Yield up to two simulations of ebbtide's plan with early updates.
+        """Yield up to two simulations of ebbtide's plan with early updates, which start before the gradient norm is
+        known.
 
-        In the first one, the CPU's updates are early, as many as memory and time allow. In the second one, the GPU's
-        updates of subgroups with state in host memory are early too.
+        In the first simulation, the CPU's updates are early, as many as memory and time allow. In the second
+        simulation, the GPU's updates of subgroups with state in host memory are early too.
+
+        Args:
+            plain: Simulation of the plan without early updates.
         """
         work, machine, setting = self.workload, self.machine, plain.setting
         silent = work.zero_stage < 3 or machine.unified_memory
@@ -200,8 +208,14 @@ def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> Simulated:
 def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
     """Return a plan that updates given fractions of the subgroups on the GPU, with up to `SLOTS` staging buffers.
 
-    Staged subgroups are spread evenly among those that the CPU updates. A subgroup far larger than the others is not
-    staged, because every staging buffer would have to be as large. Another subgroup is staged instead.
+    Staged subgroups are spread evenly among the subgroups that the CPU updates. The state of a staged subgroup is
+    copied from host memory to a staging buffer in GPU memory for the update. A subgroup far larger than the others,
+    such as an embedding's, is not staged, because every staging buffer would have to be as large. Another subgroup is
+    staged instead.
+
+    Args:
+        device_share: Fraction of all subgroups that are staged.
+        resident_share: Fraction of all subgroups that have their state in GPU memory.
     """
     plan = shared_plan(workload, device_share, resident_share)
     placements, large = list(plan.placements), workload.large_subgroups

@@ -58,9 +58,11 @@ class _Run:
 
     def persist_rate(self) -> float:
         """Return the bytes per second at which a simulated checkpoint is written before the next gradient norm is
-        known, or infinity if no write ends before.
+        known.
 
-        After the norm, updates begin to overwrite state.
+        Only writes that end before the norm count. If there are none, the result is infinity. After the norm, updates
+        begin to overwrite state. `CheckpointSimulation.writing` uses the result to plan which state is written before
+        its update, and limits it to the drive's speed and to the plan's limit for checkpoint writes.
         """
         until = self.norm_s() + self.save_s()
         early = [i for i in self.persists() if self.result.end_s[i] <= until and self.ops[i].work]

@@ -22,9 +22,10 @@ from ebbtide.simulator.workload import Workload
 def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
     """Return a plan's simulation, with an iteration time that is a mean over steps that clip gradients and other steps.
 
-    The workload's `expected_clip_rate` is the fraction of steps that clip. In these steps, early updates have to be
-    redone. Training pauses early updates that lose time, so the mean is at most slightly longer than the iteration time
-    without early updates (`StepTimes.mean_s`).
+    The workload's `expected_clip_rate` is the fraction of steps that clip. In these steps, updates that started before
+    the gradient norm was known (early updates) have to be redone. Training pauses early updates that lose time, so the
+    mean is at most slightly longer than the iteration time without early updates (`StepTimes.mean_s`). If the plan has
+    no early updates, the result is the unchanged simulation.
 
     Args:
         simulate: Function that simulates a plan in steps that do not clip.
@@ -66,8 +67,8 @@ def step_times(
 def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
     """Return the iteration time in three cases: early updates are kept, there are none, or they are dropped and redone.
 
-    If they are dropped, all updates run after the norm, and the time that the early update has added to backward is
-    lost.
+    An early update starts before the gradient norm is known, and is dropped if the step clips. All updates then run
+    after the norm, and the time that the early update has added to backward is lost.
 
     Args:
         right: Seconds of the iteration and of its backward if early updates are kept.
@@ -87,10 +88,12 @@ def early_updates_worth(
 ) -> int:
     """Return how many subgroups to update early: as many as save time and fit into memory.
 
-    An early update needs host memory for a second copy of the subgroup's state. It saves time only if it ends before
-    the norm is known. So all early updates together must fit into the time of the last micro-batch's backward.
+    An early update starts before the gradient norm is known, and needs host memory for a second copy of the subgroup's
+    state. It saves time only if it ends before the norm is known. So all early updates together must fit into the time
+    of the last micro-batch's backward.
 
     Args:
+        held: Bytes per parameter that the workload needs in each memory.
         sizes: Elements of the subgroups that can be updated early, the last subgroup first.
         left_bytes: Host memory that is free for early updates.
     """
@@ -133,8 +136,12 @@ def early_update_s(
 ) -> float:
     """Return the seconds of the longest op of one subgroup's early update, if the op has the machine for itself.
 
+    An early update starts before the gradient norm is known.
+
     Args:
+        elements: Number of elements of the subgroup.
         threads: Number of threads of an update on the CPU. 0: all cores.
+        placement: Placement of the subgroup, which decides about the ops of its update.
     """
     recipe, amounts = recipe_of(placement, "device", updated_early=True), Bytes.of(workload)
     early = recipe.steps[: recipe.before_norm]

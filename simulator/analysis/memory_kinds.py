@@ -12,11 +12,16 @@ from ebbtide.simulator.update.tiers import TIERS
 
 
 def peaks_by_kind(held: Held, ops: Floats, simulated: SimResult) -> ByKind:
-    """Return the bytes of each kind of contents in each memory when the bytes in use there are at their peak.
+    """Return what a simulated schedule holds in each memory when the bytes in use there are at their peak.
 
     Args:
         held: Bytes that the schedule holds throughout an iteration, by memory and kind (`Schedule.held`).
         ops: Array with one row for each op of the schedule, as in `CompiledSchedule`.
+        simulated: Result of the simulation, with the start and end of each op.
+
+    Returns:
+        By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to bytes.
+        Kinds without bytes are left out.
     """
     peaks: ByKind = {m: {k: held.get(m, {}).get(k, 0) for k in KINDS} for m in TIERS}
     columns = {"device": (kernel.DEVICE_ALLOC, kernel.DEVICE_FREE), "host": (kernel.HOST_ALLOC, kernel.HOST_FREE)}

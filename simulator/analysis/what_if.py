@@ -258,9 +258,13 @@ def _run(
     shown: bool,
     planner: Planner | None,
 ) -> tuple[list[dict[str, Any]], bool]:
-    """Return one table row for each of several points, and True if the user has interrupted the simulations.
+    """Simulate several points, and return one table row for each of them.
 
-    The points are simulated in several groups, so that finished rows remain after an interruption.
+    A point is a combination of a strategy, a GPU memory size, and values for fields of the machine or of the workload.
+    The points are simulated in several groups, so that finished rows remain if the user interrupts the simulations.
+
+    Returns:
+        The rows, and True if the user has interrupted the simulations.
     """
     from joblib import Parallel, delayed
     from rich.progress import Progress

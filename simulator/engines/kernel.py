@@ -244,7 +244,13 @@ def _speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> int:
 def _place(key: int, keys: Ints) -> int:
     """Return the index at which the cache of op speeds has the entry for a key, or at which this entry may be written.
 
-    If the cache is full, the index is that of another key's entry, which may be overwritten.
+    If there is neither an entry nor free room for the key, the index is that of another key's entry, which may be
+    overwritten.
+
+    Args:
+        key: Classes of all running ops, as one number. Ops of one class use the same amount of each shared capacity,
+            such as DRAM bandwidth.
+        keys: The key of each cache entry, or _NEVER if the entry is free.
     """
     first = ((key * _HASH) >> 50) & (_CACHE - 1)
     for probe in range(_PROBES):

@@ -177,7 +177,13 @@ class Device:
 
 
 def _attention_gain(device_name: str, version: FlashVersion | None) -> float:
-    """Return how many times faster a version of FlashAttention is than version 2 on a GPU. 1 if either is unknown."""
+    """Return how many times faster a version of FlashAttention is than version 2 on a GPU.
+
+    The result is 1 if ``version`` is None or the GPU is unknown.
+
+    Raises:
+        ModelError: The version does not run on this GPU.
+    """
     compute = compute_of(device_name)
     if compute is None:
         return 1.0

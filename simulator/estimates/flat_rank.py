@@ -59,8 +59,12 @@ class FlatRank(Rank):
         return Workload.model_validate({**dict(made), **fields})
 
     def _whole(self, flat: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the number of elements that each layer has in DeepSpeed's whole flat parameter buffer, which consists
-        of the slices of all ranks, from the layer and number of elements of each parameter.
+        """Return a list with the number of elements that each layer has in DeepSpeed's whole flat parameter buffer.
+
+        The whole buffer consists of the slices of all ranks.
+
+        Args:
+            flat: Layer and number of elements of each parameter, in the order of the buffer.
         """
         counts = [0] * len(self.stage_blocks)
         for layer, elements in flat:

@@ -33,10 +33,16 @@ def stock_threads(launcher: Launcher, omp_threads: int | None, ranks_per_node: i
 def started(
     workload: Workload, launcher: Launcher | None = None, omp_threads: int | None = None, clip_rate: float | None = None
 ) -> Workload:
-    """Return the workload with other settings of a run. None leaves a setting as it is.
+    """Return the workload with other settings of a run: the launcher, with the number of OpenMP threads that it sets,
+    and the fraction of steps that clip.
 
-    The launcher sets the number of OpenMP threads, which decides how fast DeepSpeed updates on the CPU, unless
-    ``omp_threads`` gives it. ``clip_rate`` is the fraction of steps that clip or overflow.
+    The number of threads decides how fast DeepSpeed updates on the CPU.
+
+    Args:
+        launcher: Program that starts the ranks. None: the workload's number of threads stays, unless ``omp_threads``
+            is given.
+        omp_threads: ``OMP_NUM_THREADS`` as set by the user. None: not set.
+        clip_rate: Fraction of steps that clip gradients or overflow. None: the workload's own.
     """
     changes: dict[str, float | None] = {}
     if launcher is not None or omp_threads is not None:

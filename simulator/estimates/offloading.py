@@ -260,7 +260,11 @@ def _stored_at(optimizer: str | None, path: Any) -> str | None:
 def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] | None:
     """Return a section of a DeepSpeed config about offloading, or None if the config does not offload.
 
-    If only the older boolean key ``former`` is set, an equivalent section is returned.
+    Args:
+        zero: The config's section ``zero_optimization``.
+        key: Name of the section, such as ``offload_optimizer``.
+        former: Older boolean key with the same purpose. If only this key is set, an equivalent section is
+            returned.
     """
     result: Mapping[str, Any] | None = zero.get(key)
     return {"device": "cpu"} if result is None and zero.get(former) else result

@@ -151,6 +151,9 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 
     ebbtide's fused update kernel is assumed to reach the same memory bandwidth (bytes per second) as DeepSpeed's
     update, which makes several passes over memory.
+
+    Returns:
+        A dict from field names of `Machine` to rates.
     """
     drawn = _drawn_bytes_per_s(sheet)
     return {
@@ -173,7 +176,12 @@ def _host_rates(sheet: Sheet) -> dict[str, Quantity]:
 def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
     """Return the rate of DeepSpeed's CPU update on one core of a preset machine, in parameters per second.
 
-    It follows from the memory bandwidth that one core reaches, at most that of the update on all cores.
+    The rate follows from the memory bandwidth that one core reaches, which is at most the bandwidth that the update
+    uses on all cores.
+
+    Args:
+        sheet: Figures of the machine from data sheets and publications.
+        drawn_bytes_per_s: Memory bandwidth that the update uses on all cores.
     """
     core, whose = sheet.core
     said = f"{core / 1e9:g} GB/s of DRAM for {whose}, {STOCK_UPDATE_BYTES} bytes a parameter"
@@ -186,9 +194,13 @@ def _one_thread(sheet: Sheet, drawn_bytes_per_s: float) -> Quantity:
 def _passes_bytes_per_s(rate: float) -> float:
     """Return the host memory bandwidth that DeepSpeed's CPU update uses, in bytes/s, computed from a published speed.
 
-    The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory. The time
-    of the copy alone is not known. It is limited by the speed of one CPU core, or by DRAM bandwidth. The larger result
-    is returned, which belongs to the slower copy.
+    The published speed covers an update, and a copy of the new parameters to the GPU through unpinned memory. How long
+    the copy alone takes is not known. Its limit is the speed of one CPU core, or DRAM bandwidth. The result is computed
+    for each of these two limits, and the larger result is returned. The larger result belongs to the slower copy, which
+    leaves less time for the update.
+
+    Args:
+        rate: Published number of parameters per second that one rank updates and copies.
     """
     copied = FRESH_PASSES * _WIRE_BYTES
     bound_by_core = STOCK_UPDATE_BYTES / (1 / rate - _WIRE_BYTES / _PAGEABLE)
@@ -229,6 +241,10 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
     Fractions of DRAM bandwidth follow from published rates of CPU updates, and fractions of link bandwidth from the
     wiring of the GPUs.
+
+    Returns:
+        A dict from the number of concurrent ranks to a dict. The inner dict gives the fraction for ``dram``, and for
+        the link directions ``h2d`` and ``d2h``.
     """
     shares = _dram_shares(sheet)
     if sheet.ranks_per_uplink > 1:
@@ -241,7 +257,12 @@ def _rank_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
 
 def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
     """Return the fraction of a preset machine's DRAM bandwidth that each rank has if several ranks update on the CPU at
-    once, from published rates of CPU updates.
+    once.
+
+    The fractions are computed from published rates of CPU updates.
+
+    Returns:
+        A dict from the number of concurrent ranks to a dict with one entry: the fraction for ``dram``.
     """
     shares: dict[int, dict[ShareName, Quantity]] = {}
     for ranks, (low, high, said) in sheet.stock_update.items():

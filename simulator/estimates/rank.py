@@ -349,8 +349,13 @@ class Rank(RankSizes):
 def _gathers(blocks: tuple[tuple[int, ...], ...], recomputed: tuple[bool, ...], rules: GatherRules) -> Gathered:
     """Return how often DeepSpeed's ZeRO-3 gathers each parameter in a forward and its backward.
 
-    DeepSpeed's rules work on modules. Each parameter is treated as a module of its own, and each block and the whole
-    model as modules without parameters.
+    DeepSpeed's rules work on modules. Each parameter is treated as a module of its own, and each block and the
+    whole model as modules without parameters.
+
+    Args:
+        blocks: Number of elements of each parameter, for each block of the model.
+        recomputed: For each block, True if backward computes its forward again.
+        rules: DeepSpeed's keys that control gathers.
     """
     modules: list[list[Module]] = [
         [(), *([((number, i), n)] for i, n in enumerate(params))] for number, params in enumerate(blocks)

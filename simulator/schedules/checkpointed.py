@@ -153,6 +153,9 @@ class CheckpointedLoop(EbbtideLoop):
         """Append writes of a checkpoint to the schedule, in their planned order, until ``more()`` returns False.
 
         After the last write, the sync of the checkpoint's files is appended, which completes the checkpoint.
+
+        Args:
+            more: Function that is called before each write. It returns True if the write may be appended.
         """
         while more():
             segment, hook = self.pending.popleft()

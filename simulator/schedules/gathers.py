@@ -48,12 +48,14 @@ class Gathered:
     live: int | None
 
     def of_layer(self, pieces: Iterable[tuple[Hashable, int]]) -> dict[str, int]:
-        """Return the fields ``persistent_params`` and ``regathered_params`` of a `Layer`: how many of its parameter
-        elements ZeRO-3 keeps gathered, and how many backward gathers again.
+        """Return how many of a layer's parameter elements ZeRO-3 keeps gathered, and how many backward gathers again.
 
         Args:
-            pieces: Key of each parameter, and the number of its elements on this rank. A parameter that no module uses
-                is never gathered.
+            pieces: Key of each parameter, and the number of its elements on this rank. A parameter that no module
+                uses is never gathered.
+
+        Returns:
+            The fields ``persistent_params`` and ``regathered_params`` of the `Layer`, as a dict.
         """
         read = [(key, n) for key, n in pieces if key in self.times]
         return {

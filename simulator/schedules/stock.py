@@ -331,8 +331,12 @@ class StockLoop(TrainingLoop):
         return self._sent_back(subgroup, waits, size, FRESH_PASSES if pageable else 1, pageable=pageable)
 
     def _sent_back(self, subgroup: int, waits: Sequence[int], size: float, passes: float, *, pageable: bool) -> int:
-        """Append to the schedule the copy of a subgroup's updated parameters to the GPU, which reads or writes each
-        byte ``passes`` times in host memory.
+        """Append to the schedule the copy of a subgroup's updated parameters to the GPU.
+
+        Args:
+            size: Bytes to copy.
+            passes: Number of times that the copy reads or writes these bytes in host memory.
+            pageable: The bytes are not in page-locked memory.
         """
         return self.out.add(
             OpKind.PARAMETER_H2D,

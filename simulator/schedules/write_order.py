@@ -141,10 +141,16 @@ class _Writer:
         return (math.inf if subgroup == REST else self.ranks[subgroup]), subgroup
 
     def release(self, subgroup: int, at_s: float) -> float:
-        """Simulate an update of a subgroup that the checkpoint has not written yet. Return the seconds of waiting.
+        """Simulate an update of a subgroup while the checkpoint has not yet written all of the subgroup's state.
 
-        As many of the unwritten bytes as fit are first copied to reserved host memory. The others are first written to
-        storage.
+        The update would overwrite the bytes that are not yet written. As many of them as fit are first copied to
+        reserved host memory. The others are first written to storage.
+
+        Args:
+            at_s: Time at which the update could begin.
+
+        Returns:
+            Seconds for which the update must wait.
         """
         self.write_until(at_s)
         left = self.live.get(subgroup, 0.0)

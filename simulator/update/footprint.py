@@ -181,9 +181,13 @@ def tally(
 ) -> tuple[list[int], list[int], list[int]]:
     """Count subgroups, and their elements, for each combination of placement and parameter location.
 
-    Return three lists: the numbers of subgroups with each combination, their total elements, and the elements of the
-    largest one. A list has one number for each combination, in the order of `plain_ways`. Without ``locations``, all
-    parameters are in GPU memory.
+    Args:
+        sizes, placements: Number of elements, and placement, of each subgroup.
+        locations: Memory that holds each subgroup's parameters. Empty: GPU memory for all.
+
+    Returns:
+        Three lists: the numbers of subgroups with each combination, their total elements, and the elements of the
+        largest one. A list has one number for each combination, in the order of `plain_ways`.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
     everywhere: tuple[ParameterLocation, ...] = ("device",)

@@ -176,8 +176,12 @@ class Issue(Generic[Op]):
     def _updated(self, late: set[int]) -> list[int]:
         """Return all subgroups in the order in which their updates are issued once the gradient norm is known.
 
-        Usually this is the plan's order. If a subgroup in ``late`` needs a staging buffer, the subgroups that already
-        hold one come first, because their updates free the buffers.
+        Usually this is the plan's order. If a subgroup in ``late`` needs a staging buffer (GPU memory for one
+        subgroup), the subgroups that already hold a staging buffer come first, because their updates free the buffers.
+
+        Args:
+            late: Subgroups with an early update that was not issued before the norm, or was dropped. Their whole update
+                is issued after the norm.
         """
         if not any(self.redo[s].steps[0].takes == Slot.STAGING for s in late):
             return [*self.order]
@@ -202,8 +206,10 @@ class Issue(Generic[Op]):
             self.early[subgroup] = begun, previous
 
     def _first(self, *, ahead: bool) -> Iterator[int]:
-        """Yield the subgroups that get a buffer for their state before the gradient norm is known, without early
-        updates.
+        """Yield the subgroups that get a buffer for their state before the gradient norm is known.
+
+        Their state is copied or read into this buffer, where the update after the gradient norm finds it. Subgroups
+        that are updated early are not included.
 
         Args:
             ahead: True for buffers that are already taken at the end of the previous step (`Slot.ahead`), False for

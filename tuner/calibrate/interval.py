@@ -87,6 +87,11 @@ def workload_interval_s(
     The width of the interval follows from the uncertainty of the machine's bandwidths and compute speeds, and from the
     error of the simulator. If layer times were estimated from a model's config, their uncertainty is included too. This
     uncertainty is derived from that of the GPU's compute speed.
+
+    Args:
+        build: Function from a workload to a schedule. It is called with workloads that differ in layer times.
+        workload: Training job of one rank.
+        machine: Machine with the median and the quartiles of each bandwidth and compute speed.
     """
     compiled = compile_schedule(build(workload))
 
@@ -125,6 +130,7 @@ def _estimated(
     """Return the interval around the predicted seconds of an iteration.
 
     Args:
+        seconds: Function that predicts the seconds for a given machine.
         passes: Function that predicts the seconds if each layer's forward and backward takes a given multiple of its
             time.
     """
@@ -174,8 +180,14 @@ def _published_host(machine: Machine) -> bool:
 
 
 def rates_sigma(seconds: Callable[[Machine], float], machine: Machine) -> float:
-    """Return the standard deviation of a predicted time's logarithm that comes from the uncertainty of the machine's
-    bandwidths and compute speeds.
+    """Return how much a predicted time varies because the machine's bandwidths and compute speeds are uncertain.
+
+    Args:
+        seconds: Function that predicts the time for a given machine.
+        machine: Machine with the median and the quartiles of each bandwidth and compute speed.
+
+    Returns:
+        The standard deviation of the logarithm of the predicted time.
     """
     variance = 0.0
     for knob in (*knobs_of(machine, APART), *BESIDE):

@@ -27,13 +27,17 @@ TOLD = 0.97  # and where others were asked for, this to be told
 
 
 def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = False) -> list[Workload]:
-    """Return the given workload with its own subgroups, and copies with subgroups of other sizes, the largest first.
+    """Return a list of workloads: the given one with its own subgroups, and copies with subgroups of other
+    sizes, the largest subgroups first.
 
-    A size is left out if it gives nearly as many subgroups as a larger size, or more than `MOST_SUBGROUPS`.
+    A size is left out if it gives nearly as many subgroups as a larger size, or more than
+    `MOST_SUBGROUPS`.
 
     Args:
-        pieces: True if DeepSpeed keeps its own subgroups. Each subgroup of the plan is then a part of one of
-            DeepSpeed's.
+        workload: Training job of one rank.
+        sizes: Subgroup sizes to try, in elements.
+        pieces: True if DeepSpeed keeps its own subgroups. Each subgroup of the plan is then a part
+            of one of DeepSpeed's.
 
     Raises:
         ValueError: The workload does not list its parameters.

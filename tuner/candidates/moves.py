@@ -40,9 +40,14 @@ def is_staged(recipe: Recipe) -> bool:
 
 
 def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
-    """Return the placements that a plan search may choose on a machine, ``stored`` only with ``storage``.
+    """Return a tuple of the placements (memories for a subgroup's optimizer state) that a plan search may
+    choose on a machine.
 
     On a machine with unified memory, only placements with CPU updates remain.
+
+    Args:
+        machine: Machine that trains.
+        storage: True if optimizer state may live on a drive.
     """
     found = tuple(RECIPES) if storage else CHOICES
     return tuple(p for p in found if RECIPES[p].queue == Queue.HOST or not machine.unified_memory)
@@ -140,8 +145,16 @@ class Moved:
         host_slots: int = HOST_SLOTS,
         threads: int = 0,
     ) -> Self:
-        """Build a plan in the form that simulated annealing changes. Without ``order``, updates have the order of
-        forward.
+        """Build a training plan in the form that simulated annealing changes.
+
+        Args:
+            codes: Code of each subgroup's placement, parameter location and flags (`Way.code`).
+            order: Order of the subgroups' updates. If None, the order in which forward needs them.
+            slots: Number of staging buffers. Each is GPU memory for one subgroup's optimizer state.
+            prefetch: Number of staging buffers that are filled during backward.
+            free: Changes that the search may make.
+            host_slots: Number of buffers in host memory for subgroups with optimizer state on a drive.
+            threads: Number of CPU threads for updates, or 0 for the default.
         """
         codes = [int(code) for code in codes]
         sequences = [
@@ -205,8 +218,10 @@ class Moved:
     def _place(self, rng: Random) -> None:
         """Give a random subgroup of this plan another placement.
 
-        If its update moves between the CPU's order and the GPU's, its new position is random. With a probability of
-        70%, the update is inserted directly before the first update of a subgroup with a higher index, or at the end.
+        Updates on the CPU have an order, and so have updates on the GPU. If the update of the subgroup moves from one
+        of these orders to the other, its new position is chosen at random. With a probability of 70%, the update is
+        inserted directly before the first update of a subgroup with a higher index, or at the end of the order if no
+        subgroup has a higher index. Otherwise all positions are equally likely.
         """
         subgroup = rng.randrange(len(self.codes))
         before, code = self._sequence(subgroup), self.codes[subgroup]

@@ -105,10 +105,14 @@ def simulate(
 
 
 def _limits(work: Workload, machine: Machine, plan: Plan | None, asked: Mapping[str, Any]) -> Limits:
-    """Return the memory limits of a simulation.
+    """Return the limits of the memory that training may use.
 
-    If the user gave none, and a plan was made for this machine and workload, they are those that the plan was made
-    with.
+    If the user gave no limit, and a plan was made for this machine and workload, the limits are those that the plan was
+    made with.
+
+    Args:
+        plan: Plan to simulate, if any.
+        asked: Limits that the user gave, as arguments of `Limits.of`.
     """
     from ebbtide.simulator.limits import Limits
 

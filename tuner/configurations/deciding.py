@@ -179,20 +179,30 @@ class Contests:
         return self.outcomes[c]
 
     def beats(self, c: Configuration, tokens_per_s: float) -> bool:
-        """Return True if a configuration of the given speed, or upper bound of the speed, beats the fastest simulated
-        configuration of at least one of its groups by more than a small margin.
+        """Return True if a training configuration beats the fastest simulated configuration of at least one of its
+        groups, by more than a small margin.
 
         A group is all configurations, or those with the same value of one setting, such as the micro-batch size.
+
+        Args:
+            c: Training configuration.
+            tokens_per_s: Speed of the configuration, or an upper bound of its speed. With an upper bound, True means
+                that the configuration is worth a simulation.
         """
         shown = SHOWN * self._leaders.get("all", 0.0)
         leaders = (self._leaders.get(contest, 0.0) for contest in self.of(c))
         return any(tokens_per_s > leader + max(SLACK * leader, shown * bool(leader)) for leader in leaders)
 
     def dominated(self, bounds: Promise) -> bool:
-        """Return True if a simulated configuration is about as good as, or better than, one within the given bounds.
+        """Return True if a training configuration need not be simulated, because another one that was simulated is
+        about as good or better.
 
-        It is at most slightly slower than ``bounds.tokens_per_s``, and needs at most slightly more GPU memory than
-        ``bounds.device_bytes``.
+        This is so if the simulated configuration is faster than ``bounds.tokens_per_s``, or only slightly slower, and
+        if it needs less GPU memory than ``bounds.device_bytes``, or only slightly more.
+
+        Args:
+            bounds: Upper bound of the speed, and lower bound of the GPU memory, of the configuration that was not
+                simulated.
         """
         enough = bounds.tokens_per_s - APART * self._leaders.get("all", 0.0)
         lean = bounds.device_bytes * (1 + APART)
@@ -244,8 +254,10 @@ def explore(
 def _decided(question: Question, answer: Answer) -> Answer:
     """Return the answer of a configuration search with better plans for the fastest configurations.
 
-    The search itself compares simple plans only. For the fastest configuration with each kind of offload that trains
-    under a plan, a quick plan search is made, also over the subgroup size if the search varies it.
+    The search itself only compares simple plans for each configuration. Afterwards, this function goes through the
+    kinds of offload that train under a plan. For the fastest configuration with each kind, it makes a quick plan
+    search. A plan that is faster than the simple one replaces it. If the search varies the subgroup size, the quick
+    plan search chooses it among the sizes in `SIZES`.
     """
     sizes, better = SIZES if "sub_group_size" in answer.space.free else (), dict[Configuration, Outcome]()
     for offload in PLANNED:

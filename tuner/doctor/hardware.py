@@ -97,11 +97,18 @@ def _card_generation(nvml: Any, handle: Any) -> int | None:
 
 
 def link_finding(name: str, width: int, widest: int, slot: int, card: int | None) -> Finding:
-    """Check that a GPU's PCIe link can be as fast as the card allows. A slower link slows down every copy between the
-    GPU and host memory.
+    """Check that a GPU's PCIe link can be as fast as the card allows, and return the result. A slower link slows down
+    every copy between the GPU and host memory.
 
-    The link is reported as slow if it uses fewer lanes (``width``) than the card supports (``widest``), or if the slot
-    limits the card to an older PCIe generation (``slot``) than the card supports (``card``, None if unknown).
+    The link is reported as slow if it uses fewer lanes than the card supports, or if the slot limits the card to an
+    older PCIe generation than the card supports.
+
+    Args:
+        name: Name of the check.
+        width: Number of PCIe lanes in use.
+        widest: Number of PCIe lanes that the card supports.
+        slot: Newest PCIe generation that both the slot and the card support.
+        card: Newest PCIe generation that the card supports, or None if unknown.
     """
     detail = f"x{width} of x{widest}, generation {slot}" + (f" of {card}" if card else "")
     if width < widest or (card is not None and slot < card):

@@ -147,10 +147,19 @@ def rules_of_thumb(iteration_s: float, cost: CheckpointCost, failures: Failures)
 
 
 def check_failures(workload: Workload, machine: Machine, mtbf_s: float, restart_s: float) -> None:
-    """Raise RuleError if failures are so frequent that training makes no progress under any plan, before a plan is
-    searched: less than `LEAST_GOODPUT` of the time.
+    """Raise RuleError if failures are so frequent that training makes no progress under any plan. The check
+    runs before a plan is searched.
 
     Assumptions: a step takes only its forward and backward, and checkpoints cost no time.
+
+    Args:
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        mtbf_s: Mean time between failures of the whole job, in seconds.
+        restart_s: Seconds from a failure until training runs again.
+
+    Raises:
+        RuleError: Less than `LEAST_GOODPUT` of the time would be progress even under these assumptions.
     """
     failures = planned_failures(mtbf_s, restart_s)
     persist_s = workload.checkpoint_bytes / capacities(machine, workload.ranks_per_node)["storage"]

@@ -267,7 +267,17 @@ def decide(question: Question, progress: Told = silently) -> Decision:
 
 
 def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = True) -> Decision:
-    """Find a plan by a quick plan search, and choose the subgroup size. The arguments are those of `_searches`."""
+    """Find a plan by a quick plan search, and choose the subgroup size.
+
+    Args:
+        question: Training job, machine, memory limits and effort.
+        progress: Called with the finished fraction and the name of the current phase.
+        found: Results so far. They are not repeated. New results are added.
+        last: True if the smallest subgroups are also tried when no plan fits with any other size.
+
+    Raises:
+        ImpossibleError: No plan fits into memory.
+    """
     searches = _searches(question, progress, found, last=last)
     if question.effort <= SKETCH:
         return _decided(question, _largest_of_the_best(searches))
@@ -374,8 +384,13 @@ def check_length(workload: Workload) -> None:
 def follow(search: Search, coarser: Sequence[Search]) -> None:
     """Try further plans in a plan search.
 
-    The first ones are the best plans of searches with larger subgroups, converted to this search's smaller subgroups.
-    Then plans follow that spread their placements evenly over the model. Plans with early updates are last.
+    The first plans are the best ones of searches with larger subgroups, converted to this search's smaller subgroups.
+    Then plans follow that spread their placements evenly over the model. Plans with early updates are last. An early
+    update starts before the gradient norm is known.
+
+    Args:
+        search: Plan search, to which the results are added.
+        coarser: Plan searches with larger subgroups.
     """
     for other in coarser:
         if search.moves_parameters or not other.moves_parameters:
@@ -417,8 +432,13 @@ def _finalists(searches: Sequence[Search], near: float = NEAR) -> list[Search]:
 
 
 def _largest_of_the_best(searches: Sequence[Search], quick: Decision | None = None) -> Search:
-    """Return the search with the fewest subgroups, among those with a best plan that is at most about 0.5% slower than
-    the fastest plan of all searches, and no slower than a quick search's decision.
+    """Return the plan search with the fewest subgroups, among the searches with a best plan that is at most about 0.5%
+    slower than the fastest plan of all searches.
+
+    Args:
+        searches: Plan searches at different subgroup sizes.
+        quick: Decision of a quick search for the same job, or None. A search is left out if its best plan is slower
+            than this decision's plan. If all are slower, the search with the fastest plan is returned.
     """
     best_s = min(search.best_s for search in searches)
     most_s = max(best_s, min(best_s / WORTH, quick.iteration_s if quick else math.inf))

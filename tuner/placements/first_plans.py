@@ -80,8 +80,14 @@ def _least_stored(search: Search) -> float:
 
 
 def _grid_s(search: Search, points: int, slots: Sequence[int]) -> float:
-    """Try evenly spread plans with at most ``points`` different numbers of subgroups per placement, and with each
-    number of staging buffers. Return the seconds per iteration of the fastest one.
+    """Try plans with different numbers of subgroups per placement, and return the seconds per iteration of the
+    fastest plan.
+
+    In each plan, the subgroups of each placement are spread evenly over the model.
+
+    Args:
+        points: Largest number of combinations to try. A combination is a number of subgroups for each placement.
+        slots: Numbers of staging buffers (GPU memory for one staged subgroup each) to try with each combination.
     """
     numbers = _grid(len(search.workload.subgroups), points, search.choices)
     return min(search.try_(search.evenly(n, number)) for n, number in product(numbers, slots))

@@ -42,8 +42,14 @@ def begun(
     search then tries plans with optimizer state on drives, and the search with the faster plan is returned.
 
     Args:
+        workload: Training job of one rank.
+        machine: Machine that trains.
+        limits: Memory and storage that plans may use.
+        seed: Seed of the search.
         freely: True if parameters may move to host memory even if a plan fits without that.
-        bounds: Lower bounds that searches for the same job with other subgroup sizes have computed.
+        effort: Fraction of a full search's evaluations.
+        bounds: Lower bounds of the iteration time that searches for the same job with other subgroup sizes have
+            computed.
         kept: Further arguments of `Search`, such as settings of the plan that cannot change while training runs.
     """
     new = partial(Search, workload, machine, seed=seed, effort=effort, bounds=bounds, **kept)

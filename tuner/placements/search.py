@@ -208,14 +208,21 @@ class Search:
         host_slots: int = HOST_SLOTS,
         most_s: float = math.inf,
     ) -> float:
-        """Return the predicted seconds per iteration of a plan, or ``inf`` if the plan does not fit into memory. The
-        result is not stored in the search's scores.
+        """Return the predicted seconds per iteration of a plan, or ``inf`` if the plan does not fit into memory.
+
+        The result is not stored in the search's scores.
 
         Args:
             codes: Code of each subgroup's placement, parameter location and flags.
+            slots: Number of staging buffers (GPU memory for one staged subgroup each).
+            prefetch: Number of subgroups that are copied to the GPU ahead of time.
+            threads: Number of CPU threads for updates, or 0 for the default.
+            overlap: True if updates may overlap the next forward.
             issue: Order in which the subgroups' updates are issued. If None, the order of forward.
-            most_s: Seconds from which the exact time does not matter. If a step that does not clip takes longer, its
-                time is returned, and the slower steps that clip are not simulated.
+            host_slots: Number of buffers in host memory for stored subgroups.
+            most_s: Seconds from which the exact time does not matter. A step that does not clip is simulated first.
+                If it takes longer than ``most_s``, its time is returned, and the slower steps that clip are not
+                simulated.
         """
         codes, slots = self.room.fitted(codes, slots, host_slots)
         if not (self._may_store(codes) and self.limits.hold(*self.room.taken(codes, slots, host_slots))):
@@ -230,11 +237,15 @@ class Search:
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self.sweep, c), options_of(c)))
 
     def _mean_s(self, codes: Codes, row: Row, options: tuple[Any, ...], most_s: float = math.inf) -> float:
-        """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip gradients
-        and redo the plan's early updates.
+        """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip
+        gradients.
+
+        A step that clips must undo and redo the plan's early updates.
 
         Args:
+            codes: Code of each subgroup's placement, parameter location and flags.
             row: Simulator's results for a step that does not clip.
+            options: Further arguments of the simulation.
             most_s: If a step that does not clip takes longer, its time is returned.
         """
         from ebbtide.simulator.engines import summary
@@ -276,8 +287,11 @@ class Search:
     def _settled_s(self, c: Candidate, seconds: float) -> float:
         """Return a plan's seconds per iteration after many iterations, or ``seconds`` if ``seconds`` is longer.
 
-        If copies to host memory take longer than an iteration, their delay grows from iteration to iteration. The first
-        few iterations, which take ``seconds``, do not show this growth.
+        If copies to host memory take longer than an iteration, their delay grows from iteration to iteration. A
+        simulation of the first few iterations does not show this growth.
+
+        Args:
+            seconds: Seconds per iteration in a simulation of the first few iterations.
         """
         later = seconds_of(self._longer, c)
         return later if later > seconds * (1 + 1e-6) else seconds

@@ -54,8 +54,12 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _spread(search: Search) -> None:
-    """Score variants of a search's best plan that spread ``k`` early updates evenly over the last ``n`` subgroups that
-    the CPU updates, with different ``n``, and with ``k`` up to that of the best plan.
+    """Simulate variants of a search's best plan that differ in their early CPU updates, and add the results to the
+    search's scores.
+
+    An early update starts before the gradient norm is known. A variant spreads ``k`` early updates evenly over the
+    last ``n`` subgroups that the CPU updates. Variants differ in ``k``, which is at most that of the best plan, and
+    in ``n``.
     """
     best = search.ordered(search.best())
     able = able_early(best, "host").tolist()

@@ -216,8 +216,11 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
 def _judged(plan: Plan, rows: list[Row], workload: Workload, machine: Machine, limits: Limits) -> Plan:
     """Return a copy of a plan from a request, with a prediction for the request's machine and training job.
 
-    The plan's own prediction may be for others. It is kept if it has the iteration time of the simulation in ``rows``
-    and the request's memory limits. A plan that does not fit into memory gets no prediction.
+    The plan's own prediction may be for others. It is kept if it has the iteration time of the simulation and the
+    request's memory limits. A plan that does not fit into memory gets no prediction.
+
+    Args:
+        rows: Simulations of the plan and of other ways to train.
     """
     known, simulated_here = plan.prediction, next(row.simulated for row in rows if row.role == "plan")
     same_s = known is not None and math.isclose(known.iteration_s, simulated_here.result.iteration_s, rel_tol=SAME)

@@ -330,8 +330,12 @@ class Pool:
         self.cache = Cache(quota.cache_bytes)
 
     async def answer(self, name: str, body: Mapping[str, Any], light: bool) -> Result:
-        """Return the planning service's result for a request, from the cache or from a worker process of one of two
-        queues.
+        """Return the planning service's result for a request, from the cache or from a worker process.
+
+        Args:
+            name: Kind of the request.
+            body: Fields of the request.
+            light: True for the queue of light requests, False for the queue of heavy ones.
 
         Raises:
             BusyError: Too many requests already wait.

@@ -140,8 +140,13 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
 
 
 def check_ops(ops: int, simulations: int, quota: Quota) -> bool:
-    """Return True if a request's simulations, of ``ops`` operations each, are few enough for the queue of light
+    """Return True if the simulations of a request are few enough for the planning service's queue of light
     requests.
+
+    Args:
+        ops: Number of operations in one simulation.
+        simulations: Number of simulations.
+        quota: Limits of the service.
 
     Raises:
         ValueError: The simulations are more than the service allows for one request.

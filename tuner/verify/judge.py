@@ -225,11 +225,15 @@ def _is_follower(difference: Difference, found: Sequence[Difference]) -> bool:
 
 
 def _in_one_place(run: Run, other: Run, step: int, found: Sequence[Difference]) -> Difference | None:
-    """Return a difference between two training runs, after one step, that appears in a few tensors and that rounding
-    cannot explain, or None.
+    """Return a difference between two training runs, after one step, that rounding cannot explain.
 
-    The result is also None after the first step of training, if some tensor already differed after an earlier step, and
-    if at least half of the tensors differ now.
+    Only a difference that appears in a few tensors is returned. If there is none, return None.
+
+    The result is also None in three cases:
+
+    - The step is the first step of training.
+    - Some tensor already differed after an earlier step.
+    - At least half of the tensors differ now.
 
     If losses and gradient norms agree bit by bit up to this step, rounding explains a difference of at most the
     rounding of one update. If they do not, gradients may have been summed in another order. Rounding then explains a

@@ -203,10 +203,14 @@ class Problem:
         return terms
 
     def fetched(self, resource: Resource, blocks: slice, times: Floats | float) -> Iterator[Term]:
-        """Yield terms of the linear program that add up to a resource's busy seconds for copies of the blocks'
-        parameters from host memory to the GPU, for forward and backward.
+        """Yield terms of the linear program that add up to a resource's busy seconds for copies of parameters to the
+        GPU.
+
+        The copies bring parameters from host memory to the GPU, for forward and backward.
 
         Args:
+            resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that the copies use.
+            blocks: Blocks of layers with the parameters to copy.
             times: Number of copies of each parameter: one number for all blocks, or one number for each block.
         """
         each = self.costs.fetch().get(resource, 0.0) * self.work.params

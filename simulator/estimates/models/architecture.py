@@ -221,10 +221,14 @@ def _from_description(config: Mapping[str, Any]) -> Architecture:
 
 
 def _layout(config: Mapping[str, Any], mixture: bool) -> str:
-    """Return the names of the parts of one layer, such as ``norm``, ``qkv`` and ``down``, separated by spaces.
+    """Return the names of the parts of one layer, separated by spaces, for a model that is described by its dimensions.
 
-    The model's description has them as ``layout``, or has the keys ``gated``, ``fused`` and ``norms``. If it has none
-    of these keys, the parts are those of a Llama layer.
+    Examples of parts are ``norm``, ``qkv`` and ``down``. The model's config gives them as ``layout``, or by the keys
+    ``gated``, ``fused`` and ``norms``. If it has none of these keys, the parts are those of a Llama layer.
+
+    Args:
+        config: Description of the model.
+        mixture: True if the model has experts. Parts for a router and experts then replace those of the MLP.
     """
     given = [flag for flag in _LAYOUT_FLAGS if flag in config]
     if "layout" in config:
