@@ -18,7 +18,7 @@ from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import PageT, dump, parse
 from ebbtide.runtime.checkpoint.protocol.ownership import owner
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.pages import StepRecord, StepsPage, StorePage
+from ebbtide.runtime.storage.pages import CheckpointPage, StepRecord, StepsPage, StorePage
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,29 @@ def read_page(path: Path, kind: type[PageT], files: Files) -> PageT | None:
             f"{path} cannot be read: {error}. The state in this folder is unchanged. Restore the "
             "file, or give another directory"
         ) from error
+
+
+def step_of(page: CheckpointPage, files: Files) -> StepRecord:
+    """Return the description of a checkpoint's optimizer state on the drives: its places and its hashes.
+
+    Raises:
+        StorageError: The drives no longer hold the checkpoint's optimizer state.
+    """
+    directory = Path(page.directories[0])
+    steps = read_page(file_of(directory, page.rank, STEPS), StepsPage, files)
+    if steps is None or steps.nonce != page.store:
+        raise StorageError(
+            f"the checkpoint's state must be in {directory}, but there is "
+            f"{'none' if steps is None else 'only the state of another run'} in this folder. Move the folder with "
+            "the checkpoint's state back"
+        )
+    found = next((s for s in steps.steps if s.name == page.name), None)
+    if found is None:
+        raise StorageError(
+            f"the state of step {page.step} in {directory} was overwritten by later steps. Load the checkpoint of one "
+            f"of the steps {[s.step for s in steps.steps]} instead, and raise checkpoint.keep to keep more checkpoints"
+        )
+    return found
 
 
 def _widest(pages: Sequence[StorePage | None], wanted: StorePage) -> list[tuple[int, list[int]]]:

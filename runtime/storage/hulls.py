@@ -13,8 +13,8 @@ from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.protocol import inspect
 from ebbtide.runtime.checkpoint.protocol.inspect import Entry
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.folder import STEPS, file_of, read_page
-from ebbtide.runtime.storage.pages import StepsPage, read_checkpoint_page, stored_pages
+from ebbtide.runtime.storage.folder import step_of
+from ebbtide.runtime.storage.pages import read_checkpoint_page, stored_pages
 
 
 def list_checkpoints(directory: str | Path) -> list[Entry]:
@@ -33,12 +33,7 @@ def missing_state(checkpoint: Path) -> str:
     """
     for path in stored_pages(checkpoint):
         try:
-            page = read_checkpoint_page(path)
-            steps = read_page(file_of(Path(page.directories[0]), page.rank, STEPS), StepsPage, Files())
+            step_of(read_checkpoint_page(path), Files())
         except (OSError, ManifestError, StorageError) as error:
-            return f"its stored state cannot be found: {error}"
-        if steps is None or steps.nonce != page.store:
-            return f"its stored state is not in {page.directories[0]}"
-        if all(step.name != page.name for step in steps.steps):
-            return "cannot be loaded: later steps overwrote its stored state"
+            return f"cannot be loaded: {error}"
     return ""

@@ -16,13 +16,12 @@ from ebbtide.runtime.checkpoint.format.memory import padded, view_at
 from ebbtide.runtime.storage.blocks import hashes_of_tensors
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.storage.extent_file import ExtentFile
-from ebbtide.runtime.storage.folder import EXTENTS, STEPS, STORE, file_of, read_page
+from ebbtide.runtime.storage.folder import EXTENTS, STORE, file_of, read_page, step_of
 from ebbtide.runtime.storage.layout import Layout
 from ebbtide.runtime.storage.pages import (
     CheckpointPage,
     ExtentRecord,
     StepRecord,
-    StepsPage,
     StorePage,
     read_checkpoint_page,
     stored_pages,
@@ -71,28 +70,8 @@ class StepReader:
         self._views: dict[int, View] = {}
 
     def check_there(self) -> StepRecord:
-        """Check that the optimizer state of the checkpoint is still on the drives. Return the description of this
-        state: its places on the drives, and its hashes.
-
-        Raises:
-            StorageError: The drives no longer hold the checkpoint's optimizer state.
-        """
-        path = file_of(self._directories[0], self._page.rank, STEPS)
-        steps = read_page(path, StepsPage, self._files)
-        if steps is None or steps.nonce != self._page.store:
-            raise StorageError(
-                f"the checkpoint's state must be in {self._directories[0]}, but there is "
-                f"{'none' if steps is None else 'only the state of another run'} in this folder. Move the folder with "
-                "the checkpoint's state back"
-            )
-        found = next((s for s in steps.steps if s.name == self._page.name), None)
-        if found is None:
-            raise StorageError(
-                f"the state of step {self._page.step} in {self._directories[0]} was overwritten "
-                f"by later steps. Load the checkpoint of one of the steps {[s.step for s in steps.steps]} instead, and "
-                "raise checkpoint.keep to keep more checkpoints"
-            )
-        return found
+        """Check that the checkpoint's optimizer state is still on the drives, as `step_of` does."""
+        return step_of(self._page, self._files)
 
     def _store_page(self) -> StorePage:
         path = file_of(self._directories[0], self._page.rank, STORE)

@@ -197,11 +197,8 @@ def test_a_checkpoint_whose_state_was_written_over_is_refused_and_the_newest_nam
         train(engine, 2)
         engine.save_checkpoint(tmp_path / "ck", tag=tag)
     engine.checkpoint_engine.wait()
-    told = [(e.tag, e.status) for e in list_checkpoints(tmp_path / "ck")]
-    assert told == [
-        ("other", "committed"),
-        ("global_step2", "cannot be loaded: later steps overwrote its stored state"),
-    ]
+    told = [(e.tag, e.status.partition(" in ")[0]) for e in list_checkpoints(tmp_path / "ck")]
+    assert told == [("other", "committed"), ("global_step2", "cannot be loaded: the state of step 2")]
     with pytest.raises(CheckpointError, match=r"overwritten by later .*newest .*ck/other"):
         engine.load_checkpoint(tmp_path / "ck", tag="global_step2")
     engine.load_checkpoint(tmp_path / "ck", tag="other")
