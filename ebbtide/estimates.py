@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import checked
 from ebbtide.simulator.shown import Shown
 
 if TYPE_CHECKING:
     from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.limits import Limits
-    from ebbtide.simulator.machine import Machine
     from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.workload import Workload
 
@@ -91,13 +92,14 @@ class Estimate(Shown):
         return ("GPU_GiB", "host_GiB")
 
 
+@checked
 def estimate(
     model: Any,
     optimizer: Any = None,
     *,
     batch: int,
     sequence: int,
-    gpu: "str | Machine" = "rtx4090",
+    gpu: str | Path | Machine = "rtx4090",
     ds_config: Mapping[str, Any] | str | Path | None = None,
 ) -> Estimate:
     """Estimate memory and time of training a model on one GPU, and suggest changes if it does not fit.
@@ -198,9 +200,7 @@ def _by_kind(held: Mapping[Any, int], reserved: int) -> dict[str, int]:
     return named
 
 
-def _machine(gpu: "str | Machine") -> "Machine":
-    from ebbtide.simulator.machine import Machine
-
+def _machine(gpu: str | Path | Machine) -> Machine:
     if isinstance(gpu, Machine):
         return gpu
     return Machine.load(gpu) if Path(gpu).is_file() else Machine.preset(str(gpu))
@@ -251,7 +251,7 @@ def _recomputed(model: Any) -> bool:
 
     A model's config does not tell, so True is returned for a config.
     """
-    if not hasattr(model, "modules"):
+    if isinstance(model, type) or not hasattr(model, "modules"):
         return True
     switches = [m.gradient_checkpointing for m in model.modules() if hasattr(m, "gradient_checkpointing")]
     return any(switches) if switches else False

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.rules import checked
 from ebbtide.simulator.workload import Workload
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def what_if(
     return simulated(workload, machine, strategies, gpu_memory_bytes, planner=quick_or_none, **options)
 
 
+@checked
 def load_plan(path: str | Path) -> Plan:
     """Read a plan from its JSON file.
 

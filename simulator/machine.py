@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.quantity import THREADED, Quantity, Rate, RateName
-from ebbtide.simulator.rules import RuleError, spelled, suggestion
+from ebbtide.simulator.rules import RuleError, checked, spelled, suggestion
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.storage import StorageRates
 from pydantic import Field, model_validator
@@ -179,6 +179,7 @@ class Machine(Shown, Page):
         return self
 
     @staticmethod
+    @checked
     def preset(name: str) -> "Machine":
         """Return a preset: a machine from data sheets and published figures.
 

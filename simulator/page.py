@@ -9,15 +9,37 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from ebbtide.simulator.rules import RuleError, checked, explain
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+DEEPSPEED_CONFIG, MODEL_CONFIG = "a DeepSpeed config", "a model's config"
+# Keys that only files of this kind have together.
+_OWN_FILES = {
+    "a machine file": {"device_kind", "host_memory_bytes"},
+    "a workload file": {"layers", "subgroups"},
+    "a plan file": {"subgroup_size", "subgroups"},
+    "a trace file": {"traceEvents"},
+}
+_DEEPSPEED = {
+    "zero_optimization",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "bf16",
+    "fp16",
+}
+# How models' configs call the number of layers and the hidden size.
+LAYERS = ("num_hidden_layers", "n_layer", "layers", "num_layers")
+HIDDEN = ("hidden_size", "n_embd", "n_embed", "hidden")
 
 
 class Page(BaseModel):
     """A frozen pydantic model that is stored as one JSON file. It refuses unknown fields and infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    _error: ClassVar[type[RuleError]] = RuleError  # raised for a file that cannot be used
 
     def save(self, path: str | Path) -> None:
         """Write a plan, profile or other pydantic model to its JSON file, such that no reader ever sees the file
@@ -26,13 +48,46 @@ class Page(BaseModel):
         write_whole(path, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
+    @checked
     def load(cls, path: str | Path) -> Self:
         """Read a plan, profile or other pydantic model from its JSON file.
 
         Raises:
-            pydantic.ValidationError: A field is missing, unknown or out of its range.
+            RuleError: The file cannot be read, is of another kind, has an unknown field, was written by a newer
+                version, or breaks a rule.
         """
-        return cls.model_validate_json(Path(path).read_text(encoding="utf-8-sig"))
+        name = cls.__name__.lower()
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise cls._error(f"{name} must be a readable JSON file, but got {path}: {error}") from None
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            kind = _kind(text)
+            why = explain(error, model=cls) if kind in ("", f"a {name} file") else f"it is {kind}"
+            raise cls._error(f"{path} is not a {name} this ebbtide can use: {why}") from None
+
+
+def kind_of(document: Mapping[str, Any]) -> str:
+    """Return which kind of file a JSON object comes from, such as ``"a plan file"``. Empty if it is none of ebbtide's
+    inputs.
+    """
+    for kind, keys in _OWN_FILES.items():
+        if keys <= document.keys():
+            return kind
+    if "model_type" in document or all(any(n in document for n in names) for names in (LAYERS, HIDDEN)):
+        return MODEL_CONFIG
+    return "" if _DEEPSPEED.isdisjoint(document) else DEEPSPEED_CONFIG
+
+
+def _kind(text: str) -> str:
+    """Return the kind of file that a JSON text comes from. Empty if it is none of ebbtide's inputs."""
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return ""
+    return kind_of(document) if isinstance(document, dict) else ""
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
@@ -50,9 +105,9 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     try:
         _write(temporary, content)
         temporary.replace(path)
-    except OSError:  # a full disk would stay the fuller for it
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        temporary.unlink(missing_ok=True)  # a full disk would stay the fuller for it
+        raise OSError(error.errno, error.strerror, str(path)) from None  # the caller knows no temporary file
 
 
 def _write(path: Path, content: str | bytes) -> None:

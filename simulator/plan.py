@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from ebbtide.simulator import plan_schema
 from ebbtide.simulator.limits import Limits, lacks
@@ -137,6 +136,8 @@ class Plan(Shown, Page):
         alternatives: Predictions of other plans and other systems, for comparison.
         reasons: Reasons for the plan, as sentences.
     """
+
+    _error: ClassVar[type[RuleError]] = PlanError
 
     schema_version: int = SCHEMA_VERSION
     versions: dict[str, str] = Field(default_factory=dict)
@@ -408,23 +409,6 @@ class Plan(Shown, Page):
         """
         body = self.model_dump(mode="json", exclude={"prediction", "alternatives", "reasons", "versions", "about"})
         return digest_of(body)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a plan from a JSON file.
-
-        Raises:
-            PlanError: The file cannot be read, is not JSON, has an unknown field, was written by a newer version, or
-                breaks a rule of plans.
-        """
-        try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except OSError as error:
-            raise PlanError(f"plan must be a readable JSON file, but got {path}: {error}") from None
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise PlanError(f"{path} is not a plan this ebbtide can use: {explain(error, model=cls)}") from None
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Plan":

@@ -5,11 +5,20 @@ An error's message names the field as the user gave it, and says what must hold.
 a name, such as "RTX 4090" for "rtx4090", and suggest similar names for a misspelled one.
 """
 
+import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple, Protocol, get_args
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, get_args, get_type_hints
 
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_ANY = (str, int, float, bool, Any)
+_MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SHOWN_ERRORS = 4
 SHOWN = 120  # characters of a value
 
@@ -222,3 +231,48 @@ def _plain(name: str) -> str:
     """
     last = name.rsplit("/", 1)[-1]
     return re.sub(r"nvidia|geforce|[^a-z0-9]", "", last.lower())
+
+
+def checked(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function so that an argument of a wrong type is refused before the function runs.
+
+    The RuleError names the argument, its type and the value. Numbers of other types, such as numpy's, are converted.
+    """
+    signature = inspect.signature(function)
+
+    @cache
+    def kinds() -> Mapping[str, tuple[str, "TypeAdapter[Any]"]]:
+        hints = get_type_hints(function)
+        one = (name for name, each in signature.parameters.items() if each.kind not in _MANY and name in hints)
+        return {name: (_told(hints[name]), _adapter(hints[name])) for name in one}
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError:  # the function itself says it better
+            return function(*args, **kwargs)
+        for name, (told, adapter) in kinds().items():
+            if name in given.arguments:
+                value = given.arguments[name]
+                try:
+                    given.arguments[name] = adapter.validate_python(value)
+                except ValueError:  # pydantic's
+                    raise RuleError(f"{name} must be of type {told}, but got {shortened(value)}", key=name) from None
+        return function(*given.args, **given.kwargs)
+
+    return call
+
+
+def _adapter(hint: Any) -> "TypeAdapter[Any]":
+    """Return a check of a type. An instance of a class of ebbtide must be one, so that no dict is taken for it."""
+    from pydantic import ConfigDict, InstanceOf, TypeAdapter
+
+    if isinstance(hint, type) and hint not in _ANY:
+        return TypeAdapter(InstanceOf[hint])  # type: ignore[valid-type]
+    return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def _told(hint: Any) -> str:
+    """Return the name of a type without the modules that its parts come from."""
+    return hint.__name__ if isinstance(hint, type) else re.sub(r"\b\w+\.", "", str(hint))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from ebbtide.simulator import build_strategy
@@ -152,6 +153,53 @@ def test_what_does_not_fit_names_the_ways_out_in_python():
         ebbtide.plan(work, here)
     assert caught.value.ways
     assert caught.value.ways[0].plan.prediction.iteration_s > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda work, here: ebbtide.plan(here, work), "workload must be of type Workload, but got <Machine: "),
+        (lambda work, here: ebbtide.plan("w.json", here), "workload must be of type Workload, but got 'w.json'"),
+        (lambda work, here: ebbtide.plan(work, here, seed="x"), "seed must be of type int, but got 'x'"),
+        (lambda work, here: ebbtide.plan(work, here, robust="sure"), "robust must be of type bool, but got 'sure'"),
+        (lambda work, here: ebbtide.plan(work, here, endurance_bytes="600TB"), "endurance_bytes must be of type float"),
+        (
+            lambda work, here: ebbtide.plan(work, here, storage=["/nvme"]),
+            r"storage must be of type Mapping\[str, int\]",
+        ),
+        (lambda *_: ebbtide.estimate(LLAMA, batch=1, sequence=8, gpu=3), r"gpu must be of type str \| Path \| Machine"),
+        (lambda *_: ebbtide.estimate(LLAMA, batch=1, sequence=8, ds_config=[1]), "ds_config must be of type Mapping"),
+        (lambda *_: ebbtide.estimate(torch.nn.Module(), batch=1, sequence=8), "must have parameters, but Module has"),
+        (lambda *_: ebbtide.estimate(torch.nn.Linear, batch=1, sequence=8), "A model must be .* but got type"),
+        (lambda *_: ebbtide.estimate("", batch=1, sequence=8), "There is no known model ''"),
+        (
+            lambda work, here: ebbtide.build_schedule(here, work),
+            "workload must be of type Workload, but got <Machine: ",
+        ),
+        (lambda *_: ebbtide.workload_from_model(LLAMA, "h200"), "machine must be of type Machine, but got 'h200'"),
+        (lambda *_: ebbtide.preset(4090), "name must be of type str, but got 4090"),
+        (
+            lambda *_: ebbtide.Machine.load("w.json"),
+            "w.json is not a machine this ebbtide can use: it is a workload file",
+        ),
+        (lambda *_: ebbtide.Plan.load("w.json"), "w.json is not a plan this ebbtide can use: it is a workload file"),
+        (lambda *_: ebbtide.load_plan("none.json"), "plan must be a readable JSON file, but got none.json"),
+        (lambda *_: ebbtide.Workload.load("log"), "log is not a workload this ebbtide can use: the file: must be JSON"),
+        (lambda work, _: work.save("none/w.json"), "No such file or directory: '.*none/w.json'$"),
+    ],
+)
+def test_what_a_python_call_cannot_use_is_named_in_one_line(call, says, nouns, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nouns["workload"].save("w.json")
+    Path("log").write_text("fwd: 3.1")
+    with pytest.raises((ValueError, OSError), match=says) as caught:
+        call(nouns["workload"], nouns["machine"])
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_arguments_too(nouns):
+    made = [ebbtide.plan(nouns["workload"], nouns["machine"], seed=seed, effort=0.02) for seed in (3, np.int64(3))]
+    assert made[0] == made[1]
 
 
 def test_a_file_keeps_no_job(tmp_path):

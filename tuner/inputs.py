@@ -301,7 +301,8 @@ def read_trained(
 
 def check_model(path: str) -> None:
     """Refuse a file that is not a model's config, and a model with quantized weights, which cannot be fully trained."""
-    from ebbtide.simulator.estimates.models.architecture import MODEL_CONFIG, quantized
+    from ebbtide.simulator.estimates.models.architecture import quantized
+    from ebbtide.simulator.page import MODEL_CONFIG
 
     if refusal := quantized(check_kind("--model", path, MODEL_CONFIG)):
         raise BadInputError(f"--model {path}: {refusal}")
@@ -334,7 +335,7 @@ def check_contents(flag: str, path: str, given: Mapping[str, Any], wanted: str) 
     Raises:
         BadInputError: The file is of another kind. The message names the flag for this kind, if the command has one.
     """
-    from ebbtide.simulator.estimates.models.architecture import kind_of
+    from ebbtide.simulator.page import kind_of
 
     kind = kind_of(given)
     if kind in ("", wanted):
@@ -358,7 +359,7 @@ def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]
 def read_config(path: str | None) -> Mapping[str, Any] | None:
     """Load the DeepSpeed config at a path. Return None if the path is None."""
     from ebbtide.simulator.estimates.deepspeed_keys import loaded, read_file
-    from ebbtide.simulator.estimates.models.architecture import DEEPSPEED_CONFIG
+    from ebbtide.simulator.page import DEEPSPEED_CONFIG
 
     if path is None:
         return None
@@ -417,26 +418,16 @@ def read_plan(path: str, flag: str = "PLAN") -> Plan:
     """Load a training plan from the plan file that a flag or an argument of a ``tune`` command names."""
     from ebbtide.simulator.plan import Plan
 
-    check_kind(flag, path, "a plan file")
-    try:
-        return Plan.load(path)
-    except UnicodeDecodeError as error:
-        raise BadInputError(f"a plan must be a JSON file, but got {path}: {error}") from None
+    return read(Plan, path, flag)
 
 
 def read(kind: type[T], path: str, flag: str) -> T:
-    """Load a machine or a workload from the file that a flag of a ``tune`` command names."""
-    from ebbtide.simulator.rules import explain
-    from pydantic import ValidationError
-
+    """Load a machine, a workload or a plan from the file that a flag of a ``tune`` command names."""
     check_kind(flag, path, f"a {kind.__name__.lower()} file")
     try:
         return kind.load(path)  # type: ignore[attr-defined, no-any-return]
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInputError(f"{flag} must be a readable file, but got {path}: {error}") from None
-    except ValidationError as error:
-        name = kind.__name__.lower()
-        raise BadInputError(f"{flag} must be a {name} file, but got {path}: {explain(error, model=kind)}") from None
+    except ValueError as error:
+        raise BadInputError(f"{flag}: {error}") from None
 
 
 def program_of(command: Sequence[str], name: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ebbtide.simulator.engines.rank_shares import rank_share
 from ebbtide.simulator.engines.sharing import max_min_speeds
 from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.rules import checked
 from ebbtide.simulator.schedule import D2H_LANES, FREE_WHERE_UNIFIED, H2D_LANES, Lane, Op, Schedule, Span
 from ebbtide.simulator.timeline import MemorySample, Timeline
 
@@ -15,6 +16,7 @@ _COPY_LANES = D2H_LANES | H2D_LANES
 _LANE_ORDER = {lane: position for position, lane in enumerate(Lane)}
 
 
+@checked
 def simulate(schedule: Schedule, machine: Machine) -> Timeline:
     """Simulate a schedule on a machine, and return its timeline: the start and end of each op.
 
@@ -22,15 +24,12 @@ def simulate(schedule: Schedule, machine: Machine) -> Timeline:
     all ops that it waits for have ended. Ops that run at the same time share DRAM, the link, the CPU cores, the
     GPU and storage by max-min fairness (`ebbtide.simulator.engines.sharing`).
 
+    Args:
+        schedule: Result of `build_schedule` or `build_strategy`.
+
     Raises:
         ValueError: The machine lacks a rate that the schedule needs, or an argument has the wrong type.
     """
-    for name, value, kind in (("schedule", schedule, Schedule), ("machine", machine, Machine)):
-        if not isinstance(value, kind):
-            raise ValueError(  # noqa: TRY004 - like all bad input here
-                f"{name} must be a {kind.__name__} (a schedule is what build_strategy or "
-                f"build_schedule makes), but got {type(value).__name__}"
-            )
     return _Simulation(schedule, machine).run()
 
 

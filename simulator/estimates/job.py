@@ -16,7 +16,7 @@ from ebbtide.simulator.estimates.offloading import Offloading, offloading, own_s
 from ebbtide.simulator.estimates.rank import Rank
 from ebbtide.simulator.estimates.training import Training
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import broken, suggestion
+from ebbtide.simulator.rules import broken, checked, suggestion
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, Workload
 from pydantic import ValidationError
 
@@ -126,6 +126,7 @@ class Job(Training):
             ZERO: zero,
         }
 
+    @checked
     def workload(self, machine: Machine) -> Workload:
         """Return the estimated workload of one rank of a training job on a machine. See `workload_from_model`.
 

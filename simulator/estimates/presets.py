@@ -13,7 +13,7 @@ from ebbtide.simulator.estimates.hardware.sheets import DOS, SHEETS
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, Machine, ShareName
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
-from ebbtide.simulator.rules import spelled
+from ebbtide.simulator.rules import checked, spelled
 from ebbtide.simulator.schedules.stock_options import FRESH_PASSES
 
 # Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
@@ -51,6 +51,7 @@ _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
 PRESET = "preset"  # what such a machine was measured with
 
 
+@checked
 def preset(name: str) -> Machine:
     """Return a machine from data sheets and published figures, by the name of its preset.
 

@@ -3,6 +3,7 @@
 from collections import deque
 
 from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.rules import checked
 from ebbtide.simulator.schedule import OpKind, Schedule
 from ebbtide.simulator.schedules.loop import ALL_CORES
 from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
@@ -15,6 +16,7 @@ from ebbtide.simulator.update.steps import Bytes, Step, Wait
 from ebbtide.simulator.workload import Workload
 
 
+@checked
 def build_schedule(workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True) -> Schedule:
     """Return the schedule of ops that ebbtide's runtime executes under a plan, for a number of training iterations.
 

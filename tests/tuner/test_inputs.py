@@ -120,7 +120,7 @@ def test_a_deepspeed_config_is_read_once(model, tmp_path, monkeypatch):
             ["--machine", "h2000"],
             "--machine must be a preset or a machine file. There is no machine preset .* Did you mean 'h200'",
         ),
-        (["--machine", "gone.json"], "--machine must be a readable file"),
+        (["--machine", "gone.json"], "--machine: machine must be a readable JSON file"),
         ([], "exactly one of --workload and --model must be given, but got none"),
         (["--model", "MODEL", "--workload", "MODEL"], "but got both"),
         (["--workload", "MODEL"], "--workload must be a workload file"),

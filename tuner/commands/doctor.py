@@ -41,7 +41,7 @@ def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_con
     must be fixed first.
     """
     from ebbtide.simulator.estimates.deepspeed_keys import read_file
-    from ebbtide.simulator.estimates.models.architecture import DEEPSPEED_CONFIG
+    from ebbtide.simulator.page import DEEPSPEED_CONFIG
     from ebbtide.tuner.doctor.examination import whole
 
     plan = read_plan(plan_file, "--plan") if plan_file is not None else None

@@ -15,6 +15,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import versions
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
+from ebbtide.simulator.rules import checked
 from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
@@ -39,6 +40,7 @@ from ebbtide.tuner.quantities import told_seconds
 FINALISTS = 8
 
 
+@checked
 @without_garbage_collection()
 def plan(
     workload: Workload,

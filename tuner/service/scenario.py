@@ -10,20 +10,14 @@ from typing import Any
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
-from ebbtide.simulator.estimates.models.architecture import (
-    DEEPSPEED_CONFIG,
-    KEYS,
-    MODEL_CONFIG,
-    kind_of,
-    language_model,
-    quantized,
-)
+from ebbtide.simulator.estimates.models.architecture import KEYS, language_model, quantized
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
 from ebbtide.simulator.estimates.offloading import Offloading, offloading
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
 from ebbtide.simulator.rules import RuleError, broken, shortened, spelled
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload

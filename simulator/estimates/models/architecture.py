@@ -12,12 +12,13 @@ from typing import Any
 from ebbtide.simulator.estimates.models.blocks import Architecture, DescribedArchitecture, ModelError
 from ebbtide.simulator.estimates.models.families import ALL, MODELS, family_numbers, missing_size
 from ebbtide.simulator.estimates.models.modules import built, built_from, is_module
+from ebbtide.simulator.page import HIDDEN, LAYERS
 from ebbtide.simulator.rules import RuleError, spelled
 
 # Our name -> how configs call it, first found first taken.
 KEYS = {
-    "layers": ("num_hidden_layers", "n_layer", "layers", "num_layers"),
-    "hidden": ("hidden_size", "n_embd", "n_embed", "hidden"),
+    "layers": LAYERS,
+    "hidden": HIDDEN,
     "heads": ("num_attention_heads", "n_head", "heads"),
     "kv_heads": ("num_key_value_heads", "kv_heads"),
     "head_size": ("head_dim", "head_size"),
@@ -25,23 +26,6 @@ KEYS = {
     "vocabulary": ("vocab_size", "vocabulary"),
     "experts": ("num_local_experts", "num_experts", "experts"),
     "experts_per_token": ("num_experts_per_tok", "experts_per_token"),
-}
-
-DEEPSPEED_CONFIG, MODEL_CONFIG = "a DeepSpeed config", "a model's config"
-# Keys that only files of this kind have together.
-_OWN_FILES = {
-    "a machine file": {"device_kind", "host_memory_bytes"},
-    "a workload file": {"layers", "subgroups"},
-    "a plan file": {"subgroup_size", "subgroups"},
-    "a trace file": {"traceEvents"},
-}
-_DEEPSPEED = {
-    "zero_optimization",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "bf16",
-    "fp16",
 }
 
 Model = Any  # an `Architecture`, a config, a name, a file or a torch module: torch is not imported for a type
@@ -68,7 +52,7 @@ def architecture(model: Model) -> Architecture:
     """
     if isinstance(model, Architecture):
         return model
-    if isinstance(model, str) and not model.endswith(".json") and not Path(model).exists():
+    if isinstance(model, str) and not model.endswith(".json") and not (model and Path(model).exists()):
         name = _known(model)
         model = {**MODELS[name], "_name_or_path": name}
     if isinstance(model, (str, Path)):
@@ -246,18 +230,6 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
     if mixture:
         mlp = "router " + (("fused_experts" if fused else "experts") if gated else "plain_experts")
     return " ".join(["qkv o" if fused else "q k v o", mlp, *["norm"] * norms])
-
-
-def kind_of(document: Mapping[str, Any]) -> str:
-    """Return which kind of file a JSON object comes from, such as ``"a plan file"``. Empty if it is none of ebbtide's
-    inputs.
-    """
-    for kind, keys in _OWN_FILES.items():
-        if keys <= document.keys():
-            return kind
-    if "model_type" in document or all(any(n in document for n in KEYS[key]) for key in ("layers", "hidden")):
-        return MODEL_CONFIG
-    return "" if _DEEPSPEED.isdisjoint(document) else DEEPSPEED_CONFIG
 
 
 def quantized(config: Mapping[str, Any]) -> str:

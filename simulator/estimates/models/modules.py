@@ -99,6 +99,8 @@ def built_from(module: Any) -> Architecture:
     """
     import torch
 
+    if not _elements(module):
+        raise ModelError(f"A model must have parameters, but {type(module).__name__} has none.", key="model")
     lists = [m for m in module.modules() if isinstance(m, torch.nn.ModuleList | torch.nn.Sequential)]
     layers = list(max(lists, key=_elements, default=[module])) or [module]
     held = _parted(module, layers)
