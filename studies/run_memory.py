@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import ebbtide.runtime
 import torch
-from ebbtide.profiler.memory import host_bytes, host_peak_bytes, reset_host_peak
+from ebbtide.profiler.memory import host_bytes
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.execution.session import Session
@@ -39,6 +39,7 @@ from ebbtide.simulator.plan import Placement
 
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
 from studies.bench.console import publish, study_parser
+from studies.bench.host_peak import host_peak_bytes, reset_host_peak
 from studies.bench.rank import become_only_rank
 
 HOST: tuple[Placement, ...] = ("host",)

@@ -76,10 +76,11 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest
-from ebbtide.runtime.hardware.launcher import VARIABLES, remove_left_buffers
+from ebbtide.runtime.hardware.launcher import VARIABLES
 from filelock import FileLock
 from hypothesis import settings
 
+from studies.bench.rank import remove_left_buffers
 from tests.prepared import ADDRESS, Prepared
 
 # In CI the examples are always the same, so that a failed run can be replayed. No example has a deadline.

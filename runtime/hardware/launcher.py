@@ -147,16 +147,3 @@ def _is_ours(path: Path) -> bool:
     except OSError:
         return False
     return about.st_uid == os.getuid() and time.time() - about.st_ctime > _YOUNG_S
-
-
-def remove_left_buffers() -> int:
-    """Remove the shared-memory files that ended DeepSpeed processes have left. Return the number of bytes
-    freed.
-    """
-    freed = 0
-    for path in left_shared_buffers():
-        with contextlib.suppress(OSError):
-            size = path.stat().st_size
-            path.unlink()
-            freed += size
-    return freed

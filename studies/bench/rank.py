@@ -1,11 +1,14 @@
-"""Setup of a training job with a single rank, for a study that was started without torchrun."""
+"""Setup of a training job with a single rank, for a study that was started without torchrun. Removal of the shared
+memory that killed jobs have left.
+"""
 
 import atexit
+import contextlib
 import logging
 import os
 import warnings
 
-from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.runtime.hardware.launcher import free_port, left_shared_buffers, remove_shared_buffers
 
 
 def become_only_rank(*, quiet: bool = False) -> None:
@@ -28,3 +31,10 @@ def become_only_rank(*, quiet: bool = False) -> None:
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(free_port()))
     atexit.register(remove_shared_buffers, int(os.environ["MASTER_PORT"]))
+
+
+def remove_left_buffers() -> None:
+    """Remove the shared-memory files that ended DeepSpeed processes have left."""
+    for path in left_shared_buffers():
+        with contextlib.suppress(OSError):
+            path.unlink()

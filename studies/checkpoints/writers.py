@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ebbtide.profiler.memory import host_peak_bytes
 from ebbtide.simulator.plan import BLOCK_BYTES
+
+from studies.bench.host_peak import host_peak_bytes
 
 WARM_STEPS = 3
 RAW_THREADS = 2  # that write beside the writers

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ebbtide.runtime.hardware.launcher import remove_left_buffers
 from ebbtide.simulator import Machine, Plan, Workload
+
+from studies.bench.rank import remove_left_buffers
 
 Figures = dict[str, Any]
 TRIAL_LIMIT_S = 240.0

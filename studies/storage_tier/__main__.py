@@ -27,7 +27,6 @@ from typing import Any
 
 import ebbtide.runtime
 import torch
-from ebbtide.profiler.memory import host_peak_bytes, reset_host_peak
 from ebbtide.profiler.rates.storage import measure_drive
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.storage import StorageRates
@@ -35,6 +34,7 @@ from ebbtide.simulator.storage import StorageRates
 from studies.bench.bits import digest, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine, train_step
 from studies.bench.console import publish, study_parser
+from studies.bench.host_peak import host_peak_bytes, reset_host_peak
 from studies.bench.rank import become_only_rank
 from studies.storage_tier import durability
 from studies.storage_tier.disk_bound import disk_figures, pooled

@@ -362,6 +362,17 @@ def test_what_cannot_be_searched_ends_with_one_line(tmp_path, words, message):
     assert "Traceback" not in ended.output
 
 
+def test_what_does_not_fit_is_one_document_of_json_and_told_once(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["search", "--machine", "h100-node", "--model", str(tmp_path / "config.json"), "--free", "recompute"]
+    plain, as_json = (CliRunner().invoke(main, [*words, "--gpu-memory", "1GiB", *more]) for more in ([], ["--json"]))
+    assert (plain.exit_code, as_json.exit_code) == (2, 2)
+    assert plain.output.count("nothing fits. The closest") == 1
+    record = json.loads(as_json.stdout)
+    assert record["best"] is None
+    assert record["remarks"][0].startswith("nothing fits. The closest")
+
+
 def searched(tmp_path, config, *words):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "ds.json").write_text(config if isinstance(config, str) else json.dumps(config))

@@ -142,11 +142,24 @@ def test_folders_that_cannot_be_written(tmp_path, monkeypatch):
 def test_threads_that_stock_lacks(monkeypatch, variable, ranks, state, says):
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr("ebbtide.runtime.hardware.cores.near_cores", lambda _address: list(range(8)))
+    measured = hardware._rates(1, 2)
+    assert min(measured) > 0
+    monkeypatch.setattr(hardware, "_rates", lambda *_: (1e9, 2e9))
     found = hardware.threads(ranks)
     assert (found.state, says in found.detail) == (state, True), found
     if state == "slow":
         assert f"export OMP_NUM_THREADS={8 // ranks}" in found.fix
         assert re.search(r"Here 1 of them update \d+\.\d\d G params/s, and \d update \d", found.detail)
+
+
+@pytest.mark.parametrize(("full", "state"), [(0.9e9, "ok"), (1.02e9, "ok"), (1.5e9, "slow")])
+def test_more_threads_are_advised_only_if_they_were_measured_to_be_faster(monkeypatch, full, state):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("ebbtide.runtime.hardware.cores.near_cores", lambda _address: [0, 1])
+    monkeypatch.setattr(hardware, "_rates", lambda *_: (1e9, full))
+    found = hardware.threads(1)
+    assert (found.state, bool(found.fix)) == (state, state == "slow")
+    assert f"Here 1 of them update 1.00 G params/s, and 2 update {full / 1e9:.2f}" in found.detail
 
 
 def test_narrow_and_old_links_are_slow():

@@ -322,6 +322,33 @@ def test_a_plan_is_not_written_over_what_it_is_made_from(model, tmp_path):
     assert model.read_text() == before
 
 
+@pytest.mark.parametrize("output", ["--output", "--emit-deepspeed"])
+def test_a_plan_is_not_written_over_the_config_that_it_is_made_for(model, tmp_path, output):
+    config = tmp_path / "ds.json"
+    config.write_text('{"bf16": {"enabled": true}}')
+    done = run("plan", "--machine", "h200", "--model", model, "--ds-config", config, output, config, "--quick")
+    assert done.exit_code == 2
+    assert f"{output} must be another file than --ds-config" in done.output
+    assert config.read_text() == '{"bf16": {"enabled": true}}'
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("plan", "--quick", "-o", "-"),
+        ("simulate", "--trace", "-"),
+        ("simulate", "--plot", "-"),
+        ("search", "--free", "recompute", "--gpus", "1", "-o", "-"),
+    ],
+)
+def test_a_dash_is_no_file(words, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(words[0], "--machine", "h200", "--model", model, "--sequence", 64, *words[1:])
+    assert done.exit_code == 2
+    assert "must be a file, but got -. For standard output, give /dev/stdout" in done.output
+    assert not Path("-").exists()
+
+
 @pytest.mark.parametrize("given", ["24", "80", "1e3"])
 def test_a_size_without_its_unit_is_refused(model, given):
     done = run("plan", "--machine", "h200", "--model", model, "--gpu-memory", given)
