@@ -454,6 +454,8 @@ def check_folder(flag: str, path: str | None) -> None:
     """
     if path is None:
         return
+    if path == "-":
+        raise BadInputError(f"{flag} must be a file, but got -. For standard output, give /dev/stdout")
     folder = Path(path).resolve().parent
     wrong = "cannot be written to" if folder.is_dir() else "is not a folder"
     if not (os.access(folder, os.W_OK) or os.access(path, os.W_OK)):
@@ -465,6 +467,7 @@ def written(flag: str, path: str) -> Iterator[None]:
     """Catch an error that is raised while an output file is written. Raise a BadInputError with the name of the file's
     flag instead.
     """
+    check_folder(flag, path)
     try:
         yield
     except (OSError, ValueError) as error:  # matplotlib: an unknown format

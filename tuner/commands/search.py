@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -118,10 +119,10 @@ def search(
             write_config(record, output)
     if as_json:
         click.echo(json.dumps(record, indent=1))
-    else:
-        report.show(answer, wide_console())
+        sys.exit(0 if answer.fitting else BadInputError.exit_code)
     if not answer.fitting:
         raise BadInputError(answer.remarks()[0])
+    report.show(answer, wide_console())
 
 
 def _question(machine: Machine, asked: Mapping[str, Any]) -> Question:

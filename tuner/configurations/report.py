@@ -52,7 +52,7 @@ def _costs(answer: Answer) -> Table:
         words = [f"{_value(v)}: {share:.0%}" for v, share in cells]
         without = [_value(v) for v in answer.space.choices.get(knob, ()) if v not in shares]
         if without:
-            words.append(f"{'/'.join(without)}: nothing fits")
+            words.append(f"{'/'.join(without)}: no result")
         table.add_row(knob, ", ".join(words))
     return table
 

@@ -6,6 +6,7 @@ from typing import Any
 from ebbtide.tuner.doctor.finding import Finding, ok, slow
 
 TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
+GAIN = 1.05  # of a rate, from which on more threads are worth setting
 
 
 def numa() -> Finding:
@@ -33,14 +34,18 @@ def threads(ranks: int) -> Finding:
 
     share = max(1, len(near_cores(None)) // ranks)
     given = os.environ.get("OMP_NUM_THREADS", "")
-    few = int(given) if given.isdigit() else (1 if ranks > 1 else share)
+    few = int(given) if given.isdigit() and int(given) else (1 if ranks > 1 else share)
     if few >= share:
         return ok("threads", f"OMP_NUM_THREADS is {given or 'not set'}, {share} cores per rank")
     said = f"is {few}" if given else (f"is not set, and torchrun and accelerate launch set it to 1 for {ranks} ranks")
+    slower, full = _rates(few, share)
+    measured = f"Here {few} of them update {slower / 1e9:.2f} G params/s, and {share} update {full / 1e9:.2f}"
+    if full < GAIN * slower:
+        return ok("threads", f"OMP_NUM_THREADS {said}. {measured}, so more threads gain nothing")
     return slow(
         "threads",
         f"OMP_NUM_THREADS {said}. DeepSpeed alone updates with that many threads. "
-        f"{_pace(few, share)}. ebbtide's own updates ignore the setting",
+        f"{measured}. ebbtide's own updates ignore the setting",
         f"export OMP_NUM_THREADS={share} before the launcher starts",
     )
 
@@ -57,12 +62,12 @@ def queues() -> list[Finding]:
     return [slow("CUDA queues", detail, "unset it, unless tensor parallelism needs it")]
 
 
-def _pace(few: int, share: int) -> str:
+def _rates(few: int, share: int) -> tuple[float, float]:
+    """Measure the parameters per second that CPU updates reach with two numbers of threads."""
     from ebbtide.profiler.rates.adam import host_adam_by_threads
 
     rates, _ = host_adam_by_threads(TIMED_ELEMENTS, [few, share], TIMED_S)
-    slow_rate, full = (rates[n].median / 1e9 for n in (few, share))
-    return f"Here {few} of them update {slow_rate:.2f} G params/s, and {share} update {full:.2f}"
+    return rates[few].median, rates[share].median
 
 
 def links() -> list[Finding]:
