@@ -162,7 +162,7 @@ def test_beside_a_gpu_updates_leave_a_core_to_the_training_thread(monkeypatch, t
     assert (facts.update_threads, facts.fields["cpu_cores"]) == (threads, 8)
 
     used = []
-    wanted = machine._Wanted(facts, False, None, 0.1, 1000, 1, machine._silent, None)
+    wanted = machine._Wanted(facts, False, None, 0.1, 1000, 1, machine._silent)
     monkeypatch.setattr(AdamBuffers, "host_update", lambda self, threads, source=None: used.append(threads))
     machine._host_rates(wanted, lambda: None)
     machine._contention(wanted, tmp_path)
