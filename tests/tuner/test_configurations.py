@@ -51,7 +51,7 @@ def test_every_configuration_has_the_global_batch():
 
 
 def test_a_global_batch_that_nothing_can_have_is_refused():
-    with pytest.raises(ValueError, match=r"but 8 is not: .*free micro_batch or accumulation too"):
+    with pytest.raises(ValueError, match=r"but 8 is not: .*search micro_batch or accumulation too"):
         Space.of(Configuration(gpus=4), ("recompute",), 8)
 
 
@@ -72,8 +72,25 @@ def test_offload_that_needs_another_stage_is_refused():
 
 @pytest.mark.parametrize(("free", "got"), [(("colour",), "colour"), ((), "nothing")])
 def test_unknown_knobs_are_refused(free, got):
-    with pytest.raises(ValueError, match=f"--free must name some of .*, but got {got}"):
+    with pytest.raises(ValueError, match=rf"the settings to search \(--free\) must be some of .*, but got {got}"):
         Space.of(Configuration(), free)
+
+
+@pytest.mark.parametrize(
+    ("base", "free", "batch"),
+    [
+        (Configuration(), ("colour",), None),
+        (Configuration(), ("recompute",), 0),
+        (Configuration(gpus=4), ("recompute",), 7),
+        (Configuration(micro_batch=3), ("recompute",), 8),
+        (Configuration(), ("accumulation",), 10**6),
+    ],
+)
+def test_a_refused_search_is_told_in_words_that_the_page_shows_too(base, free, batch):
+    """Check that refusals, which are also shown on the page of the service, name flags in parentheses only."""
+    with pytest.raises(ValueError, match=r"must (be|have)") as caught:
+        Space.of(base, free, batch)
+    assert "--" not in re.sub(r" \(--[^)]*\)", "", str(caught.value))
 
 
 def test_a_subgroup_size_means_nothing_without_offload():
@@ -343,7 +360,7 @@ def test_the_command_writes_what_it_prints(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--free", "colour"], "--free must name some of"),
+        (["--free", "colour"], "the settings to search (--free) must be some of"),
         (["--global-batch", "7", "--free", "recompute", "--gpus", "4"], "multiple of the 4 GPUs"),
         (["--global-batch", "1000000000", "--free", "micro_batch,accumulation"], "at most 1024"),
         (["--gpu-memory", "900GiB"], "must be at most what the machine has"),

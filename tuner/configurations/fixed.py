@@ -108,8 +108,8 @@ def fixed_knobs(flags: Mapping[str, Any], config: Mapping[str, Any], global_batc
     whole: Any = config.get(WHOLE_BATCH) or AUTO
     if whole != AUTO and global_batch not in (None, whole):
         raise RuleError(
-            f"--global-batch must agree with train_batch_size of --ds-config, {whole}, but got "
-            f"{global_batch}: leave one of them out",
+            f"the global batch (--global-batch) must agree with train_batch_size of the DeepSpeed config, {whole}, but "
+            f"got {global_batch}: leave one of them out",
             key="global_batch",
         )
     return Fixed(values, sources, global_batch if whole == AUTO else whole)

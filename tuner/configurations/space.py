@@ -129,12 +129,14 @@ class Space:
         """
         unknown = [name for name in free if name not in KNOBS]
         if unknown or not free:
+            got = unknown[0] if unknown else "nothing"
             raise RuleError(
-                f"--free must name some of {', '.join(KNOBS)}, but got {unknown[0] if unknown else 'nothing'}",
-                key="free",
+                f"the settings to search (--free) must be some of {', '.join(KNOBS)}, but got {got}", key="free"
             )
         if global_batch is not None and global_batch < 1:
-            raise RuleError(f"--global-batch must be >= 1, but got {global_batch}", key="global_batch")
+            raise RuleError(
+                f"the global batch (--global-batch) must be >= 1, but got {global_batch}", key="global_batch"
+            )
         ordered = tuple(name for name in KNOBS if name in free)
         derived = "accumulation" if global_batch is not None else ""
         choices = {name: _values(name, base, global_batch) for name in ordered if name != derived}
@@ -184,20 +186,20 @@ class Space:
         batch = self.global_batch
         if batched:
             why = min(batched, key=lambda c: c.accumulation).impossible
-            return why if batch is None else f"{why} for --global-batch {batch}"
+            return why if batch is None else f"{why} for a global batch of {batch}"
         ranks = self.choices.get("gpus", (self.base.gpus,))
         if batch is not None and all(batch % n for n in ranks):
             return (
-                f"--global-batch must be a multiple of the {'/'.join(map(str, ranks))} GPUs, but "
-                f"got {batch}: take another number of GPUs (--gpus, --free gpus), or another "
-                "--global-batch"
+                f"the global batch (--global-batch) must be a multiple of the {'/'.join(map(str, ranks))} GPUs, but "
+                f"got {batch}: take another number of GPUs (--gpus), search the number too (--free), or take another "
+                "global batch"
             )
         bound = [k for k in ("micro_batch", "accumulation") if k not in self.free]
-        advice = f"free {' or '.join(bound)} too (--free), or " if bound else ""
+        advice = f"search {' or '.join(bound)} too (--free), or " if bound else ""
         return (
-            "--global-batch must be micro_batch x accumulation x gpus for some of the values "
+            "the global batch (--global-batch) must be micro_batch x accumulation x gpus for some of the values "
             f"searched, but {batch} is not: {_described(self.choices, self.base)}; {advice}choose "
-            "another --global-batch"
+            "another global batch"
         )
 
 
