@@ -332,6 +332,14 @@ def test_a_plan_is_not_written_over_the_config_that_it_is_made_for(model, tmp_pa
     assert config.read_text() == '{"bf16": {"enabled": true}}'
 
 
+@pytest.mark.parametrize("command", ["plan", "search"])
+def test_a_drive_that_is_given_twice_is_refused(command, model, tmp_path):
+    twice = ("--storage", f"{tmp_path}:500GB", "--storage", f"{tmp_path}/:300GB")
+    done = run(command, "--machine", "h200", "--model", model, *twice)
+    assert done.exit_code == 2
+    assert "--storage must name each folder once" in done.output
+
+
 @pytest.mark.parametrize(
     "words",
     [

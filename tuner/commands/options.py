@@ -16,8 +16,19 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON for othe
 SIZE, DURATION = Text("size", size_bytes), Text("duration", duration_s)
 RATE, SHARE = Text("rate", rate_bytes_per_s), Text("share", share)
 ENDURANCE = Text("terabytes", endurance_bytes)
+
+
+def _each_once(_: click.Context, __: click.Parameter, given: tuple[tuple[str, int], ...]) -> Any:
+    """Refuse a folder of ``--storage`` that is given twice, of which only the last size would count."""
+    folders = [folder for folder, _ in given]
+    if len(set(folders)) < len(folders):
+        raise BadInputError(f"--storage must name each folder once, but got {', '.join(folders)}")
+    return given
+
+
 STORAGE = click.option(
     "--storage",
+    callback=_each_once,
     type=Text("DIR:SIZE", directory_bytes),
     multiple=True,
     help="Folder and size of a drive for optimizer state that memory cannot hold, e.g. /mnt/nvme:500GB"
