@@ -12,6 +12,7 @@ import click
 from ebbtide.tuner.commands.options import JSON, guarded, needs
 from ebbtide.tuner.inputs import (
     BadInputError,
+    check_distinct,
     check_kind,
     check_model,
     model_shape,
@@ -65,6 +66,9 @@ def calibrate(
     from ebbtide.tuner.calibrate.run_logs import read_observations
 
     described, before = _described(source, strategy, ratio), read_machine(machine)
+    inputs = {f"--{name.replace('_', '-')}": source[name] for name in ("workload", "model", "ds_config")}
+    for path in runs:
+        check_distinct({"--out": out}, {**inputs, "--runs": path})
     for path in runs:
         if path.endswith(".json"):
             check_kind("--runs", path, "a workload file")
@@ -116,7 +120,9 @@ def _show(calibrated: Calibrated, runs: int, out: str) -> None:
             f"all speeds of the group {change.knob!r} are corrected by the same factor)"
         )
     if not calibrated.changes:
-        click.echo("no speed was corrected, because no likely correction brings the predictions closer to the runs")
+        click.echo(
+            "no speed was corrected: the predictions are close to the runs, or no likely correction brings them closer"
+        )
     before, left = _miss(calibrated.before_pct), _miss(calibrated.left_pct)
     told = f"{runs} run{'s' * (runs > 1)}"
     click.echo(f"{told}: the mean error of the predicted phase times was {before} and is now {left}. Wrote {out}")

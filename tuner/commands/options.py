@@ -19,7 +19,7 @@ ENDURANCE = Text("terabytes", endurance_bytes)
 
 
 def _each_once(_: click.Context, __: click.Parameter, given: tuple[tuple[str, int], ...]) -> Any:
-    """Refuse a folder of ``--storage`` that is given twice, of which only the last size would count."""
+    """Refuse a folder of ``--storage`` that is given twice."""
     folders = [folder for folder, _ in given]
     if len(set(folders)) < len(folders):
         raise BadInputError(f"--storage must name each folder once, but got {', '.join(folders)}")
