@@ -126,6 +126,8 @@ class _Resolver:
         if value == AUTO:
             value = default if automatic is None else automatic
             self.notes.append(f"{where}: auto -> {value:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e18:
+            raise ModelError(f"{where} must be a number >= 0 or 'auto', but got {value!r}", key=f"ds_config.{where}")
         return float(value)
 
     def sizes(self, hidden: int) -> dict[str, int]:
