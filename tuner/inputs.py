@@ -398,12 +398,22 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
     return storage or ({named: ANY_BYTES} if named else {})
 
 
-def check_distinct(outputs: Mapping[str, str | None], inputs: Mapping[str, str | None]) -> None:
-    """Refuse an output file of a ``tune`` command that would overwrite another output or an input."""
-    taken = {Path(path).resolve(): flag for flag, path in inputs.items() if path}
-    for flag, path in outputs.items():
-        other = taken.setdefault(Path(path).resolve(), flag) if path else flag
-        if other != flag:
+def check_distinct(flag: str, path: str | None) -> None:
+    """Refuse an output file that another parameter of the running ``tune`` command names too.
+
+    Args:
+        flag: Flag of the output file.
+        path: Path of the output file. None if the user gave none.
+    """
+    context = click.get_current_context(silent=True)
+    if path is None or context is None:
+        return
+    for parameter in context.command.params:
+        given = context.params.get(parameter.name or "")
+        others = given if isinstance(given, tuple) else (given,)
+        named = any(isinstance(other, str) and Path(other).resolve() == Path(path).resolve() for other in others)
+        if named and flag not in parameter.opts:
+            other = parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
             raise BadInputError(f"{flag} must be another file than {other}, but got {path} for both")
 
 
@@ -468,6 +478,7 @@ def written(flag: str, path: str) -> Iterator[None]:
     flag instead.
     """
     check_folder(flag, path)
+    check_distinct(flag, path)
     try:
         yield
     except (OSError, ValueError) as error:  # matplotlib: an unknown format

@@ -322,6 +322,32 @@ def test_a_plan_is_not_written_over_what_it_is_made_from(model, tmp_path):
     assert model.read_text() == before
 
 
+@pytest.mark.parametrize(
+    ("words", "both"),
+    [
+        ("report plan.json -o plan.json", "--output must be another file than PLAN"),
+        ("report plan.json --run trace.json -o ./trace.json", "--output must be another file than --run"),
+        (
+            "search --machine h200 --model m.json --free recompute -o m.json",
+            "--output must be another file than --model",
+        ),
+        ("simulate --machine h200 --model m.json --plot t --trace t", "--plot must be another file than --trace"),
+        ("profile --train-script train.py -o train.py", "--output must be another file than --train-script"),
+        ("verify --json ds.json -- python train.py ds.json", "--json must be another file than COMMAND"),
+    ],
+)
+def test_no_output_is_written_over_what_the_command_names_too(words, both, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Plan(subgroup_size=1, placement=Plan.runs(["host"])).save("plan.json")
+    for name, text in (("trace.json", '{"traceEvents": []}'), ("train.py", ""), ("ds.json", "{}")):
+        Path(name).write_text(text)
+    Path("m.json").write_text(model.read_text())
+    before = {path: path.read_text() for path in tmp_path.iterdir()}
+    done = run(*words.split())
+    assert (done.exit_code, both in done.output) == (2, True), done.output
+    assert {path: path.read_text() for path in tmp_path.iterdir()} == before
+
+
 @pytest.mark.parametrize("output", ["--output", "--emit-deepspeed"])
 def test_a_plan_is_not_written_over_the_config_that_it_is_made_for(model, tmp_path, output):
     config = tmp_path / "ds.json"

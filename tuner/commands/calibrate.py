@@ -66,9 +66,7 @@ def calibrate(
     from ebbtide.tuner.calibrate.run_logs import read_observations
 
     described, before = _described(source, strategy, ratio), read_machine(machine)
-    inputs = {f"--{name.replace('_', '-')}": source[name] for name in ("workload", "model", "ds_config")}
-    for path in runs:
-        check_distinct({"--out": out}, {**inputs, "--runs": path})
+    check_distinct("--out", out)
     for path in runs:
         if path.endswith(".json"):
             check_kind("--runs", path, "a workload file")

@@ -132,10 +132,8 @@ def plan(
     _tell_interval(checkpoint_dir, mtbf)
     measured = _writing_at(checkpoint_rate, read_machine(machine))
     trained = read_trained(measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
-    inputs = {f"--{name.replace('_', '-')}": source[name] for name in ("workload", "model", "ds_config")}
-    check_distinct(  # after the inputs are read: the default plan.json may be given as a machine
-        {"--output": output, "--emit-deepspeed": emit_deepspeed}, {"--machine": machine, **inputs}
-    )
+    check_distinct("--emit-deepspeed", emit_deepspeed)
+    check_distinct("--output", output)  # after the inputs are read: the default plan.json may be given as a machine
     check_offloading(trained)
     tell_unread(trained)
     _tell_device(trained, emit_deepspeed)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded, needs
-from ebbtide.tuner.inputs import BadInputError, check_folder
+from ebbtide.tuner.inputs import BadInputError, check_distinct, check_folder
 
 
 @click.command(
@@ -72,6 +72,7 @@ def profile(
     from ebbtide.tuner.commands.profiling import machine_profile, script_profile
 
     check_folder("--output", output)
+    check_distinct("--output", output)
     needs("with --train-script", train_script is not None, "launcher", "iterations")
     needs("with --push", push is not None, "replace")
     needs("without --train-script", train_script is None, "seconds", "storage_dir", "drive", "fresh")

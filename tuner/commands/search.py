@@ -12,6 +12,7 @@ from ebbtide.tuner.inputs import (
     MACHINE,
     MODEL_FILE,
     BadInputError,
+    check_distinct,
     check_folder,
     check_model,
     launched,
@@ -104,6 +105,7 @@ def search(
     from ebbtide.tuner.emitted_config import write_config
 
     check_folder("--output", output)
+    check_distinct("--output", output)
     question = _question(read_machine(machine), asked)
     space = _space(question, asked, free, global_batch)
     with told_after(2.0) as tell:

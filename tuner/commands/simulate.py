@@ -84,8 +84,8 @@ def simulate(
     if plan_file is not None and strategy is not None:
         raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
     needs("with --plan", plan_file is not None, "clip_rate")
-    inputs = {f"--{name.replace('_', '-')}": source[name] for name in ("workload", "model", "ds_config")}
-    check_distinct({"--trace": trace, "--plot": plot}, {"--machine": machine, "--plan": plan_file, **inputs})
+    check_distinct("--plot", plot)
+    check_distinct("--trace", trace)
     measured = read_machine(machine)
     trained = read_trained(measured, **source)
     tell_unread(trained)

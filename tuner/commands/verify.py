@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError, check_folder, program_of, written
+from ebbtide.tuner.inputs import BadInputError, check_distinct, check_folder, program_of, written
 
 if TYPE_CHECKING:
     from ebbtide.tuner.verify.sides import Verification
@@ -64,6 +64,7 @@ def verify(
     sides = _sides(against)
     program_of(command, "verify")
     check_folder("--json", json_file)
+    check_distinct("--json", json_file)
     strict = has_gpu() if deterministic is None else deterministic
 
     def compared(strict: bool) -> "Verification":
