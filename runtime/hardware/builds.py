@@ -6,6 +6,7 @@ remains, and later processes wait forever without a message.
 
 import contextlib
 import logging
+import os
 import sys
 import threading
 import time
@@ -17,6 +18,13 @@ logger = logging.getLogger("ebbtide")
 
 LOCK = "lock"
 _YOUNG_S = 30.0  # a builder takes its lock before its compiler runs
+
+
+def extensions_folder() -> Path:
+    """Return torch's folder for built extensions."""
+    from torch.utils import cpp_extension
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
 
 
 def locks(root: Path) -> list[Path]:

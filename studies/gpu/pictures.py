@@ -78,7 +78,7 @@ def _phases(ax: Any, record: Figures) -> None:
 def _baseline(ax: Any, record: Figures) -> None:
     _phases(ax, record)
     rows = sorted(_rows(record), key=lambda row: row["iteration_s"])
-    predicted = {"stock": "stock_predicted_s", "ebbtide": "predicted_s"}
+    predicted = {name: f"{name}_predicted_s" for name in ("stock", "stock_offload_param")} | {"ebbtide": "predicted_s"}
     marks = [
         (record[key], place) for place, row in enumerate(rows) if record.get(key := predicted.get(row["name"], ""))
     ]

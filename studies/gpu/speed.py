@@ -3,15 +3,16 @@ feature.
 """
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ebbtide.simulator import Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.roles import role_of
+from ebbtide.tuner.answer.roles import SETTING, role_of
 
-from studies.gpu.suite import Figures, Suite
+from studies.gpu.suite import Figures, OutOfTimeError, Suite
 
 
 def machine_profile(suite: Suite) -> Figures:
@@ -29,6 +30,8 @@ def baseline(suite: Suite) -> Figures:
     Stock DeepSpeed uses pinned memory and the cores near the GPU. Its second run is a control. If the optimizer state
     of the two stock runs differs, a difference between ebbtide and stock DeepSpeed proves nothing. The difference
     between the iteration times of the stock runs shows the noise of the measurement.
+
+    If time is left, stock DeepSpeed is also timed with ``offload_param``, with which it is predicted to be faster.
     """
     plan = suite.plan()
     stocks = {name: ["--variant", "stock"] for name in ("stock", "stock_again")}
@@ -36,7 +39,27 @@ def baseline(suite: Suite) -> Figures:
     stock, control, ours = rows.values()
     figures: Figures = {"rows": [stock, control, ours]}
     figures |= against_control(stock, control, ours)
-    return figures | against_prediction(plan, stock, ours)
+    figures |= against_prediction(plan, stock, ours)
+    with suppress(OutOfTimeError):
+        away = suite.trial("stock_offload_param", "--variant", "stock", "--offload-param")
+        figures["rows"].append(away)
+        figures |= _against_offload_param(plan, away, ours)
+    return figures
+
+
+def _against_offload_param(plan: Plan, away: Figures, ours: Figures) -> Figures:
+    """Compare ebbtide with stock DeepSpeed that keeps 16-bit parameters in host memory, and this run's iteration time
+    with the one in the plan file.
+    """
+    predicted = [row.iteration_s for row in plan.alternatives if row.strategy == f"{SETTING}offload_param cpu"]
+    figures: Figures = {"stock_offload_param_predicted_s": predicted[0] if predicted else None}
+    if "failed" in away:
+        return figures
+    if predicted:
+        figures["stock_offload_param_predicted_over_measured"] = predicted[0] / away["iteration_s"]
+    if "failed" not in ours:
+        figures["speedup_over_offload_param"] = away["iteration_s"] / ours["iteration_s"]
+    return figures
 
 
 def against_prediction(plan: Plan, stock: Figures, ours: Figures) -> Figures:

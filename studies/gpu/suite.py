@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ebbtide.runtime.hardware import builds
 from ebbtide.simulator import Machine, Plan, Workload
 
 from studies.bench.rank import remove_left_buffers
@@ -152,6 +153,9 @@ class Suite:
         """Run ``python -m`` with the given command in a new process, and write its output to a file in
         logs/.
 
+        Lock files that killed compilations of DeepSpeed's ops have left are removed before, because the process would
+        wait for them forever.
+
         Args:
             limit_s: Seconds after which the process is killed.
             under: Program with its options that starts Python, such as a memory checker.
@@ -161,6 +165,8 @@ class Suite:
         """
         logs = self.out / "logs"
         logs.mkdir(parents=True, exist_ok=True)
+        for lock in filter(builds.is_stale, builds.locks(builds.extensions_folder())):
+            lock.unlink(missing_ok=True)
         errors = logs / f"{name}.stderr"
         with errors.open("w") as stderr, (logs / f"{name}.stdout").open("w") as stdout:
             process = subprocess.Popen(

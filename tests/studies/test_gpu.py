@@ -6,11 +6,13 @@ They rehearse the suite: it runs on the emulated device, so that no GPU time is 
 import argparse
 import json
 import math
+import os
 import tarfile
 import threading
 
 import pytest
 import torch
+from ebbtide.runtime.hardware import builds
 
 from studies.gpu import __main__ as command
 from studies.gpu import contract
@@ -175,6 +177,16 @@ def test_what_a_process_prints_is_kept_and_its_failure_is_a_line(suite):
 
 def test_what_takes_too_long_is_ended_with_its_children(suite):
     assert suite.run("endless", ["http.server", "0"], 0.3) == "took longer than 0 s"
+
+
+def test_a_compilation_that_was_killed_before_blocks_no_process(suite, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    lock = tmp_path / "ops" / "cpu_adam" / builds.LOCK
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (0, 0))
+    assert suite.run("any", ["this"], 30.0) is None
+    assert not lock.exists()
 
 
 def test_a_trial_is_not_measured_twice(suite, monkeypatch):

@@ -105,10 +105,8 @@ def build_locks() -> list[Finding]:
     wait for them forever.
     """
     from ebbtide.runtime.hardware import builds
-    from torch.utils import cpp_extension
 
-    explicit = os.environ.get("TORCH_EXTENSIONS_DIR")
-    root = Path(explicit or cpp_extension.get_default_build_root())
+    root = builds.extensions_folder()
     if not takes_files(root):
         fix = "set TORCH_EXTENSIONS_DIR to a folder that can be written to"
         return [bad("build locks", f"DeepSpeed builds its ops in {root}, which cannot be written to", fix)]
