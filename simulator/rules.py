@@ -269,7 +269,7 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
     from pydantic import ConfigDict, InstanceOf, TypeAdapter
 
     if isinstance(hint, type) and hint not in _ANY:
-        return TypeAdapter(InstanceOf[hint])  # type: ignore[valid-type]
+        return TypeAdapter(InstanceOf[hint])
     return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
 
 
