@@ -242,9 +242,9 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
 
     @cache
     def kinds() -> Mapping[str, tuple[str, "TypeAdapter[Any]"]]:
-        hints = get_type_hints(function)
+        hints, exact = get_type_hints(function), get_type_hints(function, include_extras=True)
         one = (name for name, each in signature.parameters.items() if each.kind not in _MANY and name in hints)
-        return {name: (_told(hints[name]), _adapter(hints[name])) for name in one}
+        return {name: (_told(hints[name]), _adapter(exact[name])) for name in one}
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

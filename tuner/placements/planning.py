@@ -5,7 +5,7 @@ Only plans that fit into memory are considered. Goodput is the useful share of t
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from ebbtide.simulator.analysis.expected import step_times
@@ -36,8 +36,13 @@ from ebbtide.tuner.placements.speculation import about_early_updates
 from ebbtide.tuner.placements.storage import about_storage
 from ebbtide.tuner.progress import Told, silently
 from ebbtide.tuner.quantities import told_seconds
+from pydantic import BeforeValidator
 
 FINALISTS = 8
+# A number of bytes. It may be given with a fraction, such as 23.6 * 2**30.
+Bytes = Annotated[
+    int, BeforeValidator(lambda given: int(given) if isinstance(given, float) and math.isfinite(given) else given)
+]
 
 
 @checked
@@ -46,8 +51,8 @@ def plan(
     workload: Workload,
     machine: Machine,
     *,
-    device_memory_bytes: int | None = None,
-    host_memory_bytes: int | None = None,
+    device_memory_bytes: Bytes | None = None,
+    host_memory_bytes: Bytes | None = None,
     seed: int = 0,
     robust: bool = False,
     mtbf_s: float | None = None,
@@ -57,7 +62,7 @@ def plan(
     pieces: bool = False,
     memory_margin: float | None = None,
     offload_parameters: bool = True,
-    storage: Mapping[str, int] | None = None,
+    storage: Mapping[str, Bytes] | None = None,
     endurance_bytes: float | None = None,
     effort: float | None = None,
     progress: Told = silently,
