@@ -275,4 +275,6 @@ def _adapter(hint: Any) -> "TypeAdapter[Any]":
 
 def _told(hint: Any) -> str:
     """Return the name of a type without the modules that its parts come from."""
-    return hint.__name__ if isinstance(hint, type) else re.sub(r"\b\w+\.", "", str(hint))
+    if isinstance(hint, type):
+        return hint.__name__
+    return re.sub(r"^Optional\[(.*)\]$", r"\1 | None", re.sub(r"\b\w+\.", "", str(hint)))
