@@ -3,7 +3,6 @@ resolves them.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import (
     section,
 )
 from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.estimates.offloading import Offloading, offloading_of
+from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading, offloading_of
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
@@ -90,7 +89,7 @@ def deepspeed_fields(
         "optimizer": resolver.optimizer(),
         **resolver.sizes(hidden),
         "overlap_comm": resolver.section(ZERO).get("overlap_comm"),
-        "offload": replace(offloading_of(read), given=config is not None),
+        "offload": WITHOUT_CONFIG if config is None else offloading_of(read),
         "notes": tuple(resolver.notes),
         "config": read,
     }

@@ -214,15 +214,22 @@ class Offloading:
         return keys
 
 
+# Those of the newest DeepSpeed, so that an answer does not depend on what is installed where it is computed.
+WITHOUT_CONFIG = Offloading(given=False, deepspeed="999")
+
+
 def offloading(config: Mapping[str, Any] | str | Path | None, deepspeed: str | None = None) -> Offloading:
     """Read the offload settings in a DeepSpeed config.
 
     Args:
-        deepspeed: DeepSpeed's version. None: the installed version, or the newest if there is none.
+        deepspeed: DeepSpeed's version. None: the installed version, or the newest if there is none or ``config`` is
+            None.
 
     Raises:
         ModelError: The file cannot be read, or DeepSpeed does not know a key or refuses a value.
     """
+    if config is None and deepspeed is None:
+        return WITHOUT_CONFIG
     return replace(offloading_of(loaded(config), deepspeed), given=config is not None)
 
 

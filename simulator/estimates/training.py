@@ -8,7 +8,7 @@ from ebbtide.simulator.estimates.deepspeed_config import PREFETCH_BUCKET_ELEMENT
 from ebbtide.simulator.estimates.deepspeed_keys import ZERO
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
-from ebbtide.simulator.estimates.offloading import Offloading
+from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.workload import WireDtype, ZeroStage
@@ -101,7 +101,7 @@ class Training(BaseModel):
     sequence_parallel: Switch = False
     zero_stage: ZeroStage = 3
     sub_group_size: int = 10**9
-    offload: Offloading = Offloading(given=False)
+    offload: Offloading = WITHOUT_CONFIG
     recompute: Switch = True
     recompute_share: Share = 1.0
     flash_attention: Switch = True

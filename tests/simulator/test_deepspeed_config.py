@@ -111,6 +111,15 @@ def test_an_older_deepspeed_is_simulated_as_its_source_has_it(ds_config, version
     assert build_strategy(name, workload(ds_config), **options).ops
 
 
+def test_without_a_config_no_answer_depends_on_the_installed_deepspeed(monkeypatch):
+    monkeypatch.setattr("ebbtide.simulator.estimates.deepspeed_keys._installed_version", lambda: "0.18.9")
+    job = Job.of_deepspeed("Llama 3.2 1B")
+    for offload in (offloading(None), job.offload, Job(architecture=job.architecture).offload):
+        assert offload.strategy(3) == ("zero3_offload", {})
+        assert offload.strategy(2) == ("zero_offload", {})
+    assert offloading(config(CPU)).strategy(3) == ("zero3_offload_unpinned", {"async_gradients": False})
+
+
 def test_parameters_on_the_host_follow_the_version_too():
     name, options = offloading(config(CPU, offload_param=CPU), "0.14.2").strategy(3)
     assert name == "zero_infinity"

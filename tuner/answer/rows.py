@@ -11,7 +11,7 @@ from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_set
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import SimResult
 from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.estimates.offloading import Offloading, offloading
+from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, Way
@@ -195,7 +195,7 @@ def _configured(workload: Workload) -> Offloading:
     If there is no config, if it does not offload, or if its offload cannot be simulated, return the settings of
     DeepSpeed's optimizer offload to host memory.
     """
-    default = replace(offloading(None), optimizer="cpu")
+    default = replace(WITHOUT_CONFIG, optimizer="cpu")
     offload: Offloading = workload.job.offload if workload.job else default
     if offload.optimizer in (None, "none"):
         return default

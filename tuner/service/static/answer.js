@@ -384,7 +384,7 @@ function tiles(answer) {
   const what = answer.verdict === "no offload" ? "not offloading" : "with this plan";
   // The rows are sorted: the first is the fastest of DeepSpeed's other settings.
   const setting = answer.rows.find((other) => other.role === "peer" && other.fits && other.label.startsWith("stock, ") && other.speedup > 1);
-  const against = setting ? `${times(row.speedup / setting.speedup)} with ${setting.label.slice("stock, ".length)}` : what;
+  const against = setting ? `${what}, or ${times(row.speedup / setting.speedup)} if stock sets ${setting.label.slice("stock, ".length)}` : what;
   const limits = answer.limits;
   const useful = answer.goodput && answer.goodput.by_role[row.role];
   const goodput = useful ? [tile("Useful time", percent(useful.goodput), `a checkpoint every ${count(useful.interval_steps)} steps`)] : [];
