@@ -10,7 +10,6 @@ optimizer state, and with the faster of DeepSpeed's settings ``offload_param.dev
 from typing import Any
 
 import ebbtide.tuner
-from ebbtide.simulator.analysis.best_setting import Simulated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
@@ -54,7 +53,8 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
         made = None
     rows = compare(work, have, Limits.of(work, have), made, others=False)
     by_role = {row.role: row for row in rows}
-    fastest = min((row for row in rows if row.role in ("stock", "peer")), key=lambda row: _rank(row.simulated))
+    settings = [row for row in rows if row.role in ("stock", "peer")]
+    fastest = min(settings, key=lambda row: (not row.simulated.fits, row.result.iteration_s))
     stock, plan = by_role["stock"], by_role.get("plan")
     stock_s, plan_s = stock.result.iteration_s, plan and plan.result.iteration_s
     times = made.prediction.step_times if made and made.prediction else None
@@ -77,10 +77,6 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
         "speedup_over_fastest_stock": plan_s and fastest.result.iteration_s / plan_s,
         "tokens_per_s": plan_s and (work.tokens_per_iteration or 0) / plan_s,
     }
-
-
-def _rank(simulated: Simulated) -> tuple[bool, float]:
-    return not simulated.fits, simulated.result.iteration_s
 
 
 if __name__ == "__main__":

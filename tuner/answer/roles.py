@@ -26,15 +26,3 @@ def role_of(label: str) -> Role:
     if label in ("no offload", "no_offload", "not offloading"):
         return "no offload"
     return "variant" if label.startswith("ebbtide, ") else "peer"
-
-
-def is_setting(label: str) -> bool:
-    """Return True if a label stands for DeepSpeed with another setting than the stock row's, such as another
-    ``pin_memory``.
-    """
-    return label.startswith(SETTING)
-
-
-def setting_of(label: str) -> str:
-    """Return the setting that a label of DeepSpeed with another setting names, such as ``offload_param cpu``."""
-    return label.removeprefix(SETTING)

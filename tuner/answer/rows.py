@@ -148,12 +148,10 @@ def compare(
         rows.insert(0, Row("plan", "ebbtide", under_plan(plan, sweep, limits), limits))
         lesser = _variants(workload, plan) if others else ()
         variants = [Row("variant", label, under_plan(less, sweep, limits), limits) for label, less in lesser]
-    if workload.zero_stage == 3 and not machine.unified_memory:
-        device = "none" if stock.parameters == "cpu" else "cpu"
-        moved = replace(_alone(stock), parameters=device)
-        rows.append(deepspeed("peer", f"{SETTING}offload_param {device}", moved))
+    moves = workload.zero_stage == 3 and not machine.unified_memory
+    settings = _other_settings(stock, parameters=moves, pinning=others)
+    rows.extend(deepspeed("peer", SETTING + name, other) for name, other in settings)
     if others:
-        rows.extend(deepspeed("peer", SETTING + pinning, other) for pinning, other in _other_pinning(stock))
         known = (name for name in PEERS if workload.zero_stage in stages(name))
         best = (best_setting(name, workload, machine, limits, compile_=compile_) for name in known)
         rows.extend(row("peer", one) for one in best)
@@ -210,9 +208,17 @@ def _alone(offload: Offloading) -> Offloading:
     return replace(offload, ratio=1.0, superoffload=False)
 
 
-def _other_pinning(offload: Offloading) -> Iterator[tuple[str, Offloading]]:
-    """Yield DeepSpeed's offload settings with the other ``pin_memory``, and the name of that setting."""
-    if not offload.superoffload:  # which has pinned buffers of its own
+def _other_settings(offload: Offloading, *, parameters: bool, pinning: bool) -> Iterator[tuple[str, Offloading]]:
+    """Yield DeepSpeed's offload settings with the other ``offload_param.device`` or ``pin_memory``, each with its name.
+
+    Args:
+        parameters: True to yield the other ``offload_param.device``.
+        pinning: True to yield the other ``pin_memory``.
+    """
+    if parameters:
+        device = "none" if offload.parameters == "cpu" else "cpu"
+        yield f"offload_param {device}", replace(_alone(offload), parameters=device)
+    if pinning and not offload.superoffload:  # which has pinned buffers of its own
         pinned = not offload.pinned
         yield f"pin_memory {str(pinned).lower()}", replace(offload, pinned=pinned, pinned_parameters=pinned)
 

@@ -10,7 +10,7 @@ from typing import Literal
 from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.tuner.answer.roles import Role, is_setting, role_of, setting_of
+from ebbtide.tuner.answer.roles import SETTING, Role, role_of
 from ebbtide.tuner.quantities import told_seconds
 
 LITTLE = 5e-3  # above the lower bound: nearer than any measurement could tell
@@ -45,7 +45,7 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
     by_role = dict(reversed(rows))  # of the same role the first counts
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
     runs = stock if stock is not None and stock.fits else None
-    settings = [other for role, other in rows if role == "peer" and is_setting(other.strategy) and other.fits]
+    settings = [other for _, other in rows if other.strategy.startswith(SETTING) and other.fits]
     if plan is None or not plan.fits:
         if plain is None or not plain.fits:
             short = f"Nothing fits: {problem}"
@@ -75,7 +75,7 @@ def _over(stock: Prediction, settings: Sequence[Prediction], one: Prediction) ->
     """
     fastest = min([stock, *settings], key=lambda p: p.iteration_s)
     gain, least = _times(stock, one), _times(fastest, one)
-    told = f" ({least} with {setting_of(fastest.strategy)})" if least != gain else ""
+    told = f" ({least} with {fastest.strategy.removeprefix(SETTING)})" if least != gain else ""
     return f"{gain} as fast as stock DeepSpeed{told}"
 
 
