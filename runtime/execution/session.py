@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -76,12 +77,16 @@ class Session:
         # wait for ever.
         if self.overlaps and engine.any_rank(not plan.overlap_forward):
             plan = plan.model_copy(update={"overlap_forward": False})
-        self.plan, self._executor = self._build(plan, None)
-        self._account_for(self.plan)
-        self._gradient_buffers = engine.gradient_buffers(
-            device, self.executor.states, self.executor.gradients, self._complete
-        )
-        self._make_spares()
+        with contextlib.ExitStack() as undo:  # no thread and no lock outlives an error
+            undo.callback(self._close_store)
+            self.plan, self._executor = self._build(plan, None)
+            undo.callback(self._executor.close)
+            self._account_for(self.plan)
+            self._gradient_buffers = engine.gradient_buffers(
+                device, self.executor.states, self.executor.gradients, self._complete
+            )
+            self._make_spares()
+            undo.pop_all()
 
     @property
     def executor(self) -> Executor:
@@ -290,9 +295,8 @@ class Session:
             # Ranks gather together: those that have switched overlap their updates as the new plan says.
             back = former.model_copy(update={"overlap_forward": plan.overlap_forward})
             self._go_back(back, old, locked, error)
-            if store is None and self._store is not None:
-                self._store.close()
-                self._store = None
+            if store is None:
+                self._close_store()
             if isinstance(error, Exception):
                 raise SwitchError(error) from error
             raise
@@ -356,19 +360,22 @@ class Session:
         """
         if self.closed:
             return
-        try:
+        self.closed = True
+        self.recorder.unwatch()  # the device may serve another engine
+        with contextlib.ExitStack() as ends:
+            ends.callback(self._close_store)
+            ends.callback(self._close_executor)
             if self._lost is None:
                 self.executor.wait_all()
-        finally:
-            self.closed = True
-            self.recorder.unwatch()  # the device may serve another engine
-            try:
-                self._executor.close()
-            except Exception:
-                if self._lost is None:  # else the switch has told it
-                    raise
-            if self._store is not None:
-                self._store.close()
+
+    def _close_executor(self) -> None:
+        with contextlib.suppress(*([] if self._lost is None else [Exception])):  # which the switch has told
+            self._executor.close()
+
+    def _close_store(self) -> None:
+        store, self._store = self._store, None
+        if store is not None:
+            store.close()
 
     def host_bytes(self) -> int:
         """Return the bytes of host memory that a plan's optimizer state, gradients, buffers and parameters

@@ -342,7 +342,7 @@ def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overla
     optimizer._module_of = weakref.ref(engine.module)
     session: Session = optimizer._ebbtide
     _keep_flowing(engine)
-    _record_forward(engine.module, session.recorder)
+    optimizer._hooks += _record_forward(engine.module, session.recorder)
     _report(session)
     return session
 
@@ -369,12 +369,11 @@ def _keep_flowing(engine: Any) -> None:
     engine.destroy = destroy_and_restore
 
 
-def _record_forward(module: torch.nn.Module, recorder: Recorder) -> None:
+def _record_forward(module: torch.nn.Module, recorder: Recorder) -> list[Any]:
     # Not to be traced by torch.compile: a clock is no part of the model's graph.
     begins = torch.compiler.disable(lambda *_: recorder.forward_begins())
     ends = torch.compiler.disable(lambda *_: recorder.forward_ends())
-    module.register_forward_pre_hook(begins, prepend=True)
-    module.register_forward_hook(ends)
+    return [module.register_forward_pre_hook(begins, prepend=True), module.register_forward_hook(ends)]
 
 
 def _report(session: Session) -> None:

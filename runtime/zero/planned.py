@@ -43,6 +43,7 @@ class PlannedZero:
     _ebbtide: Session
     _rule: UpdateRule
     _flat: FlatState | None  # None: DeepSpeed keeps a tensor for each of the plan's subgroups
+    _hooks: list[Any]  # handles of ebbtide's hooks, for their removal
     optimizer: Any  # one of those that `ebbtide.runtime.kernels.rules` has a rule for
     dtype: torch.dtype
     loss_scale: Any  # a float; a tensor where DeepSpeed keeps it so
@@ -282,10 +283,12 @@ class PlannedZero:
             self._ebbtide.close()
         finally:
             self._let_go()
-        super().destroy()  # type: ignore[misc]
+            super().destroy()  # type: ignore[misc]
 
     def _let_go(self) -> None:
         """Remove ebbtide's wrappers from DeepSpeed's objects."""
+        for hook in self._hooks:
+            hook.remove()
         if self._flat is not None:
             self._flat.let_go(self._ebbtide)
 

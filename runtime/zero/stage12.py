@@ -262,10 +262,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         """
         self.publish()
 
-    def _let_go(self) -> None:
-        self._inner_hook.remove()
-        super()._let_go()
-
     def _link_all_hp_params(self) -> None:
         """Make DeepSpeed's links from parameters to their optimizer state anew. Access through the links
         waits for running updates.
@@ -438,4 +434,4 @@ def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, o
     optimizer.resume_rule()
     # For ``engine.basic_optimizer.state_dict()``; ZeRO-3's knows no parameters between steps.
     inner = optimizer.optimizer
-    optimizer._inner_hook = inner.register_state_dict_pre_hook(lambda _: optimizer.publish())
+    optimizer._hooks = [inner.register_state_dict_pre_hook(lambda _: optimizer.publish())]

@@ -356,15 +356,15 @@ def take_over(
         subgroup_size: Number of elements of a plan's subgroup. If it is less than DeepSpeed's, the plan's
             subgroups are parts of DeepSpeed's.
     """
-    for master in optimizer.fp32_partitioned_groups_flat:
-        master.grad = None  # 4 bytes per parameter
-    optimizer._pieces = stage3_buffers.Pieces(optimizer, cuts_of(optimizer, subgroup_size))
-    optimizer._gathers, optimizer._flat = Gathers(optimizer, module), None
-    optimizer._rule, optimizer._infinite = rule, set()
     optimizer._swapped = stage3_buffers.swapped(optimizer)
     if optimizer._swapped:
         overlap_forward = False  # the swapper reads a master that no update writes any more
         _check_masters_at_hand(optimizer, plan)
+    for master in optimizer.fp32_partitioned_groups_flat:
+        master.grad = None  # 4 bytes per parameter
+    optimizer._pieces = stage3_buffers.Pieces(optimizer, cuts_of(optimizer, subgroup_size))
+    optimizer._gathers, optimizer._flat = Gathers(optimizer, module), None
+    optimizer._rule, optimizer._infinite, optimizer._hooks = rule, set(), []
     optimizer.__class__ = EbbtideStage3
     try:  # subgroup by subgroup
         optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)

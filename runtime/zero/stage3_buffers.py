@@ -237,16 +237,20 @@ def hand_back(optimizer: Any) -> None:
     """
     masters = optimizer.fp32_partitioned_groups_flat
     for master in masters:
-        master.data = master.data.cpu()
+        master.data = _in_memory(master.data)
         state = optimizer.optimizer.state[master]
         for key in optimizer._rule.moments if state else ():
-            moment = state[key].cpu() if key in state else torch.zeros_like(master.data)
-            state[key] = moment
+            state[key] = _in_memory(state[key]) if key in state else torch.zeros_like(master.data)
         master.grad = torch.zeros_like(master.data)
     _join_gradients(optimizer)
     on_host = private.parameter_location(optimizer) == "host"
     where = torch.device("cpu") if on_host else private.training_device()
     optimizer._pieces.hand_back(where)
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    # One that shows a file on a drive would show what the file's next owner writes.
+    return tensor.to("cpu", copy=not tensor.is_pinned())
 
 
 def _join_gradients(optimizer: Any) -> None:

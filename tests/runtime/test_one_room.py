@@ -57,7 +57,7 @@ def test_every_private_member_in_use_is_in_the_table():
         "_flat",
         "_gathers",
         "_overflows",
-        "_inner_hook",
+        "_hooks",
         "_swapped",
         "_unread",
         "_infinite",

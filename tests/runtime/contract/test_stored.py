@@ -3,6 +3,7 @@ memory holds no copy of the state.
 """
 
 import functools
+import threading
 from pathlib import Path
 
 import ebbtide.runtime
@@ -18,8 +19,9 @@ from ebbtide.runtime.storage.export import export
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator import Plan, PlanError
+from ebbtide.simulator.schedule import OpKind
 
-from studies.bench.byte_gpt import ds_config
+from studies.bench.byte_gpt import SIZES, Batches, ds_config
 from tests.machines import node
 from tests.runtime.contract.small_model import SmallModel
 from tests.runtime.contract.test_bits import EVERY_PASS, stock
@@ -307,6 +309,63 @@ def test_a_drive_that_says_no_ends_training_with_its_words(monkeypatch):
     assert "No space left" in str(caught.value.__cause__)
     with pytest.raises(BackgroundError):
         engine.destroy()
+
+
+class Planted(Exception):
+    """An error that a test raises in the runtime."""
+
+
+def planted(*_, **__):
+    raise Planted
+
+
+@pytest.mark.parametrize("broken", ["execution.session.gradient_template", "zero.planned.PlannedZero.gradient_buffers"])
+def test_a_failed_attach_lets_go_of_the_folder(broken, tmp_path, monkeypatch):
+    """Check that an attach that fails, before or after the threads of the plan are started, ends all threads and lets
+    go of the folder for optimizer state.
+
+    Another engine can then use the folder, while the first one trains without a plan, with stock DeepSpeed's results.
+    """
+    engine, before = start(), {*threading.enumerate()}
+    plan = plan_for(engine, ["stored"], storage_dir=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"ebbtide.runtime.{broken}", planted)
+        with pytest.raises(Planted):
+            ebbtide.runtime.attach(engine, plan, device=DEVICES[LAST]())
+    assert {*threading.enumerate()} <= before
+    other = attached(start(), ["stored", "host"], LAST, storage_dir=str(tmp_path))
+    train(other, 1)
+    assert_same(outcome(engine), stock("clipping"))
+    other.destroy()
+
+
+def hooks(engine):
+    """Return the number of hooks before and after forward, by module."""
+    hooked = {name: (len(m._forward_pre_hooks), len(m._forward_hooks)) for name, m in engine.module.named_modules()}
+    return {name: counts for name, counts in hooked.items() if any(counts)}
+
+
+def test_a_failed_copy_to_the_gpu_keeps_neither_folder_nor_hooks(tmp_path):
+    """Check that the end of an engine lets go of the folder for optimizer state, and removes the hooks from the model,
+    if an operation has failed that a step in progress has started.
+    """
+
+    def fail(op):
+        if op.kind is OpKind.STATE_H2D:
+            raise Planted
+
+    stock = start()
+    stock.destroy()
+    engine = attached(start(), ["stored", "device"], LAST, storage_dir=str(tmp_path))
+    train(engine, 1)
+    engine.optimizer.wait()
+    engine.optimizer._ebbtide.executor.gradients.before_op = fail
+    batch = Batches(2, SIZES["tiny"].sequence).at(1, engine.device)
+    engine.backward(engine(*batch))
+    with pytest.raises(BackgroundError):
+        engine.destroy()
+    assert hooks(engine) == hooks(stock)
+    attached(start(), ["stored"], LAST, storage_dir=str(tmp_path)).destroy()
 
 
 def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
