@@ -147,7 +147,11 @@ class BlockWriter:
             self._fail(error)
             raise
         with self._condition:
-            block.slot, block.state = slot, State.PENDING
+            block.state = State.PENDING
+            if self._failure is None:
+                block.slot = slot
+            else:  # nobody writes it any more
+                self._budget.give(slot)
             self.copied_bytes += block.size_bytes
             self._condition.notify_all()
         self._files.point("copied_on_update")

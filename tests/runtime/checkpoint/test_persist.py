@@ -10,6 +10,7 @@ from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format import output
 from ebbtide.runtime.checkpoint.format.blocks import State
+from ebbtide.runtime.checkpoint.format.memory import HostBytes
 from ebbtide.runtime.checkpoint.format.output import Pace
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.checkpoint.protocol.inspect import verify
@@ -24,8 +25,7 @@ class GatedFiles(Files):
     """
 
     def __init__(self):
-        self.gate = threading.Event()
-        self.copied = 0
+        self.gate, self.copied = threading.Event(), threading.Event()
 
     def call(self, name, function, *args):
         if name == "pwrite" and len(args[1]) >= 4096:
@@ -33,7 +33,8 @@ class GatedFiles(Files):
         return function(*args)
 
     def point(self, name):
-        self.copied += name == "copied_on_update"
+        if name == "copied_on_update":
+            self.copied.set()
 
 
 def load(folder, name):
@@ -123,14 +124,11 @@ def test_an_update_during_persist_does_not_reach_the_file(tmp_path, budget_block
 
     updates = threading.Thread(target=update)
     updates.start()
-    if budget_blocks == 64:
-        # Everything fits in the budget but what two writers hold: they must let go first.
-        opener = threading.Timer(0.2, files.gate.set)
-        opener.start()
-    else:
+    assert files.copied.wait(30 if budget_blocks else 0.2) == (budget_blocks > 0)
+    if budget_blocks < 64:
         updates.join(0.2)
         assert updates.is_alive(), "the update must wait for the disk: the budget is used up"
-        files.gate.set()
+    files.gate.set()
     updates.join(30)
     assert not updates.is_alive()
     job.wait(30)
@@ -138,7 +136,6 @@ def test_an_update_during_persist_does_not_reach_the_file(tmp_path, budget_block
     read = load(bench.folder / "a", "optim_states")["fp32"]
     assert all(torch.equal(a, b) for a, b in zip(read, before, strict=True))
     assert verify(bench.folder, "a") == []
-    assert (files.copied > 0) == (budget_blocks > 0)
     assert len(bench.budget._free) == budget_blocks  # every slot came back
 
 
@@ -162,6 +159,34 @@ def test_storage_that_hangs_is_an_error_not_a_hang(tmp_path):
         bench.live.before_update(0)
     files.gate.set()
     assert job.wait(30)
+
+
+def test_a_copy_that_ends_after_its_save_was_cancelled_gives_its_buffer_back(bench, monkeypatch):
+    """Check that reserved host memory stays available if a save is cancelled while an update copies a block into it."""
+    copying, cancelled = threading.Event(), threading.Event()
+    copy_to = HostBytes.copy_to
+
+    def late_copy(source, *args):
+        if threading.current_thread() is update:
+            copying.set()
+            assert cancelled.wait(30)
+        copy_to(source, *args)
+
+    monkeypatch.setattr(HostBytes, "copy_to", late_copy)
+    files = GatedFiles()
+    job = bench.begin(registered(bench, some_state()), "a", files=files)
+    update = threading.Thread(target=bench.live.before_update, args=(2,))
+    job.start()
+    update.start()
+    assert copying.wait(30)
+    job.cancel()
+    files.gate.set()
+    assert job.wait(30)
+    assert job.cancelled
+    cancelled.set()
+    update.join(30)
+    assert not update.is_alive()
+    assert len(bench.budget._free) == bench.budget.count
 
 
 def test_a_dead_writer_lets_updates_go_on_and_is_reported(tmp_path):
