@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments
 
 
 def main(config: str, steps: int) -> None:
-    # Before the model, so that its parameters are partitioned as they are made.
+    # Created before the model, so that the model's parameters are partitioned while it is built.
     arguments = TrainingArguments(
         output_dir="runs/hf_trainer",
         deepspeed=config,

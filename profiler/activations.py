@@ -63,7 +63,7 @@ class SavedTensors:
         storage = saved.untyped_storage()
         start, size = storage.data_ptr(), storage.nbytes()
         if start not in self._seen and not self._holds_parameter(start, start + size):
-            # A storage that is freed and reused within the pass is not saved, so addresses do.
+            # Addresses identify storages, because a storage that is freed and reused within the pass is not saved.
             self._seen.add(start)
             self.bytes_by_unit[self._unit] += size
         return saved

@@ -30,7 +30,7 @@ def profile_engine(
             optimizer step.
     """
     profile = PassiveProfile(engine, iterations)
-    # fp16's loss scaler skips some of the first steps: those are not counted.
+    # The loss scaler of fp16 skips some of the first steps, which are not counted.
     calls = 2 * profile.needed + 20
     try:
         for _ in range(calls):

@@ -17,8 +17,8 @@ from ebbtide.simulator.workload import Workload
 Launcher = Literal["none", "torchrun", "deepspeed"]
 LAUNCHERS: tuple[Launcher, ...] = ("none", "torchrun", "deepspeed")
 POLL_S = 0.1
-SHOWN_LINES = 30  # of a failed script's output
-END_S = 10.0  # for an interrupted launcher to end its ranks
+SHOWN_LINES = 30  # most lines of a failed script's output that are shown
+END_S = 10.0  # time in which an interrupted launcher must end its ranks
 
 
 class LaunchError(RuntimeError):
@@ -87,7 +87,7 @@ class ScriptRun:
             count = f"--nproc-per-node={self.ranks}"
             return [*python, "torch.distributed.run", count, f"--master-port={port}", "-m", *ours]
         if self.launcher == "deepspeed":
-            # A host file of the machine's would start it on other nodes too.
+            # Without the empty option, the machine's host file would also start ranks on other nodes.
             here = ["--hostfile=", f"--num_gpus={self.ranks}", f"--master_port={port}", "--module"]
             return [*python, "deepspeed.launcher.runner", *here, *ours]
         return [*python, *ours]

@@ -25,8 +25,8 @@ from ebbtide.simulator.machine import Machine, ShareName
 from ebbtide.simulator.quantity import Quantity
 
 Progress = Callable[[int, int, str], object]
-_Part = tuple[dict[str, Any], list[str]]  # fields of a Machine, and doubts
-ELEMENTS = 32_000_000  # of a measured subgroup: far beyond any cache
+_Part = tuple[dict[str, Any], list[str]]  # fields of a Machine, and warnings
+ELEMENTS = 32_000_000  # elements of a measured subgroup, which is far larger than any cache
 MOST_SECONDS = 60.0
 STAGES = (
     "kernels",
@@ -130,7 +130,7 @@ def _cached(path: Path, facts: Hardware, ranks: int) -> Machine | None:
         return None
     if ranks != 1 and ranks not in known.rank_shares:
         return None
-    # The cache knows rates. The container's memory limit may be another one now.
+    # The cache holds rates. The container's memory limit may have changed since.
     return known.model_copy(update={"host_memory_bytes": facts.host_memory_bytes})
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-BUSY_SHARE = 0.10  # of all cores, used by others
+BUSY_SHARE = 0.10  # of all cores, used by other processes
 STOLEN_SHARE = 0.02  # of all time, taken by the hypervisor
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -66,7 +66,7 @@ class HostWatch:
             self.warnings.append("a core's clock was throttled because it was hot")
 
     def _read(self) -> _Counters:
-        # user nice system idle iowait irq softirq steal; guests are part of user
+        # columns: user nice system idle iowait irq softirq steal. Guest time is included in user
         line = self._text("proc/stat").partition("\n")[0].split()[1:9]
         ticks = [int(field) for field in line] + [0] * (8 - len(line))
         user, nice, system, _, _, irq, softirq, stolen = ticks

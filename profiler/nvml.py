@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 SAMPLE_EVERY_S = 0.25
-BUSY_PERCENT = 5  # of the time kernels run although we have started none
+BUSY_PERCENT = 5  # share of time in which GPU kernels run although we have started none
 BUSY_LINK_BYTES_PER_S = 100e6
 _SLOW = ("HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown", "SwPowerCap")
 
@@ -42,7 +42,7 @@ class GpuWatch:
             self._look_for_neighbours()
             self._replays = pynvml.nvmlDeviceGetPcieReplayCounter(self._handle)
             self._sample()
-        except Exception as error:  # NVML may be absent or forbidden: said, not raised
+        except Exception as error:  # NVML may be missing or forbidden, which is reported as a warning
             self._give_up(error)
             return self
         self._sampler = threading.Thread(target=self._keep_sampling, daemon=True)
@@ -58,7 +58,7 @@ class GpuWatch:
             return
         try:
             self._judge()
-        except Exception as unknown:  # as above
+        except Exception as unknown:  # the same
             self._give_up(unknown)
 
     def _give_up(self, error: Exception) -> None:
@@ -84,7 +84,7 @@ class GpuWatch:
         while not self._done.wait(SAMPLE_EVERY_S):
             try:
                 self._sample()
-            except Exception as error:  # as above
+            except Exception as error:  # the same
                 self._give_up(error)
                 return
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ebbtide.simulator.page import write_whole
 
-FAILED = "ebbtide.profiler.script: error:"  # begins the line that a failing rank prints
+FAILED = "ebbtide.profiler.script: error:"  # beginning of the line that a failing rank prints
 
 
 @dataclass(frozen=True)

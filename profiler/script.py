@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     if not args.out.resolve().parent.is_dir():
         parser.error(f"--out must lie in a folder that exists, but got {args.out}")
     number = rank()
-    # The deepspeed launcher says so to the program it starts, and the script may count on it.
+    # The deepspeed launcher passes this argument to the script, which may require it.
     own = [f"--local_rank={args.local_rank}"] if args.local_rank is not None else []
     profiled = ProfiledScript(
         args.out.resolve(), args.iterations, number, ProgressFile(args.report, number), go_on=args.go_on
@@ -184,7 +184,7 @@ class ProfiledScript:
 def _run_as_main(script: Path, arguments: list[str]) -> str:
     ours = sys.argv, sys.path[0]
     sys.argv = [str(script), *arguments]
-    # ``python -m`` put the current folder there, where ``python script`` has the script's.
+    # ``python -m`` puts the current folder there, but ``python script`` the script's folder.
     sys.path[0] = str(script.resolve().parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -194,7 +194,7 @@ def _run_as_main(script: Path, arguments: list[str]) -> str:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
         return f"exited with code {ended.code!r}" if ended.code else ""
-    except Exception as error:  # whatever the script raises is reported
+    except Exception as error:  # the script may raise any error, which is reported
         traceback.print_exc()
         return f"raised {type(error).__name__}: {error}"
     finally:

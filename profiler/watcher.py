@@ -17,7 +17,7 @@ from ebbtide.runtime.hardware.background import InterpreterEndsError, native_wor
 from ebbtide.simulator.layer import MemoryPoint
 
 SAMPLE_EVERY_S = 0.005
-# What DeepSpeed's step does in Python before its updates: both depend on the number of parameters.
+# Methods that DeepSpeed's step runs in Python before its updates. Their time grows with the number of parameters.
 BEFORE_UPDATES = ("_partition_all_parameters", "_get_norm_groups")
 Phase = Literal["forward", "backward", "step", "other"]
 
@@ -91,14 +91,14 @@ class PhaseHooks:
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._in_engine_backward = False
         self._wrap(engine, "backward", self._engine_backward)
-        # ``loss.backward()`` comes past the engine, but not past these two.
+        # ``loss.backward()`` does not call the engine, but it does call these two methods.
         self._wrap(engine.optimizer, "backward_prologue", self._torch_backward_begins)
         self._wrap(engine.optimizer, "backward_epilogue", self._torch_backward_ends)
         self._wrap(engine.optimizer, "partition_grads", self._gradient_path)
         root = engine.module
         self._handles += [
             root.register_forward_pre_hook(self._forward_begins, prepend=True, with_kwargs=True),
-            # Also after an exception: nothing of ours stays behind on autograd's stack.
+            # Also after an exception, so that none of our hooks stays on autograd's stack.
             root.register_forward_hook(self._forward_ends, always_call=True),
         ]
 
@@ -143,7 +143,7 @@ class PhaseHooks:
 
     def _forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         del module, args, kwargs
-        if not torch.is_grad_enabled():  # an evaluation in between is no part of the step
+        if not torch.is_grad_enabled():  # an evaluation during training is not a part of the step
             self.trace.phase = "other"
             return
         self._begins("forward")
@@ -193,7 +193,8 @@ class PlainTimer(PhaseHooks):
         self._phases: list[tuple[Phase, _Mark, _Mark]] = []
         self._computed: list[tuple[_Mark, _Mark]] = []
         self._paths: list[tuple[_Mark, _Mark]] = []
-        self._late_paths: list[tuple[_Mark, _Mark]] = []  # after all gradients are computed
+        # Begin and end of gradient work after all gradients are computed.
+        self._late_paths: list[tuple[_Mark, _Mark]] = []
         self._in_epilogue = False
         self._wrap(engine.optimizer, "independent_gradient_partition_epilogue", self._gradients_computed)
         for name in BEFORE_UPDATES:
@@ -209,11 +210,11 @@ class PlainTimer(PhaseHooks):
             trace.phases[phase] += begin.seconds_to(end)
         backwards = [(begin, end) for phase, begin, end in self._phases if phase == "backward"]
         paths = [*self._paths, *self._late_paths]
-        if len(self._computed) == len(backwards):  # of each micro-batch
+        if len(self._computed) == len(backwards):  # one of each micro-batch
             backwards, paths = self._computed, self._paths
             trace.computed_s = sum(begin.seconds_to(end) for begin, end in self._computed)
         path_s = sum(min(end.host_s - begin.host_s, begin.seconds_to(end)) for begin, end in paths)
-        # If the CPU is this far ahead of the GPU at the end, so much of its time was hidden.
+        # If the CPU is ahead of the GPU by this time at the end, so much of its own time was hidden.
         ahead_s = sum(begin.seconds_to(end) - (end.host_s - begin.host_s) for begin, end in backwards)
         trace.gradient_path_s = max(0.0, path_s - max(0.0, ahead_s))
         return trace
@@ -251,7 +252,7 @@ class PlainTimer(PhaseHooks):
     def _issued(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         began_s = time.perf_counter()
         result = original(*args, **kwargs)
-        if self.trace.phase == "step":  # a checkpoint releases the parameters too
+        if self.trace.phase == "step":  # saving a checkpoint releases the parameters too
             self.trace.step_issue_s += time.perf_counter() - began_s
         return result
 

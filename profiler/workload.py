@@ -21,10 +21,10 @@ from ebbtide.simulator.schedules.buckets import bucket_fields, planned_bucket
 from ebbtide.simulator.schedules.gathers import Gathered
 from ebbtide.simulator.workload import WireDtype, Workload
 
-# DeepSpeed records its trace in the first two steps; the allocators settle in the next ones.
+# DeepSpeed records its trace in the first two steps, and the allocators need two more to settle.
 WARMUP_STEPS = 4
-UNCACHED_BYTES = 2**30  # of gradients and their copies: more than most caches hold
-LEAST_STEPS = 3  # to say anything about their spread
+UNCACHED_BYTES = 2**30  # bytes of gradients and their copies, which do not fit into most caches
+LEAST_STEPS = 3  # steps needed to estimate their spread
 _STOCK_OPTIMIZERS = ("DeepSpeedZeroOptimizer_Stage3",)
 _WIRE: dict[torch.dtype, WireDtype] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -79,7 +79,7 @@ def workload_of(engine: Any, traces: list[Trace], name: str) -> Workload:
     stock_extra_s = max(0.0, _median(t.phases["backward"] for t in timed) - backward_s)
     gathers = private.gathers(optimizer)
     layers = _layers(engine, traces, forward_s / micro, (backward_s + own_s) / micro, gathers)
-    # The fullest of the steps: what is planned into the headroom must fit in each of them.
+    # The step with the highest peak, because a plan must fit into the memory that is free in each step.
     fullest = max(traces, key=lambda trace: trace.device_peak_bytes)
     times, notes = _phase_times(timed)
     return Workload(
@@ -140,7 +140,7 @@ def _backward_s(plain: list[Trace], watched: list[Trace]) -> float:
     Steps of both kinds give too long a time, for different reasons, and the shorter one is returned. In a plain step,
     backward may also wait for earlier copies of gradients. In a watched step, hooks wait for the GPU.
     """
-    # Step by step: what disturbs one step's gradient path is not taken off another one's backward.
+    # Per step, because a disturbance of one step's gradient copies must not be subtracted from another step's backward.
     times = [_median(t.phases["backward"] - t.gradient_path_s for t in watched)]
     if plain:
         times.append(_median((t.computed_s or t.phases["backward"]) - t.gradient_path_s for t in plain))
@@ -230,7 +230,7 @@ def _gradients_to_host_s(optimizer: Any) -> tuple[float, float]:
     copy_s = norm_s = taken = 0.0
     for size in sizes:
         if 2 * dtype.itemsize * taken < UNCACHED_BYTES:
-            # Written to, so that no page is backed while it is timed.
+            # The tensors are written to first, so that no page is allocated while the copy is timed.
             pairs.append((torch.ones(size, dtype=dtype), torch.ones(size, dtype=dtype)))
             taken += size
     for source, buffer in pairs:

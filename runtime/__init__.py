@@ -20,7 +20,7 @@ __all__ = ["attach", "disable", "enable", "initialize"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("enable", "disable"):  # without DeepSpeed, torch and numpy
+    if name in ("enable", "disable"):  # both work before DeepSpeed, torch and numpy are imported
         import ebbtide.runtime.frontdoor
 
         return getattr(ebbtide.runtime.frontdoor, name)

@@ -2,7 +2,7 @@
 
 import logging
 
-STYLE = "[%(asctime)s] [%(levelname)s] %(message)s"  # DeepSpeed's, without line numbers
+STYLE = "[%(asctime)s] [%(levelname)s] %(message)s"  # DeepSpeed's format, without line numbers
 
 
 class _Named(logging.Formatter):
@@ -29,4 +29,4 @@ def show(rank: int) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(_Named(STYLE))
         logger.addHandler(handler)
-        logger.propagate = False  # a library that configures the root later would print each line twice
+        logger.propagate = False  # otherwise each line would appear twice if a library configures the root logger later

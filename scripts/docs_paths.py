@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("profiler", "runtime", "simulator", "tuner")
 
 
-@event_priority(100)  # before mkdocstrings looks which packages there are
+@event_priority(100)  # before mkdocstrings looks for packages
 def on_config(config: Any) -> Any:
     """Link the project's source folders below ``build/docs/ebbtide``, so that mkdocstrings finds them as one package
     ``ebbtide`` without an installation.

@@ -28,7 +28,7 @@ from ebbtide.simulator import (
 
 OUT = Path(__file__).parents[1] / "docs" / "iteration.png"
 SUBGROUPS = 8
-PARAMS = 90_000_000  # of each layer, which is a subgroup of its own here
+PARAMS = 90_000_000  # parameters of each layer, which is one subgroup here
 
 
 def machine() -> Machine:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("ebbtide", "simulator", "tuner", "profiler", "runtime", "studies", "scripts", "examples")
-# Shares of all docstrings, in percent. Lower them when the measured share is lower.
+# Largest allowed percentages of all docstrings. Lower them when the measured percentages are lower.
 MOST_ODD_PCT, MOST_KNOTTED_PCT = 0.5, 1.0
 MOST_SUBJECT_CHARACTERS = 72
 ODD = re.compile(

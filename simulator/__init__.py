@@ -61,7 +61,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Both load numba, which takes as long as all else together. `tune --help` needs neither.
+    # Both functions import numba, which takes as long as all other imports together. `tune --help` needs neither.
     if name == "what_if":
         from ebbtide.simulator.analysis.what_if import what_if
 

@@ -14,9 +14,9 @@ from ebbtide.simulator.schedule import Lane, OpKind, Span, makespan_s
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Kinds that do the same sort of thing share a hue (Okabe & Ito's colours, safe for the colour
-# blind): compute blue, gradients orange and yellow, device updates green, host updates vermilion
-# (early ones salmon), state copies purple and pink, storage black and grey.
+# Ops of a similar kind share a hue (colors of Okabe & Ito, which are safe for color-blind readers): compute blue,
+# gradients orange and yellow, GPU updates green, CPU updates vermilion (early ones salmon), copies of state purple and
+# pink, storage black and grey.
 COLOURS: dict[OpKind, str] = {
     OpKind.FORWARD: "#8fc7ea",
     OpKind.BACKWARD: "#0072b2",
@@ -49,7 +49,7 @@ COLOURS: dict[OpKind, str] = {
 _DARK = {"#0072b2", "#009e73", "#8e5ea2", "#d55e00", "#4d4d4d", "#222222", "#b5651d"}
 _MOMENTS = {OpKind.NORM: (0, (2, 2)), OpKind.STEP_END: (0, (6, 3))}
 _BAR_HEIGHT = 0.72
-_CHARACTER_IN = 0.075  # width of one character of a bar's label
+_CHARACTER_IN = 0.075  # width of one character of a bar's label, in inches of the figure
 _PADDING_IN = 0.05
 
 

@@ -9,11 +9,11 @@ from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.update.tiers import TIERS, Memory
 from ebbtide.simulator.workload import Workload
 
-UNKNOWN_MARGIN = 0.05  # left free where no profile says how much the peaks vary
-LEAST_MARGIN = 0.02  # of a memory: what an allocator cannot use
-SOLD_AS = 0.05  # more than a memory holds people still mean all of it: "24 GB" are 23.6 GiB
-PADDING = 0.01  # of storage: extents are padded to whole sectors, and manifests lie beside them
-SIGMAS = 3.0  # of the profiled steps' peaks
+UNKNOWN_MARGIN = 0.05  # share of memory that is left free if no profile says how much the peaks vary
+LEAST_MARGIN = 0.02  # share of memory that an allocator cannot use
+SOLD_AS = 0.05  # a limit that exceeds the memory by at most this share means all of the memory: "24 GB" are 23.6 GiB
+PADDING = 0.01  # share of storage for padding extents to whole sectors, and for manifests
+SIGMAS = 3.0  # standard deviations of the peaks of the profiled steps
 GIB, MIB = 2**30, 2**20
 MEMORIES: Mapping[Memory, str] = {"device": "GPU memory", "host": "host memory", "storage": "storage"}
 _NAMES: Mapping[Memory, str] = {

@@ -16,13 +16,14 @@ SCHEMA_VERSION = 1
 DeviceKind = Literal["cuda", "emulated"]
 ShareName = Literal["h2d", "d2h", "link", "dram", "storage"]
 
-OUT_OF_PLACE = 0.8  # of the speed in place: 0.81 to 0.98 on two cores of Zen 5, whose profile says
-# Of what products sustain, what flash attention reaches, forward and backward, over causal sequences.
+OUT_OF_PLACE = 0.8  # relative to the speed in place. Measured: 0.81 to 0.98, on two cores of Zen 5
+# Speed of flash attention, forward and backward over causal sequences, divided by the speed of matrix products.
 ATTENTION_OF_PRODUCTS = 0.5
-DEVICE_UPDATE_BYTES = 32  # p, m, v both ways; a fp32 gradient, or a 16-bit one with its parameter
+# Parameter and both moments, read and written, and an fp32 gradient, or a 16-bit gradient and parameter.
+DEVICE_UPDATE_BYTES = 32
 
 
-BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # by name, filled by `ebbtide.simulator.estimates.presets`
+BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # presets by name, filled by `ebbtide.simulator.estimates.presets`
 
 
 class Machine(Shown, Page):
@@ -397,5 +398,5 @@ class Machine(Shown, Page):
 RATES: Mapping[str, Rate] = {
     name: known for name, field in Machine.model_fields.items() for known in field.metadata if isinstance(known, Rate)
 }
-# By `Machine.with_rates`.
+# The rates that `Machine.with_rates` can change.
 CHANGEABLE = (*(name for name, known in RATES.items() if known.changeable), "duplex_factor")

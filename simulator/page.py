@@ -15,7 +15,7 @@ from ebbtide.simulator.rules import RuleError, checked, explain
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 DEEPSPEED_CONFIG, MODEL_CONFIG = "a DeepSpeed config", "a model's config"
-# Keys that only files of this kind have together.
+# Keys that occur together only in files of this kind.
 _OWN_FILES = {
     "a machine file": {"device_kind", "host_memory_bytes"},
     "a workload file": {"layers", "subgroups"},
@@ -30,7 +30,7 @@ _DEEPSPEED = {
     "bf16",
     "fp16",
 }
-# How models' configs call the number of layers and the hidden size.
+# Keys for the number of layers and the hidden size in models' configs.
 LAYERS = ("num_hidden_layers", "n_layer", "layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "hidden")
 
@@ -106,8 +106,9 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         _write(temporary, content)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)  # a full disk would stay the fuller for it
-        raise OSError(error.errno, error.strerror, str(path)) from None  # the caller knows no temporary file
+        temporary.unlink(missing_ok=True)  # the partial file would take space on a disk that is already full
+        # The error names the file that the caller asked for, not the temporary one.
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _write(path: Path, content: str | bytes) -> None:

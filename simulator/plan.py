@@ -22,10 +22,10 @@ from ebbtide.simulator.update.way import Way as Way
 from ebbtide.simulator.workload import TrainedAs, Workload
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
 
-# Of a checkpoint, beside those that are being written: gathered and hashed meanwhile, so that the
-# disk has as many writes to do at every moment as there are writers.
+# Blocks per checkpoint that are gathered and hashed while others are being written, so that the disk always has as many
+# writes to do as there are writers.
 READY_BLOCKS = 1
-BLOCK_BYTES = 4 * 2**20  # of checkpoint files: what is copied, hashed and written at once
+BLOCK_BYTES = 4 * 2**20  # size of the blocks of checkpoint files that are copied, hashed and written at a time
 
 
 class PlanError(RuleError):

@@ -18,8 +18,8 @@ from pydantic import Field, GetCoreSchemaHandler, ValidationError, model_validat
 from pydantic_core import CoreSchema, core_schema
 
 SCHEMA_VERSION = 3
-_NEVER_RUN = ("prefetch_after_layer", "split_master")  # of schema 1
-_NO_LONGER = ("growing_slots", "speculate_stored")  # of schemas 1 and 2
+_NEVER_RUN = ("prefetch_after_layer", "split_master")  # fields of schema 1 that no version of the runtime used
+_NO_LONGER = ("growing_slots", "speculate_stored")  # fields of schemas 1 and 2 that no longer exist
 _FORBIDDEN_BECAUSE = {
     "early": "such subgroups are updated only after the gradient norm is known",
     "sum_on_device": "the gradients of such subgroups stay in GPU memory anyway",

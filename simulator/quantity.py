@@ -13,10 +13,10 @@ from typing import Literal, Self
 from ebbtide.simulator.rules import RuleError
 from pydantic import BaseModel, ConfigDict, model_validator
 
-QUARTILE = 0.6745  # of a normal distribution's sigma, from its median
-EIGHTY_PERCENT = 1.2816  # of it, each way, hold eight values in ten
-NINETY_PERCENT = 1.6449  # of it, each way, hold nine values in ten
-UNSTABLE_IQR = 0.15  # of the median: beyond it a figure is not called stable
+QUARTILE = 0.6745  # distance of the quartiles from the median of a normal distribution, in standard deviations
+EIGHTY_PERCENT = 1.2816  # half width of the interval that contains 80% of a normal distribution, in standard deviations
+NINETY_PERCENT = 1.6449  # half width of the interval that contains 90% of it
+UNSTABLE_IQR = 0.15  # a value with a larger interquartile range than this share of its median is called unstable
 
 Source = Literal["measured", "emulated", "published", "datasheet", "assumed", "fitted"]
 
@@ -109,7 +109,7 @@ class Quantity(BaseModel):
         return self.n > 1 and self.relative_iqr <= UNSTABLE_IQR
 
 
-# A Machine field that gives the full speed of an op, or "wall_s" for work that is already seconds.
+# The field of Machine that gives an op's full speed, or "wall_s" for work that is given in seconds.
 RateName = Literal[
     "wall_s",
     "h2d_bytes_per_s",
@@ -128,7 +128,7 @@ RateName = Literal[
     "network_bytes_per_s",
     "device_memory_bytes_per_s",
 ]
-# Those that depend on the threads of an op.
+# Rates that depend on the number of an op's threads.
 THREADED: tuple[RateName, ...] = (
     "host_adam_params_per_s",
     "host_adam_out_of_place_params_per_s",

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _ANY = (str, int, float, bool, Any)
 _MANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 SHOWN_ERRORS = 4
-SHOWN = 120  # characters of a value
+SHOWN = 120  # largest number of characters shown of a value
 
 
 class RuleError(ValueError):
@@ -153,7 +153,7 @@ def _where(item: Mapping[str, Any], given: Any) -> list[str]:
     return [*names, str(location[-1])] if item["type"] == "missing" and location else names
 
 
-_PLACES = ("body", "query", "path", "header")  # of a request
+_PLACES = ("body", "query", "path", "header")  # where a request has its fields
 
 
 _RULES: Mapping[str, str] = {
@@ -217,7 +217,7 @@ def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
     shortest = min(holding, key=len, default="")
     if holding and all(_plain(name).startswith(_plain(shortest)) for name in holding):
         return shortest
-    # A name that holds a known one is another thing: "h2000", "RTX 4090 Laptop".
+    # A name that contains a known name is not a misspelling of it: "h2000", "RTX 4090 Laptop".
     near = holding or [names[plain] for plain in get_close_matches(wanted, names, 3)]
     near = near or [name for plain, name in names.items() if plain in wanted]
     meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
@@ -250,14 +250,14 @@ def checked(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             given = signature.bind(*args, **kwargs)
-        except TypeError:  # the function itself says it better
+        except TypeError:  # the error of the call itself is clearer
             return function(*args, **kwargs)
         for name, (told, adapter) in kinds().items():
             if name in given.arguments:
                 value = given.arguments[name]
                 try:
                     given.arguments[name] = adapter.validate_python(value)
-                except ValueError:  # pydantic's
+                except ValueError:  # pydantic's ValidationError
                     raise RuleError(f"{name} must be of type {told}, but got {shortened(value)}", key=name) from None
         return function(*given.args, **given.kwargs)
 

@@ -19,33 +19,33 @@ class OpKind(StrEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    PARAMETER_GATHER = "parameter gather"  # between nodes; inside one it is part of the compute
+    PARAMETER_GATHER = "parameter gather"  # between nodes. A gather inside a node is part of the compute op
     GRADIENT_REDUCE = "gradient reduce"  # between nodes
     GRADIENT_D2H = "gradient D2H"
-    GRADIENT_H2D = "gradient H2D"  # to be added to by the next micro-batch; stock: to be widened
+    GRADIENT_H2D = "gradient H2D"  # to add the next micro-batch's gradient, or in DeepSpeed alone to convert it to fp32
     GRADIENT_PASS = "gradient pass"
     NORM = "norm"
     STATE_H2D = "state H2D"
     UPDATE_DEVICE = "update device"
     STATE_D2H = "state D2H"
     UPDATE_HOST = "update host"
-    UPDATE_HOST_EARLY = "update host, early"  # before the norm, as if the step did not clip
+    UPDATE_HOST_EARLY = "update host, early"  # before the norm is known, assuming that the step does not clip
     UPDATE_DEVICE_EARLY = "update device, early"
-    PARAMETER_CAST = "parameter cast"  # stock: a pass of its own from fp32 to the wire precision
+    PARAMETER_CAST = "parameter cast"  # DeepSpeed's separate pass that converts fp32 to 16 bits
     PARAMETER_H2D = "parameter H2D"
-    PARAMETER_D2H = "parameter D2H"  # new ones that live in host memory
+    PARAMETER_D2H = "parameter D2H"  # updated parameters that live in host memory
     SNAPSHOT = "snapshot"
     PERSIST = "persist"
-    IDLE = "outside the phases"  # the training loop between iterations, the pipeline's bubble
+    IDLE = "outside the phases"  # the training loop between iterations, and the idle time of the pipeline
     STEP_END = "step end"  # optimizer.step() returns to the training loop
-    PARAMETER_FETCH = "parameter fetch"  # offloaded parameters come in for a pass
-    ACTIVATION_D2H = "activation D2H"  # offloaded until the layer's backward
+    PARAMETER_FETCH = "parameter fetch"  # offloaded parameters are copied to the GPU for a forward or backward
+    ACTIVATION_D2H = "activation D2H"  # offloaded until the backward of their layer
     ACTIVATION_H2D = "activation H2D"
-    STATE_READ = "state read"  # from storage, and back to it
+    STATE_READ = "state read"  # optimizer state is read from a drive (and written to it)
     STATE_WRITE = "state write"
-    ISSUE = "issue"  # the host, from the end of a wait to the first kernel of who waited
+    ISSUE = "issue"  # host time from the end of a wait to the launch of the waiter's first kernel
 
-    __hash__ = str.__hash__  # Enum's own is Python code, and engines look up every op's kind
+    __hash__ = str.__hash__  # engines look up the kind of every op, and Enum's own hash is slow Python code
 
 
 class Lane(StrEnum):
@@ -77,20 +77,20 @@ class Lane(StrEnum):
     H2D_GRADIENTS = "H2D gradients"
     ISSUE = "host issue"
 
-    __hash__ = str.__hash__  # as of `OpKind`
+    __hash__ = str.__hash__  # fast, as in `OpKind`
 
 
 D2H_LANES = frozenset({Lane.D2H, Lane.D2H_GRADIENTS})
 H2D_LANES = frozenset({Lane.H2D, Lane.H2D_PARAMETERS, Lane.H2D_FETCH, Lane.H2D_GRADIENTS})
-# Copies that are not made where GPU memory is host memory.
+# Copies that do not happen if GPU memory is host memory.
 FREE_WHERE_UNIFIED = (OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D, OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H)
 
 
-# What a byte of memory is for. "buckets": DeepSpeed's, and what a profile does not explain;
-# "staging": buffers of what is on its way.
+# The use of a byte of memory. "buckets": DeepSpeed's buckets, and memory that a profile cannot explain. "staging":
+# buffers for data that is being copied.
 Kind = Literal["parameters", "gradients", "state", "activations", "buckets", "staging"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-Held = Mapping[str, Mapping[Kind, int]]  # by memory (of `TIERS`) and kind, bytes of one rank
+Held = Mapping[str, Mapping[Kind, int]]  # bytes of one rank, by memory (key of `TIERS`) and use
 
 
 def taken_for(kind: OpKind) -> Kind:

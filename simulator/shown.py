@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-MOST_ROWS = 12  # of a table in a notebook
+MOST_ROWS = 12  # most rows of a table in a notebook
 Records = Sequence[Mapping[str, Any]]
 
 

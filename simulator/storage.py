@@ -8,7 +8,7 @@ from typing import Self
 from ebbtide.simulator.page import Page
 from ebbtide.simulator.quantity import Quantity
 
-ANY_BYTES = 10**18  # where nobody says how much there is
+ANY_BYTES = 10**18  # if the size of a drive is unknown
 
 
 class StorageRates(Page):

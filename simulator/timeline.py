@@ -16,7 +16,7 @@ from ebbtide.simulator.shown import Shown, table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The phase of the training loop to which an op's time, and the wait before it, belongs.
+# The phase of the training loop that an op's time, and the wait before it, are counted with.
 PHASE = {
     OpKind.IDLE: "loop",
     OpKind.FORWARD: "forward",

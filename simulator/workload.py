@@ -16,7 +16,7 @@ from ebbtide.simulator.update.subgroups import Cut, cut, cut_flat, grouped, piec
 from pydantic import Field, NonNegativeInt, model_validator
 
 SCHEMA_VERSION = 2
-OUTLIER = 2  # times the median subgroup
+OUTLIER = 2  # times the size of the median subgroup
 WireDtype = Literal["bf16", "fp16", "fp32"]
 ZeroStage = Literal[1, 2, 3]
 BaseKind = Literal["parameters", "gradients", "activations"]
@@ -166,7 +166,7 @@ class Workload(Shown, Page):
             for layer in layers:
                 layer |= {k: float(layer[k]) / micro for k in ("forward_s", "backward_s") if k in layer}
         except (KeyError, TypeError, ValueError, ZeroDivisionError):
-            return fields  # what is wrong in them is told by their fields' own rules
+            return fields  # the rules of the individual fields report what is wrong
         return {**fields, "layers": layers, "schema_version": SCHEMA_VERSION}
 
     @model_validator(mode="after")
@@ -425,9 +425,9 @@ class Workload(Shown, Page):
         """
         names = ("subgroups", "wire_dtype", "grad_bytes_per_param")
         facts: dict[str, object] = {name: getattr(self, name) for name in names}
-        if self.optimizer != ADAM.name:  # plans for Adam were made before there was a choice
+        if self.optimizer != ADAM.name:  # files written before ebbtide supported other optimizers are for Adam
             facts["optimizer"] = self.optimizer
-        if self.zero_stage != 3:  # likewise
+        if self.zero_stage != 3:  # the same holds for ZeRO-3
             facts["zero_stage"] = self.zero_stage
         return digest_of(facts)
 

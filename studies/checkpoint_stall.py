@@ -22,7 +22,7 @@ from studies.checkpoints.interval_run import warm_up
 from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
 
 LIMIT_S = 900
-RATES = ("checkpoint_rate", "checkpoint_rate_over_cached")  # of ebbtide's writers
+RATES = ("checkpoint_rate", "checkpoint_rate_over_cached")  # figures of ebbtide's writers
 ASYNCHRONOUS = ("fastpersist decoupled", "dcp async")
 
 
@@ -50,7 +50,7 @@ def measure(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
 def _train(name: str, workload: Workload, folder: Path, figures: Path) -> None:
     import torch
 
-    # A warm parent keeps to one: as many as torch would have begun with.
+    # The prepared parent process uses one thread. Use the number that torch would have started with.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
     figures.write_text(json.dumps(run_writer(name, workload, folder)))
 

@@ -62,7 +62,7 @@ def main() -> None:
     writers: tuple[str, ...] = WRITERS
     if args.quick:
         models, steps, writers = ["tiny"], 3, ("none", "ebbtide")
-    warm_up()  # each writer is forked
+    warm_up()  # each writer process is forked from this one
     figures: dict[str, Any] = {
         "paper": PAPER,
         "measured": [row for m in models for row in measured(m, steps, writers)],
@@ -125,7 +125,7 @@ def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
         )
         plan = ebbtide.tuner.plan(work, machine)
         simulation = CheckpointSimulation(work, plan, machine)
-        # A drive takes longer than an iteration: what is updated meanwhile is copied first.
+        # Writing takes longer than an iteration, so state that is updated meanwhile is copied first.
         lazy = simulation.cost(CheckpointPlan(interval_steps=1, copy_budget_bytes=work.checkpoint_bytes))
         blocking_s = work.checkpoint_bytes / simulation.storage
         for interval in INTERVALS:

@@ -39,10 +39,10 @@ from studies.trials.paced_model import RATES, Setting
 
 PLANS_PER_MACHINE = 5
 LEAST_DUPLEX = 0.3
-# With --many-layers.
-ACCUMULATIONS = {1: 0.3, 8: 0.12}  # micro-batches per step -> what `Setting` is scaled by: 8 plans in 12 minutes
+# The following constants are for --many-layers.
+ACCUMULATIONS = {1: 0.3, 8: 0.12}  # micro-batches per step -> scale of `Setting`, so that 8 plans take 12 minutes
 LAYERS = (4, 8)  # per subgroup
-SLOWER_LINK = 8  # than the balanced machine's: gradients take as long as backward
+SLOWER_LINK = 8  # factor. With this link, copies of gradients take as long as backward
 ROUNDS = 3
 QUICK = 0.2
 
@@ -236,7 +236,7 @@ def random_plan(work: Workload, rng: random.Random) -> Plan:
         ways=Way.each(placements),
         staging_slots=slots,
         prefetch=rng.randint(0, slots),
-        # The runtime's slots are always there: it prefetches from the first gradient on.
+        # The runtime prefetches from the first gradient on, because its slots always exist.
         overlap_forward=rng.random() < 0.75,
     )
 

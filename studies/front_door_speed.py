@@ -200,7 +200,7 @@ def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
     """
     rows: dict[str, list[dict[str, float]]] = {door: [] for door in doors}
     for number in range(WARMUP + rounds):
-        # Who goes first changes: the second one finds warmer caches, or a busier disk.
+        # The order alternates, because the second run finds warmer caches, or a busier disk.
         for door in list(doors) if number % 2 else reversed(list(doors)):
             row = doors[door].ask("step") | doors[door].ask("save")
             if number >= WARMUP:
@@ -270,5 +270,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits must not hold a core
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads must not occupy a core
     raise SystemExit(main())

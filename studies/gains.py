@@ -18,7 +18,7 @@ from ebbtide.tuner.service.scenario import MODELS
 
 from studies.bench.console import publish, study_parser
 
-# Model, machine, GPUs, sequence; micro-batch 1.
+# (model, machine, GPUs, sequence length). The micro-batch size is 1.
 CASES = (
     ("Llama 3.2 3B", "rtx4090", 1, 2048),
     ("Llama 3 8B", "rtx4090", 1, 1024),
@@ -28,7 +28,7 @@ CASES = (
     ("Llama 3 8B", "gh200", 1, 2048),
     ("Llama 3 70B", "h200", 8, 2048),
 )
-ACCUMULATIONS = (1, 16)  # micro-batches of an optimizer step: the more, the less an update weighs
+ACCUMULATIONS = (1, 16)  # micro-batches per optimizer step. With more of them, the update is a smaller part of the step
 
 
 def main() -> None:

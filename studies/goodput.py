@@ -33,7 +33,7 @@ from studies.bench.pictures import picture
 GPUS, GPUS_PER_NODE, INTERRUPTIONS, DAYS = 16_384, 8, 419, 54
 LLAMA_EFFECTIVE = 0.90
 NODE_MTBF_S = DAYS * 86_400 / INTERRUPTIONS * GPUS / GPUS_PER_NODE
-STORAGE_BYTES_PER_S = 2e12  # sustained, published there
+STORAGE_BYTES_PER_S = 2e12  # sustained rate, from the same paper
 ASSUMED = {
     "restart_s": 600.0,
     "iteration_s": 20.0,
@@ -199,7 +199,7 @@ def simulated_goodput(
         survived = math.floor((failure_s - now_s - persist_s) / interval_s)
         committed += max(0, survived)
         now_s, failure_s = failure_s, failure_s + gap_s()
-        while failure_s - now_s < restart_s:  # the restart fails too and begins anew
+        while failure_s - now_s < restart_s:  # the restart fails too, and starts again
             now_s, failure_s = failure_s, failure_s + gap_s()
         now_s += restart_s
 

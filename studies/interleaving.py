@@ -47,7 +47,7 @@ SUBGROUPS = (10**7, 5 * 10**7, 10**8, 2 * 10**8, 5 * 10**8, 10**9)
 MODELS = {**SHAPES, 30: (60, 6656)}
 SIZES = (7, 13, 20, 30)
 PAPER = "2.5x faster iterations than ZeRO-3 offload; best stride 2 on these machines"
-BINDINGS = (-1, 1)  # of ranks to cores and memory: the slowest published one, and the fastest
+BINDINGS = (-1, 1)  # binding of ranks to cores and memory: that of the slowest published run, and that of the fastest
 EQUAL, FUSED = "ebbtide, equal kernels", "ebbtide, fused kernel"
 
 

@@ -36,7 +36,7 @@ from studies.trials.guessed_overlap import UPDATE_RATIOS, many_layers, measure_e
 from studies.trials.paced_model import Setting
 
 STRIDES = (2, 3)
-RATIOS = (0.8, 0.7)  # of the state on the host: the device has memory for 0.3 of it
+RATIOS = (0.8, 0.7)  # share of the state on the host, because the GPU has memory for 0.3 of it
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from studies.bench.rank import become_only_rank
 from studies.trials.emulated_training import WARMUP, Bench, Measured, kernels_of
 from studies.trials.paced_model import Setting
 
-HEADROOM_SHARE = 0.5  # of all parameters: device memory beside activations and buffers
+HEADROOM_SHARE = 0.5  # GPU memory beside activations and buffers, as a share of all parameters
 
 
 def main() -> None:

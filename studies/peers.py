@@ -27,7 +27,7 @@ from studies.bench.record import write_record
 from studies.gpu.comparison import PEERS, compare
 from studies.gpu.suite import Figures, Suite
 
-# What the table shows of a row, which also has the machine, the versions and the command.
+# Fields of a row that the table shows. The record also has the machine, the versions and the command.
 TIMES = ("iteration_s", "forward_s", "backward_s", "step_s", "tokens_per_s", "speedup")
 SHOWN = ("name", *TIMES, "device_peak_bytes", "host_peak_bytes", "loss", "exact", "bit_identical", "best")
 

@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "studies" / "results"
 MARKERS = "<!-- {}: begin -->", "<!-- {}: end -->"
 
-UNFITTED = "nothing_fitted.predicted"  # the shipped presets
-AS_LOGGED = "nothing_fitted.as_logged"  # rows whose log does not say their build: blocking
+UNFITTED = "nothing_fitted.predicted"  # predictions with the presets as they are
+AS_LOGGED = "nothing_fitted.as_logged"  # rows whose logs do not give the build count as blocking
 UNSEEN = "random_triples.other campaigns"
 OF_ONE = "random_triples.same campaign"
 TRAINING_FAMILIES = {"a100": "A100", "h100": "H100", "consumer": "consumer cards", "offloaded": "offloaded state"}
 
-# Study to its named figures ("a.b": b of a), in the order of the table, with how each is written.
+# Study -> its figures ("a.b" is b of a) and their formats, in the order of the table.
 FIGURES: dict[str, dict[str, str]] = {
     "demo": {"speedup": "{:.2f}x per iteration", "bit_identical": "bit-identical: {}"},
     "update_phase": {

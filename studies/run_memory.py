@@ -44,7 +44,7 @@ from studies.bench.rank import become_only_rank
 
 HOST: tuple[Placement, ...] = ("host",)
 MIX: tuple[Placement, ...] = ("host", "device", "resident")
-DEVICE_BYTES_PER_PARAM = 24  # of the device that stands for a GPU: enough for two plans
+DEVICE_BYTES_PER_PARAM = 24  # memory of the emulated GPU: enough for two plans
 
 
 class Peak(NamedTuple):
@@ -96,7 +96,8 @@ class PageLocking(EmulatedDevice):
 
 def main() -> None:
     args = _arguments()
-    # Freed buffers go back to the system at once, so that the resident set tells what is in use.
+    # With this threshold, freed buffers return to the system immediately, so that the resident set shows the memory in
+    # use.
     if os.environ.get("MALLOC_MMAP_THRESHOLD_") is None:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
         os.execv(sys.executable, [sys.executable, "-m", "studies.run_memory", *sys.argv[1:]])
@@ -174,12 +175,13 @@ def _automatic(size: str, subgroup: int) -> Peak:
     engine = _engine(size, ds_config(1, subgroup))
     device = _device(SIZES[size].params)
     with _peak(engine, peaks, "attach"):
-        # Any machine will do: memory is measured, and no predicted time is used.
+        # Any machine is suitable, because memory is measured, and no predicted time is used.
         ebbtide.runtime.attach(engine, "auto", device=device, machine=preset("h100-node"))
     for number in range(WATCHED_STEPS - 1):
         train_step(engine, batches.at(number, engine.device))
     engine.optimizer.wait()
-    # The training's own memory (activations, gradients on the device) is not the plan's.
+    # Before the measurement, so that memory of the training itself (activations, gradients on the device) is not
+    # counted as the plan's.
     engine.backward(engine(*batches.at(WATCHED_STEPS, engine.device)))
     with _peak(engine, peaks, "switch"):
         engine.step()

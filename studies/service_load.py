@@ -54,8 +54,8 @@ JOBS, CELLS, KILL_EVERY = 30, 6, 6  # points of each job, submissions between ki
 WARM_S = 3.0
 IN_PROCESS_CALLS = 200
 PAGE_MOVES = 60
-WORKERS = min(8, os.cpu_count() or 1)  # as the service has by itself
-JOBS_LIMIT_S = 300.0  # without any job that ends
+WORKERS = min(8, os.cpu_count() or 1)  # the service's own default
+JOBS_LIMIT_S = 300.0  # time without a job that ends
 OPEN = ("queued", "running")
 
 
@@ -272,7 +272,7 @@ def measure(clients: int, seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder) / "service.db")
         try:
-            for _ in range(2 * WORKERS):  # every worker has started
+            for _ in range(2 * WORKERS):  # more calls than workers, so that every worker has started
                 server.call("/simulate", drawn(rng))
             moves = page_moves(f"http://{server.address}", PAGE_MOVES)
             different = asyncio.run(load(server, clients, seconds, lambda: drawn(rng)))

@@ -26,10 +26,10 @@ from studies.bench.console import publish, study_parser
 from studies.optimality.pairs import random_pair
 
 SIZES = (10, 30, 100, 300, 1000, 3000, 10_000)
-ITERATIONS = 3  # that one evaluation simulates: the fewest that show the steady state
-PASSES = 15  # over all plans of a size; the median counts
+ITERATIONS = 3  # iterations of one simulation: the fewest that show the steady state
+PASSES = 15  # passes over all plans of a size, of which the median counts
 MACHINES, PLANS_PER_MACHINE = 4, 8
-COMPARED_UP_TO = 300  # subgroups; the reference engine takes seconds beyond
+COMPARED_UP_TO = 300  # subgroups. With more, the reference engine takes seconds
 PLACEMENTS: tuple[Placement, ...] = ("host", "device", "resident")
 
 
@@ -91,7 +91,7 @@ def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> P
 
     All features of the plan that may affect the duration of the simulation are random.
     """
-    shares = rng.dirichlet((4, 3, 1))  # of host, device and resident
+    shares = rng.dirichlet((4, 3, 1))  # shares of host, device and resident
     slots = int(rng.integers(1, 6))
     placements = [PLACEMENTS[i] for i in rng.choice(3, subgroups, p=shares)]
     issue = rng.permutation(subgroups).tolist() if rng.random() < 0.5 else range(subgroups)
@@ -122,7 +122,7 @@ def difference(pairs: Sequence[tuple[PlanSweep, Plan]]) -> float:
 
 def _iteration_s(pairs: Sequence[tuple[PlanSweep, Plan]]) -> tuple[float, float]:
     calls = [_call(sweep, plan) for sweep, plan in pairs]
-    calls[0]()  # compiles
+    calls[0]()  # the first call compiles
     samples = []
     for _ in range(PASSES):
         cpu_s, wall_s = time.process_time(), time.perf_counter()

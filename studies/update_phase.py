@@ -28,8 +28,9 @@ from studies.bench.phase_clock import PhaseClock, medians, timed_step
 from studies.bench.rank import become_only_rank
 
 WARMUP = 2
-KERNEL_BYTES_PER_PARAM = 28  # p, m, v both ways, gradient in, parameter out past the caches
-TRIAD_BYTES_PER_ELEMENT = 16  # two reads, one write and its line read first
+# Parameter and moments read and written, gradient read, new parameter written past the caches.
+KERNEL_BYTES_PER_PARAM = 28
+TRIAD_BYTES_PER_ELEMENT = 16  # two reads, one write, and the read of the cache line before the write
 
 
 def main() -> None:
@@ -118,7 +119,7 @@ def _stock_host_bytes(engine: Any) -> int:
     optimizer = engine.optimizer
     masters = optimizer.fp32_partitioned_groups_flat
     held = sum(m.nbytes + m.grad.nbytes for m in masters)
-    moments = 2 * sum(m.nbytes for m in masters)  # created at the first step
+    moments = 2 * sum(m.nbytes for m in masters)  # created in the first step
     return held + moments + optimizer.grad_partitions_flat_buffer.nbytes
 
 

@@ -3,8 +3,8 @@
 import click
 from ebbtide.tuner.lazy_group import LazyGroup
 
-# Name -> "module:command", in the order of `tune --help`. A module is imported when its command is
-# called or listed, so that one command's needs never slow down or break another's.
+# Name -> "module:command", in the order of `tune --help`. A module is imported only when its command is called or
+# listed, so that the imports of one command neither slow down nor break another one.
 COMMANDS = {
     "profile": "ebbtide.tuner.commands.profile:profile",
     "plan": "ebbtide.tuner.commands.plan:plan",

@@ -8,7 +8,7 @@ from ebbtide.simulator.page import write_whole
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import TrainedAs
 
-# What transformers and Accelerate fill in from their own arguments.
+# Values that transformers and Accelerate fill in from their own arguments.
 _FILLED_IN: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -45,9 +45,9 @@ def emitted_config(
     zero["sub_group_size"] = plan.config_subgroup_size
     offload = zero.get("offload_optimizer")
     offload = offload if isinstance(offload, dict) else {}
-    if offload.get("device") != "nvme":  # which trains under a plan as it is
+    if offload.get("device") != "nvme":  # with nvme, the config trains under a plan unchanged
         zero["offload_optimizer"] = {**offload, "device": "cpu"}
-    if "host" in plan.parameter_locations:  # else DeepSpeed begins with all of them on the device
+    if "host" in plan.parameter_locations:  # without this key, DeepSpeed starts with all parameters in GPU memory
         zero.setdefault("offload_param", {"device": "cpu"})
     if plan.trained_as is not None:
         _write_numbers(config, plan.trained_as)

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from ebbtide.simulator.workload import Workload
 
 T = TypeVar("T")
-SEQUENCE = 2048  # tokens per sample, where nobody says
+SEQUENCE = 2048  # default number of tokens per sample
 Command = Callable[..., Any]
 _STARTED = ("launcher", "omp_threads")
-_RUN = (*_STARTED, "clip_rate")  # what a profiled workload does not settle either
-# `ebbtide.simulator.estimates.launchers.LAUNCHERS`, which is not imported for a `--help`.
-_KERNELS = ("fused", "eager")  # likewise `ebbtide.simulator.estimates.compute.KERNELS`
+_RUN = (*_STARTED, "clip_rate")  # options that a profiled workload does not contain either
+# `KERNELS` and `LAUNCHERS` of `ebbtide.simulator.estimates`, which are not imported, so that `--help` is fast.
+_KERNELS = ("fused", "eager")
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "srun", "python")
 
 
-LONGEST = 4000  # characters of a message: the ways out of what does not fit take many
+LONGEST = 4000  # most characters of an error message. The list of changes with which a job fits is long
 
 
 class BadInputError(click.ClickException):
@@ -481,5 +481,5 @@ def written(flag: str, path: str) -> Iterator[None]:
     check_distinct(flag, path)
     try:
         yield
-    except (OSError, ValueError) as error:  # matplotlib: an unknown format
+    except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the file format
         raise BadInputError(f"{flag} must be a file that can be written, but got {path}: {error}") from None

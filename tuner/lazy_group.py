@@ -54,7 +54,7 @@ class LazyGroup(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run a ``tune`` command. With ``--json`` an error is printed as JSON, in the planning service's format."""
-        run: Any = super().main  # its overloads do not know further arguments
+        run: Any = super().main  # Any, because the type of click's `main` does not allow further arguments
         given = list(sys.argv[1:] if args is None else args)
         own = given[: given.index("--")] if "--" in given else given
         if not standalone_mode or "--json" not in own or own[:1] == ["run"]:

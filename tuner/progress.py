@@ -38,7 +38,7 @@ def told_after(quiet_s: float) -> Iterator[Told]:
         yield tell
     finally:
         later.cancel()
-        if later.ident is not None:  # it may be about to start the bar
+        if later.ident is not None:  # the timer may be about to start the bar
             later.join()
-        if bar.live.is_started:  # else it would leave an empty line
+        if bar.live.is_started:  # stopping a bar that never started would print an empty line
             bar.stop()

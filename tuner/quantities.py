@@ -18,8 +18,8 @@ _SIZES = {
 }
 _ENDURANCE = {"": 10**12, "tb": 10**12, "tbw": 10**12, "pb": 10**15, "pbw": 10**15}
 _DURATIONS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_LEAST_BARE_SIZE = 10**6  # a smaller number without a unit is more likely of GiB than of bytes
-LONGEST_S = 1e10  # three centuries: nothing planned takes longer
+_LEAST_BARE_SIZE = 10**6  # a smaller number without a unit probably means GiB, not bytes
+LONGEST_S = 1e10  # three centuries, longer than any training
 _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
@@ -128,7 +128,7 @@ def _parse(text: str, units: dict[str, int] | dict[str, float], wanted: str) -> 
     match = _PATTERN.fullmatch(text)
     factor = units.get(match.group(2).lower()) if match else None
     value = float(match.group(1)) * factor if match and factor is not None else 0.0
-    # 1e400 is infinity to float(): no size, and no duration to plan with.
+    # float() turns 1e400 into infinity, which is no valid size or duration.
     if not 0 < value < math.inf:
         raise ValueError(f"{wanted} is needed, greater than 0 and finite, but got {text!r}")
     return value

@@ -14,7 +14,7 @@ from ebbtide.runtime.kernels.adam import AdamStep
 from ebbtide.simulator.quantity import Quantity
 
 STEP = AdamStep(1e-4, 0.9, 0.999, 1e-8, 0.1, 0.1, 1.0)
-_STOCK_OPTIMIZER = 1_000_003  # an id that no DeepSpeedCPUAdam of this process has
+_STOCK_OPTIMIZER = 1_000_003  # an id that no other DeepSpeedCPUAdam of this process has
 
 
 class AdamBuffers:

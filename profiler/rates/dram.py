@@ -5,7 +5,7 @@ from ebbtide.profiler.rates.sampling import doubts, noise, rate, repeat_s
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.quantity import Quantity
 
-TRIAD_BYTES_PER_ELEMENT = 16  # two reads, a write, and the read of the line that is overwritten
+TRIAD_BYTES_PER_ELEMENT = 16  # two reads, a write, and the read of the cache line that is overwritten
 
 
 def triad(elements: int, threads: int, budget_s: float) -> tuple[Quantity, list[str]]:

@@ -7,7 +7,7 @@ from ebbtide.profiler.rates.copies import cuda_clock
 from ebbtide.profiler.rates.sampling import noise, rate, repeat_s, timed_s
 from ebbtide.simulator.quantity import Quantity, Source
 
-CUDA_SIDE, HOST_SIDE = 8192, 512  # of a square product: large enough to reach the sustained rate
+CUDA_SIDE, HOST_SIDE = 8192, 512  # side of a square matrix, large enough to reach the sustained rate
 
 
 def products(cuda: bool, budget_s: float) -> Quantity:

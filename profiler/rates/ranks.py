@@ -26,10 +26,10 @@ from ebbtide.simulator.quantity import Quantity, Source
 
 STAGES = ("h2d", "d2h", "link", "triad", "host_adam", "storage")
 LEAST_ELEMENTS = 1_000_000
-HOST_ADAM_BYTES = 28  # of DRAM traffic per parameter
-PATIENCE_S = 60.0  # for a rank that is late at a barrier
-UNEVEN = 0.8  # slowest rank over the fastest
-MORE_THAN_ALONE = 1.25  # all ranks over one that has all the cores
+HOST_ADAM_BYTES = 28  # DRAM traffic per parameter
+PATIENCE_S = 60.0  # time to wait at a barrier for a late rank
+UNEVEN = 0.8  # speed of the slowest rank divided by that of the fastest
+MORE_THAN_ALONE = 1.25  # speed of all ranks divided by that of one rank that has all cores
 
 Clock = Callable[[Callable[[], object]], float]
 
@@ -180,7 +180,7 @@ def _uneven(name: str, stage: StageSamples) -> list[str]:
 
 
 def _run(job: Job) -> dict[str, StageSamples]:
-    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
     barrier = spawn.Barrier(job.ranks)
     enough = spawn.Array("i", len(STAGES))
     ends = [spawn.Pipe(duplex=False) for _ in range(job.ranks)]
@@ -216,7 +216,7 @@ def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list
                 raise RuntimeError(f"rank {rank} died with code {processes[rank].exitcode}")
     errors = {rank: said for rank, said in result.items() if isinstance(said, str)}
     if errors:
-        # The others' broken barriers are an echo.
+        # The BrokenBarrierErrors of other ranks follow from the first error.
         rank = min(errors, key=lambda rank: "BrokenBarrierError" in errors[rank])
         raise RuntimeError(f"rank {rank} could not measure: {errors[rank]}")
     return [result[rank] for rank in range(len(receivers))]
@@ -240,7 +240,7 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 result.append(([amount / s for s in alone], [amount / s for s in together]))
                 barrier.wait(PATIENCE_S)
         sender.send(result)
-    except Exception as error:  # goes to the parent, which raises it
+    except Exception as error:  # sent to the parent process, which raises it
         barrier.abort()
         sender.send(f"{type(error).__name__}: {error}")
 
@@ -266,7 +266,7 @@ def _together(
             reported = True
             with enough.get_lock():
                 enough[number] += 1
-    # The last one may have outlasted the others.
+    # The last measurement may have continued after the other ranks ended.
     return durations[:-1] if len(durations) > LEAST_REPEATS else durations
 
 

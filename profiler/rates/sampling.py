@@ -8,10 +8,11 @@ from ebbtide.simulator.quantity import UNSTABLE_IQR, Quantity, Source
 
 LEAST_REPEATS = 5
 MOST_REPEATS = 40
-PATIENCE = 3.0  # budgets, or seconds if that is more: then a slow measurement has fewer repeats
-UNSTABLE_DRIFT = 0.20  # between the first and the last third
+# Multiple of the time budget (or seconds, if that is more) after which a slow measurement ends with fewer repeats.
+PATIENCE = 3.0
+UNSTABLE_DRIFT = 0.20  # relative difference between the first and the last third
 
-_BLOCK = 2**20  # elements
+_BLOCK = 2**20  # elements. Larger tensors repeat a block of this size
 
 
 def noise(elements: int, device: str = "cpu") -> torch.Tensor:

@@ -11,8 +11,8 @@ from ebbtide.simulator.schedules.checkpointed import WRITE_TRAFFIC, writer_cores
 
 _BESIDE_ADAM = ("host_adam_while_storage_write", "storage_write_while_host_adam")
 _BESIDE_PASSES = ("passes_while_storage_write", "storage_write_while_passes")
-TOLERANCE = 0.15  # of full speed
-_WORK = 1e9  # bytes or parameters: far above any latency
+TOLERANCE = 0.15  # share of full speed
+_WORK = 1e9  # bytes or parameters. The latency is negligible at this size
 
 
 def simulated_share(work: str, neighbour: str, machine: Machine) -> float | None:
@@ -69,8 +69,8 @@ def with_writer_cost(machine: Machine) -> Machine:
     ):
         if thread is None or work is None or writing is None:
             continue
-        # Nothing is faster beside another than alone: what was measured so is noise, and hides
-        # nothing of the other.
+        # No copy is faster beside another than alone. A speed above 1 is noise, and must not hide the slowdown of the
+        # other copy.
         shares = [(min(1.0, getattr(work, q)), min(1.0, getattr(writing, q))) for q in ("q1", "median", "q3")]
         low, middle, high = sorted(cost_for(machine, thread.median, *share) for share in shares)
         told = name.format(passes=shares[1][0], both=sum(shares[1]) / 2)

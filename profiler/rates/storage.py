@@ -19,12 +19,12 @@ from ebbtide.simulator import storage as drives
 from ebbtide.simulator.plan import BLOCK_BYTES
 from ebbtide.simulator.quantity import Quantity
 
-PLANNED_WRITERS = 2  # of the runtime's checkpoints (`ebbtide.simulator.plan.CheckpointPlan.writers`)
-DEPTH = 4  # blocks of stored state under way, each way: `ebbtide.runtime.storage.store.DEPTH`
-PARTS = 16  # of the file that a drive is measured with, each for itself
+PLANNED_WRITERS = 2  # writers of the runtime's checkpoints (`ebbtide.simulator.plan.CheckpointPlan.writers`)
+DEPTH = 4  # blocks of stored state in flight, in each direction: `ebbtide.runtime.storage.store.DEPTH`
+PARTS = 16  # parts of the file with which a drive is measured. Each part is measured separately
 MOST_CPU_SAMPLES = 20
-LEAST_FILES = 8  # to be written within the budget of one measurement: a slow disk gets small ones
-# What a checkpoint's blocks are gathered from lies in memory, not in a cache.
+LEAST_FILES = 8  # least number of files to write within the time budget. For a slow disk, the files are smaller
+# The blocks of a checkpoint are gathered from memory that is in no cache.
 GATHERED_BYTES = 128 * 2**20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -241,7 +241,8 @@ class FileToWrite:
         with self._lock:
             if self._memory is None:
                 self._memory = mmap.mmap(-1, GATHERED_BYTES)
-                ctypes.memset(_address(self._memory), 1, GATHERED_BYTES)  # else all one zero page
+                # Without this, all pages would be the same zero page.
+                ctypes.memset(_address(self._memory), 1, GATHERED_BYTES)
             return self._memory
 
     def _gathering(self, writer: int) -> mmap.mmap:
@@ -290,7 +291,7 @@ def file_to_write(path: Path, size_bytes: int) -> Iterator[FileToWrite]:
     Raises:
         OSError: The file cannot be created.
     """
-    block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT wants it
+    block = mmap.mmap(-1, BLOCK_BYTES)  # page-aligned, as O_DIRECT requires
     try:
         block.write(os.urandom(BLOCK_BYTES))
         with closing(FileToWrite(path, size_bytes, block)) as file:

@@ -40,7 +40,7 @@ class Files:
         while True:
             try:
                 return self.call(name, function, *args)
-            except InterruptedError:  # a signal came first: nothing was done
+            except InterruptedError:  # a signal came before anything was written
                 continue
 
     def open(self, path: Path, flags: int) -> int:
@@ -73,7 +73,7 @@ class Files:
         self._retry("fsync", os.fsync, descriptor)
 
     def close(self, descriptor: int) -> None:
-        with contextlib.suppress(InterruptedError):  # Linux has closed it all the same
+        with contextlib.suppress(InterruptedError):  # Linux closes the file even if a signal interrupts the call
             self.call("close", os.close, descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
@@ -213,8 +213,8 @@ class Files:
         self.rmdir(folder)
 
 
-# The named points of the protocol in their order, for crash tests. Those of rank 0 only come after
-# "votes_seen"; a checkpoint is committed at "tag_renamed".
+# The named points of the protocol in their order, for crash tests. Points after "votes_seen" are reached by rank 0
+# only. The rename before "tag_renamed" commits the checkpoint.
 POINTS = (
     "save_begun",
     "staging_made",
@@ -241,10 +241,10 @@ POINTS = (
     "trash_deleted",
     "done",
 )
-# Points that come up in some runs only: a subgroup was copied before its update; a tag was saved
-# before; two names were swapped by two renames.
+# Points that only some runs reach: a subgroup was copied before its update, the tag was saved before, or two names were
+# swapped by two renames.
 RARE_POINTS = ("copied_on_update", "tag_set_aside")
-# Those of a run whose state lies on storage; a step's are in `ebbtide.runtime.storage.folder`.
+# Points of a run with optimizer state on a drive. The points of a step are in `ebbtide.runtime.storage.folder`.
 STORED_POINTS = ("stored_prepared", "stored_settled")
 
 

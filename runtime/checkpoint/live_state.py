@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-EVERY_SUBGROUP = -2  # device tensors nobody registered: any update may overwrite them
+EVERY_SUBGROUP = -2  # for tensors on the device that were not registered: any update may overwrite them
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class LiveState:
         self._lock = threading.Lock()
         self._tensors: dict[int, tuple[torch.Tensor, ...]] = {}
         self._starts: list[int] = []  # sorted addresses
-        self._ranges: list[tuple[int, int, int]] = []  # (start, end, subgroup), same order
+        self._ranges: list[tuple[int, int, int]] = []  # (start, end, subgroup), in the same order
         self._release: Callable[[int], None] | None = None
         self.stored: StoredState | None = None
 

@@ -32,10 +32,10 @@ class Mark:
         if self._reached_s is None:
             assert self._before is not None
             dated_s = self._before.date_s(self.event)
-            # The two clocks drift apart (some ms a minute): no event is reached before it was
-            # recorded, nor after somebody saw that it was.
+            # The clocks of GPU and host drift apart by some ms per minute. An event is reached after it was recorded,
+            # and before the host has seen it.
             self._reached_s = min(max(dated_s, self._recorded_s), self._host())
-            self._before = None  # else all marks since the beginning would stay
+            self._before = None  # otherwise the chain of all earlier marks would stay in memory
         return self._reached_s
 
     def date_s(self, event: Any) -> float:
@@ -114,6 +114,6 @@ class DeviceClock:
         """
         self.latest = Mark(event, None, self.latest, self._host)
         self._undated.append(self.latest)
-        # Dated as soon as can be, so that no chain of marks grows.
+        # Computed as early as possible, so that no chain of marks grows.
         while self._undated and self._undated[0].event.query():
             _ = self._undated.popleft().reached_s

@@ -19,8 +19,8 @@ from ebbtide.runtime.hardware.pci import address_of
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.simulator.schedule import Lane as LaneName
 
-# Copies of one direction take turns on one engine: an urgent one (the parameters that forward waits
-# for) waits for a piece of another stream's copy, 1 ms at 25 GB/s, and not for all of it.
+# Copies of one direction share a copy engine. With pieces, an urgent copy (parameters that forward waits for) waits for
+# one piece of another stream's copy (1 ms at 25 GB/s), and not for the whole copy.
 PIECE_BYTES = 32 * 2**20
 
 
@@ -38,12 +38,12 @@ class CudaDevice(Device):
     def __init__(self, masks: Sequence[Collection[int]] = ()) -> None:
         self.index = torch.cuda.current_device()
         self.cores = update_cores(_pci_address(self.index), gpus=_local_gpus(), masks=masks)
-        self._registered: dict[int, torch.Tensor] = {}  # by address
-        # Pages that are unmapped while locked are, to CUDA, what is mapped there next. At exit the
-        # system gives everything back.
+        self._registered: dict[int, torch.Tensor] = {}  # keyed by address
+        # If pages are unmapped while they are locked, CUDA treats the next mapping at this address as locked. At exit,
+        # the system releases everything anyway.
         weakref.finalize(self, _unlock_all, self.index, self._registered).atexit = False
-        # CUDA's default priority is the lowest there is: none of these goes before the training
-        # stream's own kernels.
+        # CUDA's default priority is the lowest one, so no kernel of these streams runs before the training stream's own
+        # kernels.
         self._streams = {name: torch.cuda.Stream(self.index) for name in DEVICE_LANES}
         now = _record_event(torch.cuda.current_stream(self.index))
         now.synchronize()
@@ -53,10 +53,10 @@ class CudaDevice(Device):
         lanes = {name: Lane(name.value, begin=self._begin_host_lane) for name in HOST_LANES}
         current = torch.cuda.current_stream(self.index)
         for name, stream in self._streams.items():
-            # Staging slots and resident state were allocated, and written, in the order of this
-            # stream: it may not be done yet with who had the memory before.
+            # Staging slots and resident state were allocated and written in the order of the current stream, and
+            # earlier users of this memory may not have finished.
             stream.wait_stream(current)
-            # Gradients are issued by the training thread itself: backward's own work comes next.
+            # The training thread itself issues copies of gradients, because the rest of backward follows them.
             own = name not in (LaneName.D2H_GRADIENTS, LaneName.H2D_GRADIENTS)
             lanes[name] = Lane(name.value, stream, _record_event, self._choose_gpu, own_thread=own)
         return lanes
@@ -135,8 +135,8 @@ class CudaDevice(Device):
     ) -> None:
         from ebbtide.runtime.kernels.device import device_update
 
-        # A kept gradient is dropped when the next one takes its place, which nothing makes wait for
-        # this kernel: its memory may be handed out again only after it.
+        # The next gradient replaces a kept one without waiting for this kernel, so the allocator must not reuse the old
+        # one's memory before the kernel ends.
         grad.record_stream(stream)
         with torch.cuda.stream(stream):
             device_update(state, grad, out, step, scale, tail=tail)
@@ -157,17 +157,17 @@ class CudaDevice(Device):
         tensor.record_stream(torch.cuda.current_stream(self.index))
 
     def training_streams(self) -> list[Any]:
-        # DeepSpeed gathers on a stream of its own, which is current here; the one that computes
-        # waits for it where a module needs what was gathered, and not before: it may go on with
-        # this layer while the next one's parameters are updated.
+        # DeepSpeed gathers on its own stream, which is current here. The compute stream waits for this stream only
+        # before a module that needs the gathered parameters, so it continues with the present layer while the next
+        # layer's parameters are updated.
         return [torch.cuda.current_stream(self.index)]
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
-        source.record_stream(stream)  # the allocator hands its memory out again after the copy
+        source.record_stream(stream)  # the allocator reuses the memory only after the copy
         return source
 
     def before_reuse(self, copied: Completion) -> None:
-        # DeepSpeed's reduction stream, which is the current one here: backward goes on.
+        # DeepSpeed's reduction stream is the current one here, so only this stream waits, and backward continues.
         copied.wait_on(torch.cuda.current_stream(self.index))
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:

@@ -102,5 +102,5 @@ class EmulatedDevice(Device):
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
         del stream
-        # Where streams are threads, nothing else keeps the source from being written again.
+        # Streams are threads here, so only a copy protects the source from being overwritten.
         return source.clone()

@@ -145,7 +145,7 @@ class Lane:
         Args:
             completion: Object that receives the end of the operation, so that other code can wait for it.
         """
-        if self._closed:  # nothing would run it, and whoever waits for it would wait for ever
+        if self._closed:  # no thread would run the op, and waiting for it would never end
             completion.error = RuntimeError(f"the lane {self.name!r} is closed")
             completion.issued.set()
             return
@@ -169,8 +169,8 @@ class Lane:
                 body()
                 if self.stream is not None and self._record is not None:
                     completion.event = self._record(self.stream)
-        except BaseException as error:  # surfaces at the next wait or step
-            # What failed first is told, not who waited for it.
+        except BaseException as error:  # raised at the next wait or step
+            # Report the first failure, not the failures of ops that waited for it.
             root = error.__cause__ if isinstance(error, BackgroundError) else None
             self._error = self._error or root or error
             completion.error = root or error
@@ -182,13 +182,13 @@ class Lane:
         try:
             with native_work():
                 self._begin()
-        except BaseException as error:  # every op gets it
+        except BaseException as error:  # raised by every op of this lane
             self._error = error
         while (work := self._queue.get()) is not None:
             work()
             held: list[object] = [work]
             del work
-            free(held)  # with the tensors that it copied: the next one may be long in coming
+            free(held)  # also frees the tensors of the op, because the next op may come much later
 
     def close(self, timeout_s: float = 30.0) -> None:
         """End the thread of this lane (a queue of copies or updates), once all queued operations have ended.

@@ -14,7 +14,7 @@ from ebbtide.simulator.engines.sharing import max_min_speeds
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    left_s: float  # at full speed
+    left_s: float  # seconds left at full speed
     demand: Mapping[str, float]
     speed: float = 1.0
 
@@ -86,7 +86,7 @@ class FluidPacer:
             next_s = self._next_end_s()
             step_s = min(passed_s, next_s)
             for job in self._active:
-                # The one that ends next ends exactly, whatever rounding says.
+                # The job that ends first ends exactly now, despite rounding errors.
                 ends = step_s == next_s and job.left_s / job.speed <= next_s
                 job.left_s = 0.0 if ends else job.left_s - step_s * job.speed
             passed_s -= step_s

@@ -138,7 +138,7 @@ class WatchedPasses:
         last = OpKind.BACKWARD if kind == OpKind.FORWARD else kind
         if (last, iteration) in self._noted:
             return
-        # Hooks of backward run with DeepSpeed's reduction stream as the current one.
+        # In hooks of backward, DeepSpeed's reduction stream is the current one.
         self._stream = next(iter(self._device.training_streams()), None)
         self._now = self._noted[kind, iteration] = _Noted(kind, iteration, self._device.moment(self._stream))
 

@@ -69,7 +69,7 @@ def allocate(
         placed.append(movement.move(index, there, location))
     engine.settle()
     plan = _as_allocated(plan, placed, len(slots))
-    # Parameters would be new before the norm.
+    # Early updates would write the model's parameters before the norm is known.
     if device.unified or rule.own_step:
         plan = plan.with_bits(early=False)
     plan = _with_sums(plan, placed, engine, device)
@@ -79,7 +79,7 @@ def allocate(
 
 
 def _in_order_of_use(plan: Plan, engine: TrainingEngine) -> Plan:
-    if plan.order != FORWARD or engine.update_rule().own_step:  # in stock's order
+    if plan.order != FORWARD or engine.update_rule().own_step:  # these update subgroups in DeepSpeed's order
         return plan
     needed = engine.first_use()
     used = sorted(range(len(needed)), key=needed.__getitem__)

@@ -16,7 +16,7 @@ from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.simulator.schedule import Lane as LaneName
 
-# The last elements of master and moments in host memory, before the update; its step.
+# The last elements of master and moments in host memory before the update, and the update's step.
 Spent = tuple[list[torch.Tensor], UpdateStep]
 Tensors = tuple[torch.Tensor, ...]
 
@@ -82,7 +82,7 @@ class OpBodies:
         self._store.read(subgroup, slot)
 
     def state_write(self, slot: Tensors, version: int, subgroup: int) -> None:
-        self._ask_gate(subgroup)  # readers see the new state from the write's end on
+        self._ask_gate(subgroup)  # readers see the new state from the end of the write on
         assert self._store is not None
         self._store.write(subgroup, slot, version)
 
@@ -100,7 +100,7 @@ class OpBodies:
         """
         if staged.dropped:
             return
-        self._ask_gate(subgroup)  # of an early update too: what is written now was live a step ago
+        self._ask_gate(subgroup)  # also for an early update: the memory that is written held the live state a step ago
         if staged.early is None:
             self._copy(staged.origin, staged.into, LaneName.D2H, LaneName.D2H)
         else:
@@ -144,7 +144,7 @@ class OpBodies:
 
     def update_host_early(self, early: EarlyUpdate, out: torch.Tensor, subgroup: int) -> None:
         if not early.dropped:
-            # What is written now was live a step ago: a checkpoint may still be reading it.
+            # The memory that is written held the live state a step ago, and a checkpoint may still be reading it.
             self._ask_gate(subgroup)
             self._update_host(subgroup, early.into, out, early.job, early.source)
 

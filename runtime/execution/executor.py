@@ -23,10 +23,10 @@ from ebbtide.simulator.update.issue import Issue
 from ebbtide.simulator.update.recipes import RECIPES, Recipe, slot_limits
 from ebbtide.simulator.update.steps import Queue, Slot, Step, Wait
 
-# Crossings that need no copy where device and host memory are one, and who does their work there.
+# Copies that do not happen if GPU memory is host memory: the update kernel writes directly to the destination.
 WRITTEN_BY = {OpKind.PARAMETER_H2D, OpKind.PARAMETER_D2H}
 
-Body = Callable[[int], None]  # of a subgroup
+Body = Callable[[int], None]  # called with a subgroup
 
 
 class Executor(IssuedOps):
@@ -63,7 +63,7 @@ class Executor(IssuedOps):
         self.rule, self.early_updates = rule, made.early_updates
         if any(RECIPES[s.placement].queue is Queue.DEVICE for s in states):
             self.prepare_device()
-        self._version = 0  # of what the latest step writes to storage
+        self._version = 0  # version of the state that the latest step writes to drives
         recipes = [way.recipe for way in plan.ways]
         buffers = slot_limits(len(self.slots), recipes, len(self.host_slots))
         self.parameter_slots = self._slots_for(Slot.PARAMETER, recipes, buffers, device.host_empty)
@@ -72,12 +72,12 @@ class Executor(IssuedOps):
         redo = [way.redo for way in plan.ways]
         self.issue = Issue(recipes, plan.issue_order, coming, buffers, plan.prefetch, self._add, self._arrived, redo)
         self._jobs: list[SubgroupJob] = []
-        self._ready = dict[int, SubgroupJob]()  # of early updates that may begin
-        self._complete = dict[int, Completion]()  # behind it a gradient on the device is complete
-        self._staged = dict[int, StagedUpdate]()  # by subgroup, the latest one
-        self._reads = dict[int, Completion]()  # by stored subgroup, the latest
+        self._ready = dict[int, SubgroupJob]()  # early updates that may begin
+        self._complete = dict[int, Completion]()  # op after which a subgroup's gradient on the device is complete
+        self._staged = dict[int, StagedUpdate]()  # the latest staged update of each subgroup
+        self._reads = dict[int, Completion]()  # the latest read of each stored subgroup
         self._begun = False
-        # Last: memory may be too short for what comes before, and nothing would end the lanes' threads then.
+        # Last, because allocations above may fail, and then no code would end the lanes' threads.
         self.lanes: dict[LaneName, Lane] = device.lanes()
         self.gradients = GradientOps(device, self.lanes, gradients)
         self.bodies = OpBodies(device, self.lanes, states, rule, threads, store)
@@ -210,12 +210,13 @@ class Executor(IssuedOps):
         self._ended = 0
 
     def _add(self, step: Step, subgroup: int, waits: list[Completion]) -> Completion:
-        if self.device.unified and step.kind in WRITTEN_BY:  # the kernel wrote where parameters are read
+        if self.device.unified and step.kind in WRITTEN_BY:  # the kernel wrote directly to the destination
             return self._latest[subgroup]
         op = Op(-1, step.kind, step.lane, 0.0, subgroup=subgroup)
         completion = self._latest[subgroup] = Completion(op.label)
         self._issued.append((op, completion))
-        if Wait.NORM in step.waits:  # no parameter is written in host memory that a copy for a pass still reads
+        # An update must not write to parameters in host memory while a copy to the GPU still reads them.
+        if Wait.NORM in step.waits:
             waits = [*waits, self._latest_fetch]
         body = self._body(step, subgroup, completion)
         self.lanes[op.lane].submit(lambda: self._run(body, op), waits, completion)
@@ -247,7 +248,7 @@ class Executor(IssuedOps):
             case OpKind.STATE_D2H:
                 early_out = self.early_updates.wires.get(subgroup)
                 return partial(self.bodies.state_d2h, self._staged.pop(subgroup), early_out)
-        # Behind a wrong early visit, parameters are new where they are read.
+        # After an early update that was redone, the new parameters are at their final place.
         out = self.states[subgroup].wire if subgroup in self.early_updates.wires else self._parameter_out(subgroup)
         if subgroup in self._staged:
             return partial(self.bodies.update_staged, self._staged[subgroup], self._jobs[subgroup], out)
@@ -303,7 +304,7 @@ class Executor(IssuedOps):
         for subgroup in subgroups:
             if self.store is not None and subgroup in self.stored:
                 if subgroup in self._reads:
-                    self._reads[subgroup].wait_host()  # the next step's
+                    self._reads[subgroup].wait_host()  # reads for the next step
                 self.store.write(subgroup, self.states[subgroup].state)
         self.bodies.outdate(subgroups)
 
@@ -343,9 +344,9 @@ class Executor(IssuedOps):
         moved = self.early_updates.away(self.states)
         if moved:
             self.drop_early_updates([state.index for state in moved])
-            self.wait_under_way()  # they write to where the state goes
+            self.wait_under_way()  # these ops write to the place to which the state moves
         for state in moved:
-            # No checkpoint reads what is written now: the early update has asked the gate.
+            # No checkpoint reads the overwritten memory, because the early update has waited for the gate.
             self.early_updates.bring_back(state)
             if state.index in self._staged:
                 self._staged[state.index].origin = state.state
@@ -367,12 +368,13 @@ class Executor(IssuedOps):
         finally:
             for lane in self.lanes.values():
                 lane.close()
-            self._jobs = []  # they hold gradients, which a successor moves
-            self._staged.clear()  # and slots
+            self._jobs = []  # they hold gradients, which the next executor moves
+            self._staged.clear()  # they hold staging buffers
             self.early_updates.close(self.states)
             if with_device:
                 self.device.close()
             else:
                 for slot in self.parameter_slots:
                     self.device.host_release(slot)
-            self.slots, self.parameter_slots, self.outgoing_slots, self.host_slots = [], [], [], []  # nothing is kept
+            # Release the memory.
+            self.slots, self.parameter_slots, self.outgoing_slots, self.host_slots = [], [], [], []

@@ -13,7 +13,7 @@ from ebbtide.simulator.schedule import Lane as LaneName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 
-KEPT_PARTS = 65536  # of one step, for the measured timeline
+KEPT_PARTS = 65536  # most gradient parts of a step that are kept for the measured timeline
 
 
 class GradientOps:
@@ -31,13 +31,14 @@ class GradientOps:
     def __init__(self, device: Device, lanes: Mapping[LaneName, Lane], template: Sequence[GradientOp]) -> None:
         self.parts: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_PARTS)
         self.latest: Completion | None = None
-        self.before_op: Callable[[Op], None] | None = None  # fault and delay injection
+        self.before_op: Callable[[Op], None] | None = None  # called before each op. Tests inject faults and delays here
         self._device, self._lanes = device, lanes
         self._template = {(t.op.kind, t.op.subgroup, t.summed): t for t in template}
-        # By the part's subgroup and offset, the latest op of each kind, and the latest copy to the host.
+        # The latest op of each kind by subgroup and offset of the part, and the latest copy to the host by subgroup.
         self._ends: dict[tuple[OpKind, int, int], Completion] = {}
         self._arrivals: dict[int, Completion] = {}
-        self._under_way: deque[tuple[Completion, int]] = deque()  # copies to the host, with their bytes
+        # Copies to the host that have not ended, with their bytes.
+        self._under_way: deque[tuple[Completion, int]] = deque()
 
     def send(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
         """Start the device-to-host copy of a part of a subgroup's gradient.
@@ -101,7 +102,8 @@ class GradientOps:
 
     def _submit(self, item: GradientOp, offset: int, size_bytes: int, copy: Callable[[], None]) -> Completion:
         op = item.op._replace(work=size_bytes)
-        # What the training stream has been given so far: the reduction, and the memory's last use.
+        # Everything that the training stream has been given so far, such as the reduction and the last use of the
+        # memory.
         waits = [Completion.done(self._device.current_event())] if item.reduced else []
         ends, part = self._ends, (op.subgroup, offset)
         waits += [ends[k, *part] for k in item.after if (k, *part) in ends]

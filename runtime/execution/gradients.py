@@ -66,21 +66,21 @@ class GradientBuffers(Generic[Piece]):
 
     device: Device
     states: list[SubgroupState]
-    slices: Mapping[int, Piece]  # by parameter id
+    slices: Mapping[int, Piece]  # keyed by parameter id
     ops: GradientOps
-    # Called when all of a subgroup's parameters have a gradient of the window's last micro-batch,
-    # and again if another one comes for any of them.
+    # Called when all parameters of a subgroup have their gradient of the step's last micro-batch, and again if a
+    # parameter gets another gradient.
     complete: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         self.by_subgroup: list[list[Piece]] = [[] for _ in self.states]
         for piece in self.slices.values():
             self.by_subgroup[piece.subgroup].append(piece)
-        # By subgroup, parameters without a gradient of the boundary.
+        # Subgroup -> parameters that have no gradient of the last micro-batch yet.
         self._missing = self._awaited()
         on_host = [RECIPES[s.placement].gradient == "host" for s in self.states]
         self._crosses = [there and not self.device.unified for there in on_host]
-        self._open = False  # a gradient has arrived since the window was closed
+        self._open = False  # True if a gradient has arrived since the last step
 
     # -- arriving ----------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class GradientBuffers(Generic[Piece]):
         if not (alone or (boundary and base is None)):
             total = self._sum_up(piece, gradient, base)
         elif not alone:
-            piece.held = False  # the sum is what goes to the host
+            piece.held = False  # the sum is copied to the host
         piece.unsent = piece.held and (alone or not boundary)
         if boundary:
             buffer = self._host_buffer(piece, gradient.numel())
@@ -147,7 +147,7 @@ class GradientBuffers(Generic[Piece]):
 
     def _sum_up(self, piece: Piece, gradient: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
         total = self._held(piece, gradient.numel())
-        if not piece.unsent:  # what is there may still be on its way to the host
+        if not piece.unsent:  # the buffer may still be the source of a copy to the host
             self.device.training_waits(self.arrived(piece.subgroup))
         if base is None:
             total.copy_(gradient)
@@ -194,7 +194,7 @@ class GradientBuffers(Generic[Piece]):
         """Release the GPU memory for sums of micro-batches' gradients, after gradient copies in progress have ended."""
         self.ops.wait()
         for piece in self.slices.values():
-            if piece.unsent:  # the next micro-batch goes on from it
+            if piece.unsent:  # the next micro-batch is added to it
                 self._host_buffer(piece).copy_(self._held(piece))
             piece.held = piece.unsent = False
         for state in self.states:

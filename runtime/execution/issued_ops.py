@@ -16,7 +16,7 @@ from ebbtide.simulator.update.recipes import RECIPES
 
 HISTORY_STEPS = 8
 KEPT_FETCHES = 4096
-# Behind the last of these, state is back where it lives.
+# After the last op of one of these kinds, a subgroup's state is in its own memory again.
 STATE_ENDS = {OpKind.STATE_D2H, OpKind.STATE_WRITE, OpKind.UPDATE_DEVICE, OpKind.UPDATE_HOST, OpKind.UPDATE_HOST_EARLY}
 
 IssuedOp = tuple[Op, Completion]
@@ -52,14 +52,14 @@ class IssuedOps:
         self.device, self.states, self.store = device, states, store
         self.history: deque[StepRecord] = deque(maxlen=HISTORY_STEPS)
         self.stored = frozenset(s.index for s in states if RECIPES[s.placement].state == "storage")
-        # Since the latest launch: all ops of updates, and what has completed the latest of each subgroup.
+        # Since the latest launch: all ops of updates, and the op that completed the latest update of each subgroup.
         self._issued: list[IssuedOp] = []
         self._latest = dict[int, Completion]()
-        self._published = dict[int, Completion]()  # of the latest step, by subgroup
-        self._own: list[IssuedOp] = []  # of the latest step
-        self._ahead: list[IssuedOp] = []  # what it has begun for the next one
-        self._ended = 0  # of ``_own``, in order: seen to have ended
-        # Since the latest launch, for the timeline: copies for passes.
+        self._published = dict[int, Completion]()  # of the latest step, keyed by subgroup
+        self._own: list[IssuedOp] = []  # ops of the latest step
+        self._ahead: list[IssuedOp] = []  # ops that the latest step has begun for the next one
+        self._ended = 0  # number of the first ops of ``_own`` that have ended
+        # Copies of parameters for forward and backward since the latest launch, for the timeline.
         self._beside: deque[IssuedOp] = deque(maxlen=KEPT_FETCHES)
         self._latest_fetch = Completion.done()
 
@@ -72,7 +72,7 @@ class IssuedOps:
             BackgroundError: An update failed.
         """
         if not self.busy:
-            return  # the rest of the iteration reads without a word to the device
+            return  # no updates are running, so nothing has to be asked of the device
         self.device.training_waits(self._published[s] for s in subgroups)
 
     def updates_of(self, subgroups: Iterable[int]) -> list[Completion]:
@@ -123,7 +123,7 @@ class IssuedOps:
     @property
     def busy(self) -> bool:
         """Return whether an operation of the latest optimizer step is still running or has failed."""
-        # What has ended stays so: each op is asked until then, not again at every reader.
+        # Each op is asked until it has ended, and not again by every reader.
         while self._ended < len(self._own):
             _, completion = self._own[self._ended]
             if not completion.ended or completion.error is not None:

@@ -62,19 +62,19 @@ class Session:
         self.watch: Any = None
         self.set_aside: Plan | None = None
         self.closed = False
-        self._lost: Exception | None = None  # why no plan runs any more
+        self._lost: Exception | None = None  # reason why the session can run no plan any more
         self._store: ExtentStore | None = None
-        # Looked up at each call, because a switch replaces the executor. Not `executor.stored`, which is fixed when the
-        # executor is made: a switch that fails half-way has moved some states since.
+        # Functions, because a switch replaces the executor. `executor.stored` is not used, because it is set when the
+        # executor is made, and a switch that fails midway has moved some states since.
         self.stored = StoredSteps(
             lambda: self._store,
             lambda: frozenset(s.index for s in self.executor.states if RECIPES[s.placement].state == "storage"),
             lambda: self.executor.wait_all(),  # noqa: PLW0108
         )
         self.pausing = PauseRule()
-        self._expected_step: tuple[list[UpdateStep], float] | None = None  # of the coming step
-        # Ranks gather together: where one waits for its updates and another does not, both would
-        # wait for ever.
+        self._expected_step: tuple[list[UpdateStep], float] | None = None  # values for the coming step
+        # Ranks gather parameters together. If only some of them waited for their updates in step(), all ranks would
+        # wait forever.
         if self.overlaps and engine.any_rank(not plan.overlap_forward):
             plan = plan.model_copy(update={"overlap_forward": False})
         with contextlib.ExitStack() as undo:  # no thread and no lock outlives an error
@@ -292,7 +292,7 @@ class Session:
             self._enter(plan, old)
         except BaseException as error:
             release_frames(error)
-            # Ranks gather together: those that have switched overlap their updates as the new plan says.
+            # Ranks gather together, and other ranks may have switched, so the new plan's overlap_forward is kept.
             back = former.model_copy(update={"overlap_forward": plan.overlap_forward})
             self._go_back(back, old, locked, error)
             if store is None:
@@ -339,7 +339,7 @@ class Session:
             self._enter(plan, former)
         except BaseException as second:
             release_frames(second)
-            # State that is damaged, or was never computed, is told as such: no plan can go on from it.
+            # A damaged state, or an update that failed, is raised as it is, because no plan can continue from it.
             if not isinstance(second, BackgroundError | DamagedError):
                 second = LostPlanError(error, second)
             self._lost = second
@@ -382,9 +382,9 @@ class Session:
         take in total on this rank.
         """
         unified = self.device.unified
-        total, wires = 0, dict[int, int]()  # some may share theirs
+        total, wires = 0, dict[int, int]()  # dict: parameter buffers by address, because subgroups may share one
         for state in self.executor.states:
-            # A framework that keeps its own buffers keeps the room of resident state in them too.
+            # A framework with its own buffers keeps host memory for resident state too.
             recipe = RECIPES[state.placement]
             there = recipe.state == "host" or self.engine.shares_state
             if there or (unified and recipe.state == "device"):

@@ -44,7 +44,7 @@ def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -
     """
     workload = _skeleton(subgroups, wire_dtype)
     schedule = build_schedule(workload, plan, iterations=1)
-    sent = set[int]()  # subgroups whose gradient of the first micro-batch has been sent
+    sent = set[int]()  # subgroups whose gradient of the first micro-batch was sent
     items = []
     for op in schedule.ops:
         if op.kind not in _GRADIENTS:

@@ -58,7 +58,7 @@ def open_store(plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentSto
     """
     if not stored:
         return None
-    assert plan.drives  # `check_plan` has seen to it
+    assert plan.drives  # checked by `check_plan`
     limit = trainers_limit()
     sizes = {subgroup: [FP32_BYTES * n] * tensors for subgroup, n in stored.items()}
     drives = [Drive(Path(folder), weight) for folder, weight in plan.drives.items()]
@@ -88,7 +88,7 @@ def _kept_on_drives(plan: Plan, limit: TrainersLimit | None) -> int:
             + ("." if keep else ", and plan.storage_dir to an empty folder.")
         )
     most = None if limit is None else limit.most
-    # Without a trainer, `keep` alone decides which checkpoints are left.
+    # Without a trainer, only `keep` decides which checkpoints remain.
     covered = bool(keep) if limit is None else most is not None and most <= number
     if not covered and rank() == 0:
         logger.warning(

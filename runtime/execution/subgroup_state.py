@@ -70,7 +70,7 @@ class Buffers:
     gradient: torch.Tensor
     wire: torch.Tensor
     parameter_location: ParameterLocation = "device"
-    movable: bool = True  # else ``wire`` stays as it is: the framework keeps the parameters
+    movable: bool = True  # False if the framework keeps the parameters, so that ``wire`` never moves
 
 
 @dataclass(slots=True)
@@ -81,8 +81,9 @@ class StagingSlot:
     It is in GPU memory for a staged update, or in host memory for state on a drive.
     """
 
-    parts: tuple[torch.Tensor, ...]  # one for each of the state, as long as the largest one's, fp32
-    wire: torch.Tensor | None = None  # of early staged updates, for new parameters
+    # One fp32 tensor for each tensor of the state, as long as that of the largest subgroup.
+    parts: tuple[torch.Tensor, ...]
+    wire: torch.Tensor | None = None  # new parameters of early staged updates
 
     def views(self, elements: int) -> tuple[torch.Tensor, ...]:
         """Return views of a staging buffer for the master and moments of a subgroup with ``elements`` elements."""

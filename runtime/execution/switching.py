@@ -63,8 +63,8 @@ class Movement:
         before, store = self.engine.take(subgroup, now), self.store
         if now is not None and RECIPES[now.placement].state == "storage":
             if RECIPES[placement].state == "storage":
-                store = None  # it is there
-            else:  # what the view shows changes with the store
+                store = None  # the store already exists
+            else:  # a copy, because the view changes when the store does
                 before = replace(before, state=tuple(t.clone() for t in before.state))
         return self._use(before, place(self.device, subgroup, placement, location, before, apart=apart, store=store))
 
@@ -79,7 +79,7 @@ class Movement:
     def _use(self, before: Buffers, state: SubgroupState) -> SubgroupState:
         """Let the engine use a subgroup's new tensors, and release those that the new tensors replace."""
         self.engine.adopt(state)
-        self.states[state.index] = state  # the former state has ended, and keeps nothing alive
+        self.states[state.index] = state  # the former state is not needed any more, and must not keep memory
         pairs = [(before.gradient, state.gradient), (before.wire, state.wire)]
         if not self.engine.shares_state:
             pairs += zip(before.state, state.state, strict=True)
@@ -148,7 +148,8 @@ class LockedBuffers:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._known = [weakref.ref(buffer) for buffer in device.host_buffers()]  # may be released meanwhile
+        # Weak references, because buffers may be released meanwhile.
+        self._known = [weakref.ref(buffer) for buffer in device.host_buffers()]
 
     def release_later_ones(self, states: Iterable[SubgroupState]) -> None:
         """Release the buffers that were made since then, except for those that the given subgroups use."""

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 KEY = "ebbtide"
-# What a wrapper keeps of what it stands for. Another copy of this file, loaded under another name,
-# knows its wrapper by it.
+# Attribute of a wrapper that holds the wrapped function. Another copy of this file, loaded under another name,
+# recognizes its own wrapper by it.
 ORIGINAL = "_ebbtide_original"
-LEFTOVERS = ".ebbtide"  # `ebbtide.runtime.checkpoint.protocol.rotation.NOTES`
+LEFTOVERS = ".ebbtide"  # the value of `ebbtide.runtime.checkpoint.protocol.rotation.NOTES`
 _door = ""  # see `enable`
 
 
@@ -48,7 +48,7 @@ def enable(door: str) -> None:
     _watch_listings()
 
 
-@functools.cache  # an audit hook stays until the process ends
+@functools.cache  # once, because an audit hook stays until the process ends
 def _watch_listings() -> None:
     sys.addaudithook(_before_listing)
 
@@ -57,7 +57,7 @@ def _before_listing(event: str, args: tuple[Any, ...]) -> None:
     if event not in ("os.listdir", "os.scandir") or _listing.busy:
         return
     if getattr(sys.modules.get("ebbtide.runtime.checkpoint.trainers.bystanders"), "watching", False):
-        return  # there is an engine: it looks itself, and knows its own listings from others'
+        return  # an engine exists, whose hook checks listings itself and ignores its own
     folder = "." if args[0] is None else args[0]
     if not isinstance(folder, (str, os.PathLike)):
         return
@@ -89,7 +89,7 @@ def _has_leftovers(folder: str | os.PathLike[str]) -> bool:
                 for entry in entries
             )
     except OSError:
-        return False  # whoever lists it is told
+        return False  # the caller's own listing raises this error
 
 
 def disable() -> None:
@@ -144,7 +144,7 @@ def _text(config: str) -> str:
             return Path(config).read_text(encoding="utf-8")
         return base64.urlsafe_b64decode(config).decode()
     except (OSError, ValueError):
-        return ""  # DeepSpeed says what is wrong with it
+        return ""  # DeepSpeed reports what is wrong with the config
 
 
 def also(name: str, wrap: Callable[[Any], None]) -> None:
@@ -168,7 +168,7 @@ def own(name: str) -> Any:
     If Python does not find ebbtide, the folder that contains this copy of ebbtide is added to ``sys.path``.
     """
     if "ebbtide" not in sys.modules and importlib.util.find_spec("ebbtide") is None:
-        packages = Path(__file__).resolve().parents[2]  # "ebbtide" itself in a wheel, its parent in a checkout
+        packages = Path(__file__).resolve().parents[2]  # "ebbtide" itself in a wheel, its parent folder in a checkout
         is_checkout = (packages / "ebbtide" / "__init__.py").exists()
         sys.path.append(str(packages if is_checkout else packages.parent))
     return importlib.import_module(name)

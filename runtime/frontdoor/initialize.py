@@ -45,14 +45,14 @@ def initialize(
     if config is None or config.get(KEY) is None or not _trains(call, config):
         return original(*args, **kwargs)
     log.show(rank())
-    if took := os.environ.get("EBBTIDE_TOOK"):  # `tune run` says so if no engine has the key
+    if took := os.environ.get("EBBTIDE_TOOK"):  # `tune run` warns if no engine has created this file
         Path(took).touch()
     request = read_request(config[KEY], base)
     if request.plan is not None and leave_to_stock(config):
         if request.checkpoint is None:
             return original(*args, **kwargs)
         request = replace(request, plan=None)
-    # Without the key, so that DeepSpeed's config checks never meet it; copied, since the plan's
+    # Without the key, which DeepSpeed's checks of the config would refuse. A deep copy, because the plan's
     # sub_group_size is written into it.
     stock = {name: copy.deepcopy(value) for name, value in config.items() if name != KEY}
     return _under(original, request, stock, without_config(call, source))
@@ -114,7 +114,7 @@ def read(given: Any) -> tuple[dict[str, Any] | None, Path | None]:
 def _trains(call: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
     if call.get("optimizer") is None and not config.get("optimizer"):
         return False
-    # TRL builds a reference model from the training engine's config, with stage 0 for ZeRO-2.
+    # TRL builds a reference model with the training engine's config, but with stage 0 instead of ZeRO-2.
     if not at(as_deepspeed_reads(config), f"{ZERO}.stage"):
         leave_to_stock(config)
         if at(config, f"{KEY}.checkpoint"):

@@ -34,7 +34,7 @@ def initialize(
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     given, source = config_of(call)
     config, _ = read(given)
-    if config is None:  # DeepSpeed says what is wrong with it
+    if config is None:  # DeepSpeed reports what is wrong with the config
         return original(*args, **kwargs)
     facts = {"key": config.get(KEY) is not None, "offload": offloads(config), "config": _plain(config)}
     made = for_side(config, job.side)

@@ -31,10 +31,10 @@ def enable(hook: Any) -> None:
 def _in_torch(torch: Any, job: dict[str, Any], hook: Any) -> None:
     torch.manual_seed(job["seed"])
     if _deterministic(job):
-        # With "warn" attention's backward sums in any order: it asks for this flag, too.
+        # In mode "warn", the backward of attention would sum in any order without this flag.
         # `torch.use_deterministic_algorithms` would import torch's compiler, which takes over a second.
         torch.set_deterministic_debug_mode("error" if job.get("strict") else "warn")
-        torch.utils.deterministic.fill_uninitialized_memory = False  # takes time, changes no result
+        torch.utils.deterministic.fill_uninitialized_memory = False  # filling takes time and changes no result
     if "RANK" in os.environ or "LOCAL_RANK" in os.environ or _trains_alone():
         hook.own("ebbtide.runtime.verify.optimizers").watch(end)
 
@@ -68,7 +68,8 @@ def _in_deepspeed(deepspeed: Any, hook: Any) -> None:
     original = getattr(deepspeed, "initialize", None)
     if original is None:
         return
-    inside: list[bool] = []  # an engine under a plan begins as one of DeepSpeed's
+    # Not empty while an engine is being built, because a plan's engine is first built by DeepSpeed.
+    inside: list[bool] = []
 
     @functools.wraps(original)
     def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -90,7 +90,7 @@ def _wait_for_running_work() -> None:
 class _Failure:
     """An object that ends the process with exit code 1 when Python frees it."""
 
-    _exit = staticmethod(os._exit)  # the module `os` may be gone when this object is freed
+    _exit = staticmethod(os._exit)  # kept here, because the module `os` may be gone when this object is freed
 
     def __del__(self) -> None:
         self._exit(1)

@@ -17,7 +17,7 @@ from pathlib import Path
 logger = logging.getLogger("ebbtide")
 
 LOCK = "lock"
-_YOUNG_S = 30.0  # a builder takes its lock before its compiler runs
+_YOUNG_S = 30.0  # a builder takes its lock some time before its compiler runs
 
 
 def extensions_folder() -> Path:

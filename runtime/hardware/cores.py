@@ -106,8 +106,8 @@ def _node_of(pci_address: str | None, sysfs: Path) -> int | None:
     try:
         node = int((sysfs / "bus/pci/devices" / pci_address / "numa_node").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None  # a container that hides it
-    return node if node >= 0 else None  # -1: a machine of one node
+        return None  # a container may hide the file
+    return node if node >= 0 else None  # -1 means a machine with one node
 
 
 def _node_cores(pci_address: str | None, sysfs: Path) -> list[int]:

@@ -22,20 +22,21 @@ class Launcher(NamedTuple):
 
 
 LAUNCHERS = (
-    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),  # DeepSpeed, which asks MPI if these are missing
-    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun, Accelerate
+    # The deepspeed launcher. Without these, DeepSpeed asks MPI.
+    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"),
+    Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun and Accelerate
     Launcher(*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # Open MPI
     Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
     Launcher(*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),  # MVAPICH
-    # Those that srun sets for its steps. In a batch script, SLURM_NTASKS and SLURM_TASKS_PER_NODE describe the
-    # allocation, and not ranks that run.
+    # srun sets these for its steps. In a batch script, SLURM_NTASKS and SLURM_TASKS_PER_NODE describe the allocation,
+    # not running ranks.
     Launcher("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 )
-# The variables that show that a launcher has started this process. PMIX_RANK is only a sign of it, because PMIx sets no
-# number of ranks.
+# Variables that show that a launcher started this process. PMIX_RANK is only a sign of it, because PMIx sets no number
+# of ranks.
 VARIABLES = frozenset(name for launcher in LAUNCHERS for name in launcher) | {"PMIX_RANK"}
 SHARED = Path("/dev/shm")  # noqa: S108 - DeepSpeed chose it
-_YOUNG_S = 10.0  # a buffer that was just made may not be mapped yet
+_YOUNG_S = 10.0  # a buffer that was just made may not be memory-mapped yet
 
 
 def local_ranks() -> int:
@@ -86,7 +87,8 @@ def rank() -> int:
 
 
 def _distributed() -> Any:
-    distributed: Any = sys.modules.get("torch.distributed")  # what was never imported is not initialized
+    # If the module was never imported, torch.distributed is not initialized.
+    distributed: Any = sys.modules.get("torch.distributed")
     known = distributed is not None and distributed.is_available() and distributed.is_initialized()
     return distributed if known else None
 
@@ -107,10 +109,10 @@ def free_port() -> int:
     that asks for any free port. A program that asks for this port gets it, if it sets ``SO_REUSEADDR``. PyTorch and
     uvicorn do.
     """
-    with socket.create_server(("127.0.0.1", 0), backlog=1) as server:  # with SO_REUSEADDR
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as server:  # create_server sets SO_REUSEADDR
         port: int = server.getsockname()[1]
         with socket.create_connection(("127.0.0.1", port)):
-            server.accept()[0].close()  # whoever closes first leaves the port in TIME_WAIT
+            server.accept()[0].close()  # the side that closes first leaves the port in TIME_WAIT
         return port
 
 
@@ -136,7 +138,7 @@ def left_shared_buffers() -> list[Path]:
         return []
     used = set[str]()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # another user's, or ended meanwhile
+        with contextlib.suppress(OSError):  # the process belongs to another user, or has ended
             used.update(re.findall(rf"{SHARED}/(deepspeed_\S+)", maps.read_text(encoding="utf-8", errors="replace")))
     return [path for path in found if path.name not in used]
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from ebbtide.runtime.hardware.cores import bind
 
-_MOST_THREADS = 8  # more back memory no faster
-_MADV_DONTNEED = 4  # Linux; mmap's own constant is there only for its own mappings
+_MOST_THREADS = 8  # more threads do not allocate pages faster
+_MADV_DONTNEED = 4  # value on Linux. mmap has the constant only for its own mappings
 
 
 def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +27,7 @@ def own_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """
     memory = mmap.mmap(-1, elements * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        with contextlib.suppress(AttributeError, OSError):  # a kernel that lacks it
+        with contextlib.suppress(AttributeError, OSError):  # older kernels do not support it
             memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=dtype, count=elements)
 

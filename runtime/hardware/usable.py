@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path("/")
-_NO_LIMIT = 2**60  # version 1 of control groups writes a huge number for "none"
+_NO_LIMIT = 2**60  # control groups version 1 write a huge number for "no limit"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def cpu_quota(root: Path | None = None) -> float | None:
 
 
 def _quota_of(folder: Path) -> float | None:
-    words = (_text(folder / "cpu.max") or "").split()  # "max 100000" without a quota
+    words = (_text(folder / "cpu.max") or "").split()  # the file holds "max 100000" without a quota
     if not words:
         words = [_text(folder / f"cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
     try:
@@ -146,7 +146,7 @@ def _quota_of(folder: Path) -> float | None:
 def _number(path: Path) -> int | None:
     try:
         return int(_text(path) or "")
-    except ValueError:  # "max"
+    except ValueError:  # the file holds "max"
         return None
 
 

@@ -17,13 +17,13 @@ from ebbtide.runtime.kernels.step import UpdateStep
 BLOCK = 1024
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
-# In all kernels: state fp32, grad and out bf16, fp16 or fp32, n elements each; from tail_begin on
-# the scalar loop of DeepSpeed's op is repeated, which fuses other products than its vector loop.
+# In all kernels, state is fp32, and grad and out are bf16, fp16 or fp32, with n elements each. From element tail_begin
+# on, they compute as the scalar loop of DeepSpeed's op, which fuses other products than its vector loop.
 
 
 @triton.jit
 def _root(x):
-    if _INTERPRETED:  # which knows no assembler
+    if _INTERPRETED:  # the interpreter does not support assembler
         return tl.sqrt_rn(x)
     else:  # noqa: RET505 - Triton takes the branch when it compiles
         return tl.inline_asm_elementwise("sqrt.rn.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
@@ -109,7 +109,7 @@ def lion_kernel(
     param = tl.load(p_ptr + offsets, mask=inside, other=0.0)
     momentum = tl.load(m_ptr + offsets, mask=inside, other=0.0)
     direction = _average(in_tail, beta1, momentum, one_minus_beta1, grad)
-    negative = direction.to(tl.int32, bitcast=True) < 0  # the sign bit, that of -0.0 and NaN too
+    negative = direction.to(tl.int32, bitcast=True) < 0  # True also for -0.0 and for NaNs with the sign bit
     change = tl.where(negative, lr, -lr)
     momentum = _average(in_tail, beta2, momentum, one_minus_beta2, grad)
     if VARIANT == 1:  # noqa: SIM108 - Triton takes the branch when it compiles
@@ -151,9 +151,9 @@ def adagrad_kernel(
     tl.store(out_ptr + offsets, param.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-# The elements at which state, gradient and output begin. A kept gradient cuts a subgroup: what lies behind it
-# begins in the midst of all three, 4 elements of 16 bits being no multiple of 16 bytes where 4 of fp32 are. The
-# kept gradient itself begins at 0. A subgroup's output may begin anywhere among the parameters.
+# First elements of state, gradient and output. A gradient that an earlier step left divides a subgroup, so the part
+# after it begins in the middle of all three tensors. An offset of 4 elements is a multiple of 16 bytes for fp32, but
+# not for 16 bits. The left gradient itself begins at 0. The output may begin anywhere among the parameters.
 HOST_STARTS = ((0, 0, 0), (0, 0, 1), (4, 4, 4), (1, 1, 1))
 KEPT_STARTS = ((0, 0, 0), (4, 0, 4), (1, 0, 1))
 KERNELS: dict[str, Any] = {"adam": adam_kernel, "lion": lion_kernel, "adagrad": adagrad_kernel}

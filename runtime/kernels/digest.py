@@ -17,8 +17,8 @@ from ebbtide.runtime.kernels import host
 
 LANES, TABLE = 16, 1024
 LAYOUT = f"<QQQq{2 + LANES}d"
-SMALL = 1 << 17  # elements: below, a second thread costs more than it brings
-PIECE_BYTES = 1 << 24  # brought to the host at once
+SMALL = 1 << 17  # elements. For smaller tensors, starting a second thread takes longer than it saves
+PIECE_BYTES = 1 << 24  # bytes that are copied to the host at a time
 _MASK = (1 << 64) - 1
 
 
@@ -140,7 +140,7 @@ def by_pieces(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = 
     arrives = bring(0)
     for number, part in enumerate(parts):
         arrives()
-        if number + 1 < len(parts):  # into the other buffer, whose part has been hashed
+        if number + 1 < len(parts):  # copy to the other buffer, whose part has already been hashed
             arrives = bring(number + 1)
         total = added(total, digest(buffers[number % 2][: part.numel()], start + number * size, narrow, threads))
     return total

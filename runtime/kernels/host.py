@@ -68,7 +68,8 @@ def build(source: Path) -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Built beside the target and renamed: ranks that build at once never load half a file.
+    # Compiled beside the target and then renamed, so that ranks that compile at the same time never load an incomplete
+    # file.
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         out = Path(folder) / target.name
         command = [compiler, *_FLAGS, str(source), "-o", str(out)]

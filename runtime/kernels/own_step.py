@@ -31,7 +31,7 @@ class OwnStep:
     kernel: ClassVar[str] = "own"
     master: torch.nn.Parameter
     group: int
-    groups: list[dict[str, Any]]  # without their parameters
+    groups: list[dict[str, Any]]  # parameter groups without their parameters
     threads: int
 
     @property
@@ -76,7 +76,7 @@ class OwnStepRule(UpdateRule):
         self._gradient = torch.empty(0)
 
     def next_step(self, optimizer: Any, master: torch.nn.Parameter, group: int) -> OwnStep:
-        self._optimizer = optimizer  # loading a checkpoint may have made it anew
+        self._optimizer = optimizer  # loading a checkpoint may have replaced the optimizer
         groups = [_values(each) for each in optimizer.param_groups]
         return OwnStep(master, group, groups, torch.get_num_threads())
 
@@ -89,7 +89,7 @@ class OwnStepRule(UpdateRule):
         threads: int,
         source: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        del threads  # the kernels' own; this is torch
+        del threads  # the number of threads is torch's, not that of ebbtide's kernels
         assert isinstance(step, OwnStep)
         assert source is None, "an optimizer that runs its own step is never updated early"
         if torch.get_num_threads() != step.threads:
@@ -117,7 +117,7 @@ class OwnStepRule(UpdateRule):
             group["params"] = [step.master] if number == step.group else []
         mine.state = defaultdict(dict)
         for key, kept in live.state.items():
-            if key is step.master or not torch.is_tensor(key):  # not what other masters have
+            if key is step.master or not torch.is_tensor(key):  # leave out the state of other masters
                 mine.state[key] = kept
         before = [_values(group) for group in mine.param_groups]
         groups = mine.param_groups
@@ -173,9 +173,9 @@ def kept_bytes(optimizer: torch.optim.Optimizer, master: torch.dtype) -> int:
 def _copy_of(optimizer: torch.optim.Optimizer) -> Any:
     kind = type(optimizer)
     made: Any = object.__new__(type(kind.__name__, (kind,), {"__del__": lambda _: None}))
-    # Not `copy.copy`: of an optimizer that takes its state alone.
+    # `copy.copy` would use the __getstate__ of an optimizer that leaves fields out.
     made.__dict__.update(optimizer.__dict__)
-    # A schedule wraps the original's step; the copy's is its class's own.
+    # A learning-rate scheduler wraps the original's step. The copy uses the step of its class.
     made.__dict__.pop("step", None)
     made.param_groups = []
     return made

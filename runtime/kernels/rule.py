@@ -17,15 +17,16 @@ import torch
 from ebbtide.runtime.kernels.host import host_update
 from ebbtide.runtime.kernels.step import UpdateStep
 
-NO_VECTORS = 1 << 62  # longer than any tensor: all of it is tail (scalar builds, ARM's SVE)
-WIDTHS = (16, 8, 4, 1, NO_VECTORS)  # 1: a compiler that fuses both loops alike, so that no tail is
+NO_VECTORS = 1 << 62  # longer than any tensor, so that all elements are in the tail (scalar builds, ARM's SVE)
+WIDTHS = (16, 8, 4, 1, NO_VECTORS)  # 1: the compiler fuses operations in both loops alike, so that there is no tail
 
-Group = Mapping[str, Any]  # a parameter group, as torch's optimizers have them
-Part = tuple[int, int, torch.Tensor, float]  # elements from, to; their gradient, and its factor
+Group = Mapping[str, Any]  # a parameter group of a torch optimizer
+# First element, end, gradient of the elements between, and factor of the gradient.
+Part = tuple[int, int, torch.Tensor, float]
 
-_LENGTHS = (1, 127, 1087)  # 15, 7 and 3 elements behind the last vector of 16, 8 and 4
+_LENGTHS = (1, 127, 1087)  # lengths with 15, 7 and 3 elements after the last whole vector of 16, 8 and 4
 _STEPS = 3
-_POOL = 1 << 15  # elements that telling ones are chosen from: one in twelve, at the least
+_POOL = 1 << 15  # number of random elements. At least one in twelve shows how the kernel rounds
 _OPTIMIZER = 1_000_033  # an id that no optimizer of this process has
 
 

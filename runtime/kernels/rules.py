@@ -14,7 +14,7 @@ from ebbtide.runtime.kernels.rule import Group, UnknownRoundingError, UpdateRule
 from ebbtide.runtime.kernels.step import UpdateStep
 
 _BETAS = {"lr": 1e-3, "betas": (0.9, 0.99)}
-_STEPS = 12  # by then pow and the running product of these betas have differed
+_STEPS = 12  # after this many steps, the power of these betas and the running product differ
 
 
 class AdamRule(UpdateRule):
@@ -69,7 +69,7 @@ def recounts(op: Any) -> bool:
         UnknownRoundingError: The op's results differ from both ways of computing the powers, or fit both.
     """
     width, (settings, group) = vector_width(AdamRule, op), AdamRule.trials[0]
-    # A large step, so that the last bit of a bias correction shows in the parameter.
+    # A large learning rate, so that the last bit of a bias correction shows in the parameter.
     group = {**group, "lr": 1e4}
     equal = [
         way for way in (False, True) if same_bits(AdamRule(**settings, recounts=way), group, op, width, [9, 9], _STEPS)
@@ -101,7 +101,7 @@ class LionStep:
     def scalars(self, scale: float) -> np.ndarray:
         one = np.float32(1)
         lr, beta1, beta2 = (np.float32(x) for x in (self.lr, self.beta1, self.beta2))
-        # DeepSpeed's `1 - alpha * weight_decay` is one fused operation in every build it fits.
+        # All builds of DeepSpeed that this rule supports compute `1 - alpha * weight_decay` as one fused operation.
         after_decay = fused(-lr, np.float32(self.weight_decay), one)
         values = [scale, beta1, one - beta1, beta2, one - beta2, after_decay, lr]
         return np.array(values, dtype=np.float32)
@@ -172,10 +172,10 @@ class AdagradRule(UpdateRule):
         assert isinstance(step, AdagradStep)
         master, total = (tensor.clone() for tensor in state)
         decayed, unread = torch.zeros_like(master), torch.zeros_like(master)
-        # Adam's average of that gradient alone is the gradient, decay added in one fused operation.
+        # With these factors, Adam's first moment is the gradient plus weight decay, computed as one fused operation.
         decays = AdamStep(0.0, 0.0, 0.0, 1.0, step.weight_decay, 1.0, 1.0, adamw=False)
         host_update([master, decayed, unread], gradient, None, decays, tail=len(gradient))
-        term = torch.full_like(master, -0.0)  # what the term is added to keeps a zero's sign
+        term = torch.full_like(master, -0.0)  # adding to -0.0 keeps the sign of a zero
         undecayed = replace(step, weight_decay=0.0)
         host_update([term, total], decayed, None, undecayed, tail=len(gradient))
         return term
@@ -197,11 +197,12 @@ def rule_class(optimizer: Any) -> type[UpdateRule] | None:
 def fused(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
     """Return a * b + c rounded once to fp32, as a fused multiply-add does."""
     exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
-    near = np.float32(float(exact))  # rounded twice: the result or a neighbour of it
+    near = np.float32(float(exact))  # rounded twice: the correct result or a neighbor of it
     infinity = np.float32(np.inf)
     around = (np.nextafter(near, -infinity), near, np.nextafter(near, infinity))
 
     def distance(x: np.float32) -> tuple[Fraction, int]:
-        return abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1  # ties to even
+        # Of two equally near values, take the even one.
+        return abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1
 
     return min(around, key=distance)

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ebbtide")
 
-EFFORT = 0.2  # of a full search's evaluations: training waits for them once
-DEVICE_MEMORY_MARGIN = 0.1  # of the device's memory, left to activations that grow later
+EFFORT = 0.2  # share of a full search's evaluations, because training waits for the search once
+DEVICE_MEMORY_MARGIN = 0.1  # share of GPU memory that is left for activations that grow later
 
 
 def host_plan(
@@ -63,10 +63,10 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
             cache.
     """
     machine = machine if machine is not None else measured_machine(_folders(session.plan))
-    if not session.engine.update_rule().own_step:  # the plan that follows may update on the device
+    if not session.engine.update_rule().own_step:  # the next plan may update on the GPU
         session.executor.prepare_device()
     session.recorder.watch()
-    # Before a checkpoint begins.
+    # First, so that it runs before a checkpoint begins.
     session.after_step.insert(0, _Automatic(session, machine, show).on_step)
 
 
@@ -93,7 +93,7 @@ class _Automatic:
         current, machine = own.plan.model_copy(update={"overlap_forward": own.overlaps}), self.machine
         seen = attempted(lambda: observed_workload(own.engine, own.recorder.passes(), own.recorder.step_issue_s))
         own.recorder.unwatch()
-        if None in gathered(seen) or seen is None:  # on one rank: no rank plans
+        if None in gathered(seen) or seen is None:  # if one rank failed to observe, no rank plans
             switch_together(own, current)
             return
         workload = _agreed(seen, own)
@@ -159,7 +159,7 @@ def _folders(plan: Plan) -> list[str]:
 
 def _free_device_bytes(device: Device) -> int:
     if device.name != "cuda":
-        return 0  # host memory poses as device memory: nothing is won by moving state there
+        return 0  # host memory is used as device memory, so moving state there gains nothing
     free, total = torch.cuda.mem_get_info()
     reusable = torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
     return max(0, int(free + reusable - DEVICE_MEMORY_MARGIN * total))

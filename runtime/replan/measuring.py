@@ -8,7 +8,7 @@ from pathlib import Path
 from ebbtide.runtime.replan.ranks import FirstRankError, by_the_first
 from ebbtide.simulator.machine import Machine
 
-DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # at most, of a folder that state is stored in
+DRIVE_BYTES, DRIVE_S = 2**28, 2.0  # limits for measuring a folder with stored state
 
 
 def measured_machine(drives: Sequence[str] = ()) -> Machine:

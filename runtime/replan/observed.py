@@ -17,8 +17,8 @@ from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import build_schedule
 from ebbtide.simulator.workload import WIRE_BYTES, Workload
 
-WATCHED_STEPS = 4  # the first one compiles and warms up
-SAME_RATE = 0.02  # relative: as close as a simulation must come to a measured rate
+WATCHED_STEPS = 4  # the first step is left out of the results, because it compiles and warms up
+SAME_RATE = 0.02  # relative difference between a simulated and a measured rate that is accepted
 
 
 def observed_workload(engine: TrainingEngine, passes: Sequence[Pass], step_issue_s: float = 0.0) -> Workload:
@@ -65,7 +65,8 @@ def observed_workload(engine: TrainingEngine, passes: Sequence[Pass], step_issue
         zero_stage=engine.zero_stage(),
         step_gather_s=gather_s,
         step_issue_s=step_issue_s,
-        # All parameters on the device: what a plan moves out, its footprint takes off.
+        # The base memory with all parameters on the GPU. The footprint of a plan subtracts those that are in host
+        # memory.
         device_base_bytes=total * WIRE_BYTES[engine.wire_dtype()],
         provenance=f"{WATCHED_STEPS} watched steps",
     )
@@ -140,13 +141,13 @@ def _groups(engine: TrainingEngine) -> list[_Group]:
         found[-1].places.append(place)
         found[-1].held.append((key, part.elements))
     for group, end in zip(found, [*(after.begin for after in found[1:]), begins[-1]], strict=True):
-        group.elements = end - group.begin  # padding belongs to the parameters before it
+        group.elements = end - group.begin  # padding counts with the parameters before it
     return found
 
 
 def _shares(groups: Sequence[_Group], seconds: Mapping[tuple[int, int], float]) -> list[float]:
     spent = [sum(seconds.get(place, 0.0) for place in group.places) for group in groups]
-    if not sum(spent):  # no gradient was seen on its own
+    if not sum(spent):  # no gradient was observed separately
         spent = [float(group.elements) for group in groups]
     return [part / sum(spent) for part in spent]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ebbtide.runtime.hardware.usable import allowed_cores
 
 T = TypeVar("T")
-LONGEST = timedelta(minutes=10)  # that ranks wait for one that measures or plans
+LONGEST = timedelta(minutes=10)  # time that ranks wait for a rank that measures or plans
 
 
 def alone() -> bool:
@@ -105,5 +105,5 @@ def by_the_first(make: Callable[[], T], *, of_each_host: bool = False) -> T:
 def _made_or_why_not(make: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return make(), ""
-    except Exception as error:  # the others wait: they are told before it is raised
+    except Exception as error:  # the other ranks wait, so they get the error before it is raised
         return None, f"{type(error).__name__}: {error}"

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ebbtide")
 
 PERIOD_STEPS = 10
-OTHER_RATE = 0.05  # relative: a measured rate that differs by less does not make a search worthwhile
-WORTH_SWITCHING = 0.95  # of the current plan's predicted time
+OTHER_RATE = 0.05  # relative difference below which a measured rate does not cause a new search
+WORTH_SWITCHING = 0.95  # fraction of the current plan's predicted time that a new plan must beat
 
 Planned = TypeVar("Planned")
 Show = Callable[[Timeline, Plan], None]
@@ -101,7 +101,7 @@ def attempted(plan: Callable[[], Planned]) -> Planned | None:
     """
     try:
         return plan()
-    except Exception:  # an observation never ends a run
+    except Exception:  # an error while observing must not end training
         logger.warning(
             "ebbtide: planning from observed steps failed. Training goes on with the current plan. Please report this.",
             exc_info=True,
@@ -126,7 +126,7 @@ def switch_together(session: Session, plan: Plan) -> bool:
     except BaseException as error:
         failed = isinstance(error, SwitchError | StorageError | PlanError) and not isinstance(error, DamagedError)
         if not failed:
-            session.engine.any_rank(True)  # the others wait for this rank's answer
+            session.engine.any_rank(True)  # the other ranks wait for this rank's answer
             raise
         logger.warning("ebbtide: training continues under the plan so far, because the new one cannot start: %s", error)
     if not session.engine.any_rank(failed):
@@ -154,7 +154,7 @@ class Watch:
     show: Show
     period_steps: int = PERIOD_STEPS
     steps: int = 0
-    _searched: tuple[Machine, Plan] | None = None  # of the latest search that did not fail: the rates, and the plan
+    _searched: tuple[Machine, Plan] | None = None  # the rates and the plan of the latest search that did not fail
 
     def on_step(self) -> None:
         if self.session.set_aside is not None:
@@ -180,7 +180,7 @@ class Watch:
 
     def _look(self) -> None:
         own = self.session
-        # Without the step just launched: waiting for its updates would take its overlap away.
+        # Without the latest step: waiting for its updates would end their overlap with the next forward.
         timeline = own.timeline(wait=False)
         self.show(timeline, own.plan)
         if not self.replan:
@@ -189,7 +189,7 @@ class Watch:
         machine = with_observed(self.machine, rates)
         result = self._search(machine) if _differ(rates, self._known(), machine) else None
         better = result is not None and result.iteration_s < WORTH_SWITCHING * result.current_s
-        # All ranks or none: the others would only wait for a rank that moves its state.
+        # All ranks or none, because the others would wait for a rank that moves its state.
         if own.engine.any_rank(better):
             if result is not None:
                 logger.info(
@@ -230,6 +230,6 @@ def watch(session: Session, machine: Machine, workload: Workload, *, replan: boo
         )
     watcher = Watch(session, machine, workload, replan, show)
     session.watch = watcher
-    # Before a checkpoint begins, which would be waited for.
+    # First, so that it runs before a checkpoint begins, which it would have to wait for.
     session.after_step.insert(0, watcher.on_step)
     return watcher

@@ -18,7 +18,7 @@ from ebbtide.runtime.storage.layout import Block, Layout
 from ebbtide.runtime.storage.waiting import told_late
 from ebbtide.runtime.storage.workers import Bounce, Transfer, Workers
 
-# Moves one block between memory at an address and the start in its file, and returns its hash.
+# A function that moves a block between memory (by address) and its file (by offset), and returns the block's hash.
 Move = Callable[[Block, int, int, Bounce], str]
 
 
@@ -108,7 +108,7 @@ class BlockMover:
     def close(self) -> None:
         """Stop the threads, and close the files unless a thread is stuck in one."""
         idle = [workers.close() for workers in (*self._readers, *self._writers)]
-        if all(idle):  # else what is stuck in the kernel keeps its file
+        if all(idle):  # a thread that is stuck in the kernel still uses its file
             for file in self.files:
                 file.close()
 

@@ -44,7 +44,7 @@ class ExtentFile(OutputFile):
             if self._size:
                 self._files.allocate(descriptor, self._size)
             self._files.fsync(descriptor)
-            self._files.fsync_folder(self.path.parent)  # its name, which no manifest repeats
+            self._files.fsync_folder(self.path.parent)  # also makes the file's name durable, which no manifest repeats
         except OSError as error:
             raise self._explain(error) from error
 

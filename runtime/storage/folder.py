@@ -33,9 +33,9 @@ class Drive:
     weight: float = 1.0
 
 
-# The named points of a commit in their order, for crash tests; committed at "steps_renamed".
+# The named points of a commit in their order, for crash tests. The rename before "steps_renamed" commits.
 POINTS = ("extents_synced", "steps_written", "steps_renamed", "steps_committed")
-EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # a rank's files
+EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # names of a rank's files
 
 
 class Folders:
@@ -49,7 +49,7 @@ class Folders:
     def __init__(self, drives: Sequence[Drive], rank: int, files: Files) -> None:
         self._drives, self.rank, self._files = drives, rank, files
         self.directories = [drive.directory for drive in drives]
-        self._page: StorePage | None = None  # of the store that was claimed
+        self._page: StorePage | None = None  # the page of the store that this object has claimed
         self._locks: list[int] = []
         try:
             for drive in drives:
@@ -99,7 +99,7 @@ class Folders:
         sizes = _widest(pages, wanted)
         self._page = wanted.model_copy(update={"nonce": steps.nonce, "sizes": sizes})
         for number, page in enumerate(pages):
-            # A kill may have come between the pages of a store that grew.
+            # A kill may have left only some of the pages of a growing store rewritten.
             held = sizes[: len(page.sizes)] if page is not None else sizes
             expected = self._page.model_copy(update={"drive": number, "sizes": held})
             _check_same(page, expected, self._drives[number].directory)
@@ -239,7 +239,8 @@ def _check_same(page: StorePage | None, expected: StorePage, directory: Path) ->
 
 
 def _refuse(directory: Path, field: str, found: object, wanted: object) -> None:
-    if field == "extents" and isinstance(found, int) and isinstance(wanted, int):  # one more than are kept
+    # There is one extent more than kept steps.
+    if field == "extents" and isinstance(found, int) and isinstance(wanted, int):
         raise StorageError(
             f"{directory} has room for the stored state of {found - 1} checkpoints, but checkpoint.keep asks for "
             f"{wanted - 1}. Set checkpoint.keep to {found - 1}. To keep another number, export the checkpoint (`tune "

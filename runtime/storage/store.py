@@ -78,7 +78,7 @@ class ExtentStore:
         self._retention = Retention(keep, stands, protects)
         self._progress = Progress(deadline_s)
         self._condition = self._progress.condition
-        self._committing = threading.Lock()  # one at a time: a manifest names all kept steps
+        self._committing = threading.Lock()  # one commit at a time, because a manifest names all kept steps
         self._views: dict[int, View] = {}
         self.read_bytes = self.written_bytes = 0
         wanted = StorePage(
@@ -105,7 +105,7 @@ class ExtentStore:
             undo.callback(self._folders.close)
             page, steps = self._folders.claim(wanted)
             self.nonce = page.nonce
-            if len(steps) > keep:  # killed between `prepare` and `settle`
+            if len(steps) > keep:  # an earlier run was killed between `prepare` and `settle`
                 steps = self._retention.of([s for s in steps if stands(s)] or steps[1:])
                 self._folders.commit(self.nonce, steps)
             layout = Layout(dict(page.sizes), page.weights, page.block_bytes, page.extents)
@@ -195,7 +195,7 @@ class ExtentStore:
                 "one that was written. Resume from an earlier checkpoint, and check the drive"
             )
         with self._condition:
-            if check:  # else a load may have asked for it meanwhile
+            if check:  # otherwise a load may have asked for the check meanwhile
                 held.unchecked = False
             self.read_bytes += sum(map(padded, self._blocks.layout.sizes[subgroup]))
 
@@ -320,7 +320,7 @@ class ExtentStore:
                 self._blocks.sync()
             record = StepRecord(step=step, name=name, extents=extents, data=data)
             self._name([record, *self._versions.steps])
-            self.abandon(version)  # the step protects what the version named
+            self.abandon(version)  # the step now protects the extents of the version
             return record
 
     def settle(self, name: str, *, committed: bool) -> None:
@@ -391,7 +391,7 @@ class ExtentStore:
         with self._condition:
             waiting = self._telling("the reads in progress")
             subgroups = self._versions.subgroups.values()
-            while any(held.reads for held in subgroups):  # the next step's
+            while any(held.reads for held in subgroups):  # reads for the next step
                 self._progress.wait(waiting, "the reads in progress must end", "they did not")
             steps = self._versions.steps
             found = [s for s in steps if name in ("", s.name)]

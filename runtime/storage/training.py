@@ -57,7 +57,7 @@ class StoredSteps:
             self.apart = False
 
     def announce(self, target: Path, nonce: str, step: int) -> StoredStep:
-        assert self.store is not None  # else there is no stored tensor
+        assert self.store is not None  # without a store there are no stored tensors
         version = self.store.announce(subgroups=self.subgroups())
         return StoredStep(self.store, version, target, nonce, step)
 
@@ -70,7 +70,7 @@ class StoredSteps:
         try:
             asked = self._parse(page)
             with closing(StepReader(asked)) as reader:
-                # Moments that are adopted: before they are used, in the next step.
+                # The hashes of adopted moments are checked later, before their first use in the next step.
                 reader.verify(masters_of=self._adoptable(asked))
         except (StorageError, ManifestError, OSError) as error:
             return str(error)
@@ -80,7 +80,7 @@ class StoredSteps:
         asked = parse(page, CheckpointPage, "the checkpoint's page of what is stored")
         if self.store is None or not self._ours(asked):
             return asked
-        here = [str(directory) for directory in self.store.directories]  # it may have been moved
+        here = [str(directory) for directory in self.store.directories]  # the folder may have been moved since the save
         return asked.model_copy(update={"directories": here})
 
     def adopt(self, page: bytes) -> frozenset[int]:
@@ -88,7 +88,7 @@ class StoredSteps:
         if not self._ours(asked):
             return frozenset()
         assert self.store is not None
-        self.updated()  # what it wrote behind this would be the newest
+        self.updated()  # otherwise the state written by the last updates would be the newest
         self.store.restore(name=asked.name)
         return self._adoptable(asked)
 
@@ -113,7 +113,7 @@ class StoredSteps:
                 reader.check_there()
         finally:
             self.loading = False
-            if self.store is not None:  # of a load that failed
+            if self.store is not None:  # the load may have failed
                 self.store.take_adopted()
 
 

@@ -81,7 +81,7 @@ class Retention:
         step is protected if ``protects`` returns True for it, for example because its checkpoint is the best one.
         """
         kept, excess = list(steps), max(0, len(steps) - self.keep)
-        oldest_first = kept[:0:-1]  # without the newest
+        oldest_first = kept[:0:-1]  # the newest step is left out
         first_to_go = sorted(oldest_first, key=lambda s: (self.stands(s), self.protects(s)))
         gone = {s.name for s in first_to_go[:excess]}
         return [s for s in kept if s.name not in gone]
@@ -117,7 +117,7 @@ class Versions:
         self.adopted = set[int]()
         self.passed_over = set[str]()
         self.due = 0
-        self._clock = 0  # the latest version
+        self._clock = 0  # number of the latest version
 
     def grow(self, subgroups: Iterable[int]) -> None:
         """Add subgroups to this bookkeeping of optimizer state on drives. They have no state on the drives yet."""

@@ -78,7 +78,7 @@ def _explain(memory: mmap.mmap, address: int, paths: Sequence[str]) -> None:
         "(see dmesg), or the file was truncated. This process ends by SIGBUS. The last checkpoint "
         "is intact. Check the drive, then resume.\n"
     )
-    with contextlib.suppress(host.MissingCompilerError):  # who only reads steps needs none
+    with contextlib.suppress(host.MissingCompilerError):  # a process that only reads steps needs no compiler
         number = _library().ebbtide_explain(address, len(memory), text.encode())
         weakref.finalize(memory, _library().ebbtide_forget, number)
 

@@ -13,7 +13,8 @@ from ebbtide.runtime.storage.errors import StorageError
 logger = logging.getLogger("ebbtide")
 
 _STUCK = "ebbtide: waiting for storage: %s made no progress for %.1f s"
-TOLD_AFTER_S = 10.0  # without a block that arrives; then again after twice as long
+# Time without a finished block after which a warning is logged. The next one follows after twice this time.
+TOLD_AFTER_S = 10.0
 
 
 class Telling:
@@ -63,7 +64,7 @@ class Progress:
     def __init__(self, deadline_s: float) -> None:
         self.condition = threading.Condition()
         self._deadline_s = deadline_s
-        self._made_s = 0.0  # when something was written or committed last
+        self._made_s = 0.0  # time of the last write or commit
         self._failure: BaseException | None = None
 
     def made(self) -> None:

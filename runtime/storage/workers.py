@@ -15,7 +15,7 @@ from ebbtide.runtime.storage.errors import StorageError
 from ebbtide.runtime.storage.waiting import Telling
 
 Job = Callable[["Bounce"], None]
-END_S = 30.0  # that a closed pool waits for its threads
+END_S = 30.0  # time that a closing pool waits for its threads
 
 
 class Bounce:
@@ -56,7 +56,7 @@ class Transfer:
             if self._error is None:
                 with native_work():
                     job(bounce)
-        except BaseException as caught:  # `wait` raises it
+        except BaseException as caught:  # raised by `wait`
             error = caught
         with self._condition:
             self._error = self._error or error
@@ -112,7 +112,7 @@ class Workers:
             transfer.run(job, bounce)
             held: list[object] = [work, transfer, job]
             del work, transfer, job
-            free(held)  # with the tensors, whose memory must not stay until the next block comes
+            free(held)  # also frees the tensors, because the next block may come much later
 
     def close(self) -> bool:
         """Stop the threads that read or write blocks on a drive. Return False if a thread is stuck."""

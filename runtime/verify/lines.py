@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from ebbtide.runtime.kernels.digest import digest
 
-VARIABLE = "EBBTIDE_VERIFY"  # also in `ebbtide.runtime.frontdoor.verified`, which loads nothing of ours
+# Repeated in `ebbtide.runtime.frontdoor.verified`, which imports no other module of ebbtide.
+VARIABLE = "EBBTIDE_VERIFY"
 
 
 @dataclass(frozen=True)

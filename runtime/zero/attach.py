@@ -88,7 +88,7 @@ def initialize(
     automatic = isinstance(plan, str) and plan == "auto"
     named = None if automatic else load_plan(plan)
     private.check_version()
-    host.load()  # a missing compiler is told before anything is built
+    host.load()  # reports a missing compiler before an engine is built
     if config is None:
         config = kwargs.pop("config_params", None)
     config = _load_config(config)
@@ -114,10 +114,10 @@ def _for_engine(
     """Return a config as DeepSpeed gets it under a plan, and the plan with the config's folder on a drive."""
     config = for_a_plan(config)
     zero = config["zero_optimization"]
-    # PyTorch's pinned allocator rounds up to powers of two and gives nothing back; `attach` page-locks
-    # exactly what the plan moves.
+    # PyTorch's allocator of pinned memory rounds up to powers of two, and never releases memory. `attach` page-locks
+    # exactly the memory that the plan copies.
     zero["offload_optimizer"]["pin_memory"] = False
-    # DeepSpeed's own is 5e8: gradients would start for the host late.
+    # DeepSpeed's default of 5e8 elements would delay the copies of gradients to the host.
     if bucket := planned_bucket(world_size()):
         zero.setdefault("reduce_bucket_size", bucket)
     if plan is not None:
@@ -241,7 +241,7 @@ def _checked_plan(plan: Plan, engine: Any, rule: UpdateRule) -> tuple[Plan, int]
     optimizer = engine.optimizer
     private.check_members(optimizer)
     size = planned_size(plan, optimizer, rule)
-    whole = getattr(optimizer, "sub_group_size", size)  # below ZeRO-3 it means nothing to DeepSpeed
+    whole = getattr(optimizer, "sub_group_size", size)  # DeepSpeed ignores it under ZeRO-1 and 2
     check_plan(plan, subgroups_of(optimizer, size), whole, engine.zero_optimization_stage())
     return _on_the_host(plan, optimizer) if rule.own_step else plan, size
 
@@ -272,11 +272,11 @@ def _attach_automatically(
         plan = storing_plan(engine, rule, sizes, storage)
     attach(engine, plan, device=device, checkpoint=checkpoint, overlap_forward=overlap_forward)
     if own_step:
-        return engine  # there is no other placement to plan
+        return engine  # there is no other placement to choose
     stages = private.pipeline_stages(engine)
     if stages == 1:
         plan_later(session_of(engine), machine, _to_monitor(engine))
-    elif rank() == 0:  # each stage has other subgroups, and one rank plans for all
+    elif rank() == 0:  # the stages have different subgroups, but one rank plans for all ranks
         logger.warning(
             "plan='auto' makes no plan for a model of %d pipeline stages: the CPU updates every subgroup. Checkpoints "
             'are written as usual. Remove "plan" to train with DeepSpeed alone',
@@ -335,7 +335,7 @@ def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overla
         stage3.take_over(
             optimizer, engine.module, plan, device, rule, overlap_forward=overlap_forward, subgroup_size=size
         )
-    else:  # only there: an older DeepSpeed lacks what it imports
+    else:  # imported only here, because older DeepSpeeds lack what the module imports
         from ebbtide.runtime.zero import stage12
 
         stage12.take_over(optimizer, plan, device, rule, overlap_forward=overlap_forward)
@@ -410,7 +410,7 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
     session.executor.bodies.gate = live
     lazy = install(engine, checkpoint, live, after_step=session.after_step, plan_digest=lambda: session.plan.digest)
     session.before_switch.append(lazy.wait)
-    if session.engine.update_rule().own_step:  # its moments are there after the first step only
+    if session.engine.update_rule().own_step:  # the moments exist only after the first step
         lazy._before_save = register
 
 

@@ -42,9 +42,9 @@ class CollectiveGathers:
         self._partitions = partitions
         self.awaited = set[int]()
         self.own_precision = False
-        self._due = frozenset[int]()  # ds_ids of the module that begins
-        self._begun = set[int]()  # and of those before it, since own_precision was set
-        self._asks: list[_Ask] = []  # with a gather that is not launched, in the order of asking
+        self._due = frozenset[int]()  # ds_ids of the parameters of the module that begins
+        self._begun = set[int]()  # ds_ids of modules that began before it, since own_precision was set
+        self._asks: list[_Ask] = []  # asks with a gather that is not launched yet, in the order of asking
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
@@ -110,8 +110,8 @@ class CollectiveGathers:
 
     def _as_stock(self, gather: Gather) -> Gather:
         def gather_as_stock(params: list[Any]) -> private.Handle:
-            # One that a module has had is asked for again where DeepSpeed has let it go, which it
-            # does with all of them while it records the order of modules anew.
+            # A parameter that an earlier module used is gathered again, because DeepSpeed may have released it.
+            # DeepSpeed releases all of them while it records the order of modules again.
             stays = [p for p in params if p.ds_persist and p.ds_id not in self._begun]
             with private.in_own_precision(stays if self.own_precision else []):
                 return gather(params)
@@ -122,7 +122,7 @@ class CollectiveGathers:
         if param.ds_id in self._due:
             return False
         device = executor.device
-        # Without streams the caller itself would wait for the copy to the device.
+        # Without streams, the calling thread itself would wait for the copy to the GPU.
         return self._awaits(param) or not (device.unified or device.training_streams())
 
     def _awaits(self, param: Any) -> bool:
@@ -154,7 +154,8 @@ class _Ask:
         self.waiting: list[Any] = []
         self.handles: dict[Any, private.Handle] = {}
         self._copies: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
-        self._copied: dict[int, list[Completion]] = {}  # what each gather has waited for, by its handle's id
+        # Id of a gather's handle -> copies that the gather has waited for.
+        self._copied: dict[int, list[Completion]] = {}
 
     def put_off(self, params: list[Any], new: list[Any]) -> None:
         private.mark_in_flight(params)

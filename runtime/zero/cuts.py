@@ -6,7 +6,7 @@ from typing import Any
 
 from ebbtide.simulator.update.subgroups import cut_flat, pieces_of
 
-Cut = tuple[int, int, int]  # parameter group, offset in its partition, elements
+Cut = tuple[int, int, int]  # (parameter group, offset in its partition, number of elements)
 
 
 def cuts(partitions: list[int], subgroup_size: int) -> list[Cut]:

@@ -41,7 +41,7 @@ class Partitions:
         if executor.device.unified:
             return False
         subgroup = self.subgroup_of.get(param.ds_id)
-        if subgroup is None:  # it is not trained: DeepSpeed keeps it
+        if subgroup is None:  # a parameter that is not trained, which DeepSpeed manages
             return private.parameter_location(self._optimizer) == "host"
         return executor.states[subgroup].parameter_location == "host"
 
@@ -58,7 +58,7 @@ class Partitions:
         """
         held = {param: param.ds_tensor.data for param in params}
         there = {p: self._on_device(p, source, executor) for p, source in held.items()}
-        # Memory for a copy may have been another's, in the order of the current stream.
+        # Memory allocated for a copy may still be in use on the current stream.
         free = Completion.done(executor.device.current_event())
         brought = {}
         for param, source in held.items():

@@ -73,7 +73,7 @@ class FlatState:
             self.adopt(state)
         for subgroup, shadow in self.shadows.items():
             if session.executor.bodies.gate is not None:
-                session.executor.bodies.gate.before_update(subgroup)  # a checkpoint may be reading it
+                session.executor.bodies.gate.before_update(subgroup)  # a checkpoint may be reading the flat buffer
             _copy(shadow, session.executor.states[subgroup].state)
         self.published = True
 
@@ -186,7 +186,7 @@ def _adopted(optimizer: Any, master: torch.nn.Parameter, device: Device) -> Stat
     for key in optimizer._rule.moments:
         if key in state:
             state[key] = device.host_adopt(state[key])
-        else:  # before the first step
+        else:  # before the first step, there are no moments yet
             state[key] = device.host_empty(master.numel(), master.dtype).zero_()
     return (master.data, *(state[key] for key in optimizer._rule.moments))
 

@@ -63,7 +63,7 @@ class Gathers:
         for parameter, _ in self._stand_ins:
             self._undo.append(_gate_copies(parameter, self._before_copy))
         for module in self._module.modules():
-            # No bound method: a copy of the module would hold a copy of the whole optimizer.
+            # No bound method, because a copy of the module would then include a copy of the whole optimizer.
             hook = module.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
             self._undo.append(hook.remove)
 
@@ -75,7 +75,7 @@ class Gathers:
         self._undo.clear()
 
     def _before_state_dict(self) -> None:
-        # Gathers are collective: with several ranks this one may be alone in asking.
+        # Gathers are collective, and with several ranks only this rank may call state_dict.
         if not self.shows:
             return
         if self._optimizer.partition_count == 1:
@@ -156,7 +156,7 @@ class Gathers:
             return
         params = [param for param in params if hasattr(param, "ds_id")]
         own.executor.wait_parameters(self.partitions.subgroups(params))
-        # Who asks for one that is gathered already may be the only rank that does.
+        # Parameters that are already gathered are left out, because this may be the only rank that asks for them.
         self.together.gathered([p for p in params if private.is_partitioned(p)])
 
     def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> Fetches | None:

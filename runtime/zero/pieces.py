@@ -40,7 +40,7 @@ def _parameter(name: str, parameter: Any) -> Iterator[Piece]:
             yield Piece(name, values.view(-1), 0, values.numel())
         return
     start, count = _own_part(parameter)
-    if shard.numel() >= count > 0:  # not on NVMe
+    if shard.numel() >= count > 0:  # empty if the partition is on NVMe
         yield Piece(name, shard.detach().view(-1)[:count], start, parameter.ds_numel)
 
 
@@ -66,7 +66,7 @@ def _master(engine: Any, name: str, parameter: Any) -> Iterator[Piece]:
 def _master_of_stage_3(optimizer: Any, name: str, parameter: Any) -> Iterator[Piece]:
     group = optimizer.grad_position[optimizer.get_param_id(parameter)][0]
     if optimizer._swappable_optimizer_subgroup(group):
-        return  # on NVMe
+        return  # the state is on NVMe
     start, count = _own_part(parameter)
     if count > 0:
         values, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)

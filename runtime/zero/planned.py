@@ -46,7 +46,7 @@ class PlannedZero:
     _hooks: list[Any]  # handles of ebbtide's hooks, for their removal
     optimizer: Any  # one of those that `ebbtide.runtime.kernels.rules` has a rule for
     dtype: torch.dtype
-    loss_scale: Any  # a float; a tensor where DeepSpeed keeps it so
+    loss_scale: Any  # a float, or a tensor in some modes of DeepSpeed
     clip_grad: float
     gradient_accumulation_dtype: torch.dtype
     gradient_accumulation_steps: int
@@ -67,7 +67,7 @@ class PlannedZero:
 
     def reduce_ready_partitions_and_remove_grads(self, param: Any, *group: int) -> None:
         """Record that backward has computed a parameter's gradient, then reduce the gradient as DeepSpeed does."""
-        if self.zero_stage() > 1:  # ZeRO-1 asks after the whole backward
+        if self.zero_stage() > 1:  # ZeRO-1 calls this method after the whole backward
             self._ebbtide.recorder.gradient_made(lambda: self._places(param))
         super().reduce_ready_partitions_and_remove_grads(param, *group)  # type: ignore[misc]
 
@@ -130,7 +130,7 @@ class PlannedZero:
         from ebbtide.profiler.units import unit_of, units
 
         module = self._module_of()
-        assert module is not None  # the engine holds it
+        assert module is not None  # the engine keeps the module alive
         parts = [name for name, _ in units(module)]
         names = {param: name for name, param in module.named_parameters()}
         return {
@@ -229,9 +229,9 @@ class PlannedZero:
 
     def publish(self) -> None:
         """Wait for running updates, so that DeepSpeed's own tensors show the latest step's optimizer state."""
-        own = self.__dict__.get("_ebbtide")  # None while it is being made
+        own = self.__dict__.get("_ebbtide")  # None while the optimizer is being built
         if own is not None and not own.closed:
-            own.executor.state_shown()  # who reads what is public may write to it
+            own.executor.state_shown()  # a reader of DeepSpeed's public tensors may also write to them
             own.wait_for_readers()
             if self._flat is not None:
                 self._flat.publish(own)
@@ -270,7 +270,7 @@ class PlannedZero:
         held = [_in_host_memory(way, parameters_too=leave) for way in plan.ways]
         self._ebbtide.switch(plan.with_ways(held, staging_slots=0, prefetch=0))
         self._ebbtide.set_aside = self._ebbtide.set_aside or plan
-        private.empty_cache()  # for other processes, and other allocators of this one
+        private.empty_cache()  # so that other processes, and other allocators of this process, can use the memory
 
     def reload_states(self, **_: Any) -> None:
         """Undo `offload_states`: move optimizer state and parameters back to the memory that the plan names."""

@@ -40,7 +40,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     _overflows: list[torch.Tensor]
     shares_state = True
     overlaps_forward = False
-    # Public: read from outside, they show resident state too.
+    # These attributes are public. Readers outside must also see state that is resident in GPU memory.
     single_partition_of_fp32_groups = gated("single_partition_of_fp32_groups")
     state = gated("state", lambda self: self.optimizer.state)
 
@@ -83,7 +83,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         accumulates = self.micro_step_id > 0 or not boundary
         if accumulates:
             self._offload_accumulated_param_ids.add(key)
-        shared = elements != param.numel()  # another rank owns the rest
+        shared = elements != param.numel()  # another rank owns the rest of the parameter
         sums_all = self._sums_all(param, elements)
         if sums_all and accumulates:
             self.async_accumulate_grad_in_cpu_via_gpu(param)
@@ -91,7 +91,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             self.accumulated_grads_in_cpu[key] = None
         gradient = self.get_param_gradient_attribute(param)
         if boundary or not sums_all:
-            if shared and boundary:  # stock looks for overflow in all of it
+            if shared and boundary:  # DeepSpeed looks for an overflow in the whole gradient
                 self.update_offload_overflow_tracker(gradient)
             own_part = gradient.view(-1).narrow(0, start, elements)
             first = self.micro_step_id <= 0 or sums_all
@@ -104,7 +104,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return apart and not self.low_precision_master_weights_and_grads
 
     def _drop_gradient(self, param: Any) -> None:
-        # Autograd made it on another stream than the one that has just been given work on it.
+        # Autograd made the gradient on another stream than the present one, which has just been given work on it.
         gradient = self.get_param_gradient_attribute(param)
         if gradient is not None:
             self._ebbtide.executor.device.let_go(gradient)
@@ -119,7 +119,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             totals.append(self._windows.accept(piece, part, first=first, boundary=boundary, alone=alone))
             position += piece.elements
         if boundary:
-            if key in self.norm_for_param_grads:  # of a backward before, whose overflow counts too
+            if key in self.norm_for_param_grads:  # the norm of an earlier backward, whose overflow counts too
                 self._overflows.append(~torch.isfinite(self.norm_for_param_grads[key]))
             total = gradient if first else torch.cat(totals) if len(totals) > 1 else totals[0]
             self.norm_for_param_grads[key] = float64_norm(total)
@@ -268,7 +268,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         """
         super()._link_all_hp_params()
         self._hp_optimizer_states_linked = False
-        # An optimizer's own first step makes its moments.
+        # An optimizer that runs its own step creates its moments in its first step.
         if not self._rule.own_step or any(self.optimizer.state.values()):
             self._lazy_init_hp_params_optimizer_state()
         for group in self.bit16_groups:
@@ -299,7 +299,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
                 return call(*args, **kwargs)
             self._ebbtide.executor.wait_all()
             number, index = param._hp_mapping.param_group_index, param._index_in_param_group
-            shown = self.params_in_partition[number][index]  # round robin: stock's may be another
+            # With round robin, the index in the partition may be that of another parameter.
+            shown = self.params_in_partition[number][index]
             kept = [self._windows.keep(p) for p in self._flat.slices[self.get_param_id(shown)]]
             fragment = torch.cat([part.cpu() for part in kept])
             group = self.offload_gradient_dict[number]
@@ -348,7 +349,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         own = [kind for kind in DEEPSPEEDS_OWN if include is None or kind in include]
         self.publish()
         DeepSpeedZeroOptimizer.offload_states(self, own, **how)
-        self._link_all_hp_params()  # cut with the parameters' memory, but training may go on
+        # Offloading cut the links together with the parameters' memory, but training may continue.
+        self._link_all_hp_params()
         self._follow_parameters()
         super().offload_states(include)
 
@@ -371,7 +373,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return self._flat.cuts
 
     def first_use(self) -> list[int]:
-        return list(range(len(self._flat.cuts)))  # steps wait for all of them
+        return list(range(len(self._flat.cuts)))  # each step waits for all updates
 
     def _trained(self) -> list[Any]:
         return [param for group in self.bit16_groups for param in group]
@@ -432,6 +434,7 @@ def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, o
     optimizer.accumulated_grads_in_cpu = HostSums(optimizer.accumulated_grads_in_cpu, optimizer._sum_on_host)
     optimizer._link_all_hp_params()
     optimizer.resume_rule()
-    # For ``engine.basic_optimizer.state_dict()``; ZeRO-3's knows no parameters between steps.
+    # For ``engine.basic_optimizer.state_dict()``. ZeRO-3 needs no hook, because its state dict has no parameters
+    # between steps.
     inner = optimizer.optimizer
     optimizer._hooks = [inner.register_state_dict_pre_hook(lambda _: optimizer.publish())]

@@ -30,12 +30,12 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     _gathers: Gathers
     _pieces: stage3_buffers.Pieces
-    _swapped: list[int]  # subgroups whose parameters DeepSpeed's swapper has
-    _unread: torch.Tensor  # what their updates write: the swapper reads the master
-    _infinite: set[int]  # parameters whose sum of micro-batches is infinite or NaN
+    _swapped: list[int]  # subgroups whose parameters DeepSpeed's swapper holds
+    _unread: torch.Tensor  # unused output of the updates of these subgroups: the swapper reads the master
+    _infinite: set[int]  # parameters with a sum of micro-batches that is infinite or NaN
     shares_state = False
     overlaps_forward = True
-    # What DeepSpeed keeps them in is public: read from outside, they wait for the updates.
+    # These attributes of DeepSpeed are public. Reading them waits for the updates.
     fp32_partitioned_groups_flat = gated("fp32_partitioned_groups_flat")
     fp16_partitioned_groups_flat = gated("fp16_partitioned_groups_flat", lambda self: self._pieces.joined())
     state = gated("state", lambda self: self.optimizer.state)
@@ -55,13 +55,13 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
             piece = self._piece(param)
             if piece.real:
                 private.note_active(self, param)
-                # Older DeepSpeeds widen a gradient only where they add it up.
+                # Older DeepSpeeds convert a gradient to fp32 only when they add it up.
                 arrived = partition.view(-1).to(self.gradient_accumulation_dtype)
                 total = self._windows.accept(piece, arrived, first=self.micro_step_id == 0, boundary=boundary)
                 if boundary:
                     self.norm_for_param_grads[self.get_param_id(param)] = _norm(total)
             if param.grad is not None:
-                # One larger than a bucket is where autograd made it, on another stream than this.
+                # Autograd made a gradient larger than a bucket on another stream than the present one.
                 own.executor.device.let_go(param.grad)
             param.grad = None
         if private.in_bucket(self, grad_partitions):
@@ -117,7 +117,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self._windows.close_window()
         if scaled_norm is None:
             own.skip()
-            self._gathers.show_at_rest()  # stock leaves them partitioned here
+            self._gathers.show_at_rest()  # DeepSpeed leaves the parameters partitioned here
         else:
             self._global_grad_norm = scaled_norm / self.loss_scale
             self._pieces.part()
@@ -252,9 +252,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self._gathers.together.stay_gathered(True)
         if self._ebbtide.plan.overlap_forward:
             self.invalidate_secondary_tensor()
-            # Ranks' plans may differ, and to show them is collective.
+            # The plans of ranks may differ, and gathering is collective.
             if self.any_rank(self._ebbtide.saves_in_flight):
-                self._gathers.stand_in()  # as behind a step: whoever reads them first waits
+                self._gathers.stand_in()  # as after a step: the first read waits for the updates
             else:
                 self._gathers.show_at_rest()
         else:
@@ -275,7 +275,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
                 moments = dict(zip(self._rule.moments, placed.moments, strict=True))
             take_loaded_moments(self.optimizer, self._rule, master, moments)
         self._pieces.take_back()
-        executor.state_loaded()  # what was published is taken back before the next update
+        executor.state_loaded()  # the tensors shown to DeepSpeed are copied back before the next update
         self.resume_rule()
 
     # -- what the session asks ---------------------------------------------------------------
@@ -358,7 +358,7 @@ def take_over(
     """
     optimizer._swapped = stage3_buffers.swapped(optimizer)
     if optimizer._swapped:
-        overlap_forward = False  # the swapper reads a master that no update writes any more
+        overlap_forward = False  # so that no update still writes a master that the swapper reads
         _check_masters_at_hand(optimizer, plan)
     for master in optimizer.fp32_partitioned_groups_flat:
         master.grad = None  # 4 bytes per parameter
@@ -366,7 +366,7 @@ def take_over(
     optimizer._gathers, optimizer._flat = Gathers(optimizer, module), None
     optimizer._rule, optimizer._infinite, optimizer._hooks = rule, set(), []
     optimizer.__class__ = EbbtideStage3
-    try:  # subgroup by subgroup
+    try:  # converts one subgroup at a time
         optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)
     except BaseException:
         device.close()

@@ -140,7 +140,7 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
         return Buffers(state, gradient, pieces.wire(subgroup), location)
     master = masters[subgroup]
     rule = optimizer._rule
-    # An optimizer that runs its own step is asked for nothing: its state would hold an entry then.
+    # The state of an optimizer that runs its own step is not read, because reading would create an entry.
     state = {} if rule.own_step else optimizer.optimizer.state[master]
     state.setdefault("step", 0)
     for key in (*rule.moments, *rule.unused):
@@ -155,7 +155,8 @@ def stock_buffers(optimizer: Any, masters: list[torch.nn.Parameter], subgroup: i
 
 def swapped(optimizer: Any) -> list[int]:
     """Return the subgroups whose parameters are only on a drive, where DeepSpeed's NVMe swapper keeps them."""
-    wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())  # below ZeRO-3 none
+    # The attribute does not exist under ZeRO-1 and 2.
+    wires = optimizer.__dict__.get("fp16_partitioned_groups_flat", ())
     return [index for index, wire in enumerate(wires) if wire is None]
 
 
@@ -179,7 +180,7 @@ def repoint(optimizer: Any, master: torch.nn.Parameter, state: SubgroupState) ->
     moved = wire is not None and wire.data_ptr() != state.wire.data_ptr()
     if moved:
         optimizer._pieces.move(state.index, state.wire)
-    # Last: until here, the former tensors are whole, and an error leaves them in use.
+    # Last, because until here the former tensors are complete, so that after an error they can still be used.
     flat = optimizer.grad_partitions_flat_buffer.untyped_storage().data_ptr()
     if left.data_ptr() != state.gradient.data_ptr() and left.untyped_storage().data_ptr() == flat:
         _give_pages_back(left)

@@ -7,8 +7,8 @@ from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.runtime.zero.stage3_buffers import swapped
 from ebbtide.simulator.plan import Plan, PlanError
 
-# Of "auto": DeepSpeed's own subgroups (1e9 elements by default) are few, and all of one is in one
-# place. More than some thirty gain nothing, nor do smaller ones than a link's latency asks for.
+# For "auto": DeepSpeed's own subgroups (1e9 elements by default) are few, and each has one placement. More than about
+# 30 parts gain nothing, and for much smaller parts the latency of copies matters.
 DEEPSPEEDS_SUBGROUP = 10**9  # elements: DeepSpeed's default sub_group_size
 PIECES, PIECE, LEAST_PIECE = 32, 100_000_000, 20_000_000
 

@@ -59,12 +59,13 @@ class Windows(GradientBuffers[ZeroSlice]):
     gradient is copied to the spare buffer.
     """
 
-    last_scale: float | None = None  # what the latest step multiplied gradients by; None: skipped
-    # Of a subgroup, from an element on: the latest update's gradient becomes what stock's optimizer
-    # has left in its place; None: it leaves the gradient.
+    # Factor by which the latest step multiplied gradients. None if the step was skipped.
+    last_scale: float | None = None
+    # Function of a subgroup, a first element and a gradient. It overwrites the gradient of the latest update with the
+    # values that DeepSpeed's optimizer leaves there. None: the gradient stays unchanged.
     spend: Callable[[int, int, torch.Tensor], None] | None = None
-    _spares: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # host memory
-    # Subgroups whose buffer and spare changed places in this window.
+    _spares: dict[int, torch.Tensor] = field(default_factory=dict, init=False)  # in host memory
+    # Subgroups whose gradient buffer and spare buffer have been exchanged in this step.
     _turned: set[int] = field(default_factory=set, init=False)
 
     def accept(
@@ -88,7 +89,7 @@ class Windows(GradientBuffers[ZeroSlice]):
         if not (boundary or self.states[piece.subgroup].sum is not None):
             self._keep_previous(piece)
         if alone and piece.summed and piece.apart is None and not piece.held:
-            self._wait_arrived(piece)  # a gradient of a step that was skipped
+            self._wait_arrived(piece)  # wait for the copy of a gradient of a skipped step
             piece.apart = self._host_buffer(piece).clone()
         total = self._take(piece, gradient, first=first, boundary=boundary, alone=alone)
         if not alone:
@@ -125,7 +126,7 @@ class Windows(GradientBuffers[ZeroSlice]):
     def _keep_previous(self, piece: ZeroSlice) -> None:
         subgroup = piece.subgroup
         if self._crosses[subgroup] or self.device.unified:
-            # All of the subgroup at once, by reference: what has not arrived yet is left behind.
+            # For the whole subgroup at once, by exchanging the buffers. Copies in progress end in the former buffer.
             if subgroup not in self._turned and not any(p.touched for p in self.by_subgroup[subgroup]):
                 state = self.states[subgroup]
                 spare = self._spare(subgroup)
@@ -194,7 +195,7 @@ class Windows(GradientBuffers[ZeroSlice]):
         self.ops.wait()
         for piece in self.slices.values():
             buffer = self._host_buffer(piece)
-            if piece.unsent:  # the next window may go on from it
+            if piece.unsent:  # the next step may add to it
                 piece.apart = self._held(piece).to(buffer.device, copy=True)
             elif piece.begun and not piece.touched and piece.apart is None:
                 piece.apart = buffer.clone()
@@ -221,7 +222,7 @@ class Windows(GradientBuffers[ZeroSlice]):
             self.ops.send(piece.subgroup, piece.offset, self._host_buffer(piece), self._held(piece), summed=False)
             piece.unsent = False
         self._wait_arrived(piece)
-        if piece.apart is not None:  # another plan has been since
+        if piece.apart is not None:  # the plan was switched since
             self._host_buffer(piece).copy_(piece.apart)
             piece.apart = None
         piece.touched = piece.used = True
@@ -349,7 +350,7 @@ class OneBuffer(Windows):
     def accept(
         self, piece: ZeroSlice, gradient: torch.Tensor, *, first: bool, boundary: bool, alone: bool = False
     ) -> torch.Tensor:
-        del alone  # there is nothing else
+        del alone  # with one buffer, it makes no difference
         fresh = (piece.begun or piece.touched) and piece.kept is None
         if not (first or fresh):
             self._host_buffer(piece).copy_(self.keep(piece))

@@ -23,10 +23,11 @@ from ebbtide.simulator.update.steps import Slot
 from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 
-FEW = 8  # of the best settings, with which early updates are tried
-BUILT = 4  # micro-batches: the first, two equal ones (the second is repeated, and waits for its equal), the last
-FEW_MICRO_BATCHES = 3  # more of them change neither what fits nor what runs beside the update
-SLOTS = 2  # of an evenly spread plan
+FEW = 8  # number of best settings that are also tried with early updates
+# Number of micro-batches that are built: the first, two equal ones (the second one is repeated), and the last.
+BUILT = 4
+FEW_MICRO_BATCHES = 3  # more micro-batches change neither whether training fits nor which ops overlap with the update
+SLOTS = 2  # most staging buffers of a plan with evenly spread placements
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
 
@@ -80,12 +81,12 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
         options: Options of the strategy, as for `build_strategy`.
     """
     micro = workload.gradient_accumulation_steps
-    # A measured time of copies is a step's, divided by its micro-batches. Gradients under a plan may wait for those of
-    # several micro-batches before.
+    # A measured time of copies covers a whole step and is divided by the number of micro-batches, so it needs all of
+    # them. Under a plan, gradients may wait for the gradients of several earlier micro-batches.
     if micro <= BUILT or workload.stock_backward_extra_s is not None or name == "ebbtide":
         return compile_schedule(build_strategy(name, workload, **options))
     if isinstance(asked := options.get("iterations"), int):
-        check_passes(workload, asked)  # before any is built
+        check_passes(workload, asked)  # refused before ops are built
     few = workload.model_copy(update={"gradient_accumulation_steps": BUILT})
     schedule = build_strategy(name, few, **options)
     check_passes(workload, schedule.iterations)
@@ -132,7 +133,7 @@ class _Strategy:
         result = simulate_fast(schedule, self.machine)
         held = schedule.schedule.held
         memory_of = partial(peaks_by_kind, held, schedule.ops, result)
-        if isinstance(plan, Plan):  # a plan with further options
+        if isinstance(plan, Plan):  # a plan with more options than its placements
             right, work = result, self.workload.cut_as(plan)
 
             def run(other: Plan) -> SimResult:

@@ -21,8 +21,8 @@ from ebbtide.simulator.update.steps import Placement
 from ebbtide.simulator.update.way import PLACEMENT_CODES, Way, ways
 from ebbtide.simulator.workload import Workload
 
-AT_ONCE = 1e18  # parameters/s
-ROUNDING, ROUNDING_S = 1e-5, 1e-6  # of the solver's tolerances: relative, and in seconds
+AT_ONCE = 1e18  # parameters/s: practically no time
+ROUNDING, ROUNDING_S = 1e-5, 1e-6  # allowance for the solver's tolerances: relative, and in seconds
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,8 @@ def _passes_s(workload: Workload, machine: Machine) -> float:
     if not (workload.network_step_gather_bytes or any(over_network)):
         return 0.0
     at_once = {"device_adam_params_per_s": Quantity.exact(AT_ONCE), "launch_latency_s": 0.0}
-    work = workload.one_subgroup.model_copy(update={"module_issue_s": 0.0})  # which some plans do not wait for
+    # The bound leaves out the issue time of modules, because some plans do not wait for it.
+    work = workload.one_subgroup.model_copy(update={"module_issue_s": 0.0})
     sweep = PlanSweep(work, machine.model_copy(update=at_once))
     placed = np.array([PLACEMENT_CODES["resident"]], dtype=np.int8)
     row = sweep.evaluate(placed, 0, overlap_forward=workload.zero_stage == 3)

@@ -113,7 +113,7 @@ def expected_goodput(iteration_s: float, cost: CheckpointCost, failures: Failure
     check_commit(cost.persist_s, interval_s)
     if math.isinf(mtbf_s):
         return work_s / interval_s
-    # E and work multiplied by exp(-(R + persist + L) / M): nothing overflows when M is tiny.
+    # Both E and the work are multiplied by exp(-(R + persist + L) / M), so that nothing overflows if M is tiny.
     kept = math.exp(-(failures.restart_s + cost.persist_s + interval_s) / mtbf_s)
     return work_s / mtbf_s * kept / -math.expm1(-interval_s / mtbf_s)
 
@@ -153,7 +153,7 @@ def optimal_interval(cost_s: float, mtbf_s: float) -> float:
     if relative == 0.0:
         return 0.0
     x = 1.0
-    for _ in range(100):  # Newton from above on a convex, rising function: never overshoots
+    for _ in range(100):  # Newton's method on a convex, rising function, started above the root: it never overshoots
         step = (x + math.expm1(-(x + relative))) / -math.expm1(-(x + relative))
         x -= step
         if abs(step) <= 1e-14 * x:

@@ -8,7 +8,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.workload import Workload
 
-ROUNDING = 1e-4  # relative: far more than a solver's tolerances
+ROUNDING = 1e-4  # relative, far larger than the solver's tolerances
 
 
 class Bounds:
@@ -56,7 +56,8 @@ class Bounds:
         and from below elsewhere. If that decides, the bound itself is not computed.
         """
         least_s, most_s = self._lines(limits, away)
-        if min(most_s, self._lines(limits.in_memory, away)[1]) < seconds:  # drives make no plan slower
+        # Drives make no plan slower, so the limit without drives holds too.
+        if min(most_s, self._lines(limits.in_memory, away)[1]) < seconds:
             return True
         return least_s < seconds and self.seconds(workload, machine, limits, away) < seconds
 

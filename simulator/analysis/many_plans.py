@@ -30,8 +30,9 @@ from ebbtide.simulator.update.way import PARAMETERS_ON_HOST, plain_ways
 from ebbtide.simulator.workload import Workload
 from numpy.typing import NDArray
 
-MOST_PROGRAMS = 64  # recordings that are kept: one for each set of parameter locations
-MOST_AMOUNTS = 1024  # placements with their counts and bytes: most plans of a search differ in their order only
+MOST_PROGRAMS = 64  # largest number of recordings that are kept, one for each set of parameter locations
+# Largest number of placements with kept counts and bytes: most plans of a search differ in their update order only.
+MOST_AMOUNTS = 1024
 
 
 class _Scratch(threading.local):
@@ -90,7 +91,8 @@ class PlanSweep:
         self.machine = machine
         self.capacity = capacity_vector(machine, self.workload.ranks_per_node)
         self.machine_facts = machine_vector(machine)
-        self.rates = np.array([machine.known_rate(name) for name in RATES], dtype=np.float64)  # None: NaN
+        # NaN for rates that are None.
+        self.rates = np.array([machine.known_rate(name) for name in RATES], dtype=np.float64)
         self._by_threads: dict[int, Floats] = {}
 
     def longer(self, iterations: int, warm_up: int) -> "PlanSweep":
@@ -131,12 +133,12 @@ class PlanSweep:
         recipes = [recipe for way in plain_ways() for recipe in (way.recipe, way.unfused)]
         longest = max(len(recipe.steps) for recipe in recipes)
         gradients = max(len(recipe.gradient_steps) for recipe in recipes)
-        parts = sum(map(len, self.workload.shares()))  # of gradients
+        parts = sum(map(len, self.workload.shares()))  # number of parts of gradients
         passes = micro * (10 * layers + gradients * parts)
         self.most_ops = passes + longest * subgroups + 5
-        count = self.most_ops * self.iterations + subgroups  # what begins ahead of one more
-        # A step's end waits for two ops of each subgroup, and so do its gathers; a layer's share of
-        # each subgroup is waited for once; a pass for a gradient on its way to the host too.
+        count = self.most_ops * self.iterations + subgroups  # with the ops that begin early for one more iteration
+        # Number of waits: the end of a step and its gathers wait for two ops of each subgroup. A layer's share of each
+        # subgroup is waited for once, and so is a gradient's copy to the host by a forward or backward.
         self._room = count, 5 * count + self.iterations * (2 * layers + 7 * subgroups)
 
     def evaluate(
@@ -205,7 +207,7 @@ class PlanSweep:
             scratch.after,
         )
         row = self._run(scratch, count, self._rates_with(threads))
-        # On top of the activations' peak.
+        # This memory is added to the peak of the activations.
         held = self.held_under(placement, staging_slots, host_slots)
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
         row[summary.DEVICE_PEAK] += base + held["device"]
@@ -295,7 +297,7 @@ class PlanSweep:
                 self._programs.pop(next(iter(self._programs)))
             program = Program.of(tape)
             for rate in np.unique(program.rows[:, kernel.RATE]).astype(int):
-                self.machine.rate(RATES[rate])  # tells which one is missing
+                self.machine.rate(RATES[rate])  # raises an error that names the missing rate
             self._programs[key] = program, gone_bytes
         program, gone_bytes = self._programs[key]
         return (program if self._pace == 1.0 else program.paced(self._pace)), gone_bytes

@@ -21,7 +21,7 @@ from ebbtide.simulator.schedules.stock_options import PRODUCTS_WAITED_FOR
 from ebbtide.simulator.update.footprint import base_by_kind, with_base
 from ebbtide.simulator.workload import Workload
 
-# What `Template.retimed` writes anew, or what no schedule depends on; all else is the structure.
+# Fields that `Template.retimed` replaces, or that no schedule depends on. All other fields are the structure.
 RETIMED_LAYER = ("name", "forward_s", "backward_s", "activation_bytes")
 RETIMED_WORKLOAD = (
     "schema_version",

@@ -30,7 +30,7 @@ _LAID_OUT = (
     "the work of each rank in a workload depends on the number of ranks",
     "make a workload for each value with workload_from_model(data_parallel=...), or profile training on that many GPUs",
 )
-# Fields of the machine that a workload depends on: why they cannot change, and what to do instead.
+# Fields of the machine that a workload depends on, so that they cannot be varied: the reason, and what to do instead.
 _IN_WORKLOAD = {
     "nodes": _LAID_OUT,
     "gpus_per_node": _LAID_OUT,
@@ -117,7 +117,7 @@ def what_if(
     _check_changes(changes, machine)
     strategies = usual_strategies(workload) if strategies is None else strategies
     points = list(grid(machine, strategies, gpu_memory_bytes, changes))
-    for point in points:  # bad input is told before a long sweep
+    for point in points:  # refuse bad input before a long sweep begins
         _changed(workload, machine, point)
     shown = len(points) >= 50 if progress is None else progress
     rows, interrupted = _run(workload, machine, points, n_jobs, shown, planner)
@@ -356,5 +356,5 @@ def _told_bound_s(plan: Plan | None) -> float:
 def _bound_s(work: Workload, machine: Machine, limits: Limits) -> float:
     try:
         return lower_bound(work, machine, limits).iteration_s
-    except ValueError:  # nothing fits
+    except ValueError:  # no plan fits
         return float("nan")

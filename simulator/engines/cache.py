@@ -17,7 +17,7 @@ def cache_dir() -> Path:
     explicit = os.environ.get("EBBTIDE_CACHE")
     if explicit:
         return Path(explicit)
-    with contextlib.suppress(RuntimeError):  # the user has no home folder
+    with contextlib.suppress(RuntimeError):  # RuntimeError: the user has no home folder
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ebbtide"
         if takes_files(usual):
             return usual

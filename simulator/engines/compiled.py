@@ -22,7 +22,7 @@ from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, Schedule, Span
 from ebbtide.simulator.timeline import Timeline
 
-_COPIED = {  # column -> the op's field that stands there as it is
+_COPIED = {  # column -> field of the op whose value is copied unchanged
     kernel.ITERATION: "iteration",
     kernel.WORK: "work",
     kernel.LATENCY: "latency_s",
@@ -93,7 +93,7 @@ class CompiledSchedule:
             times: Number of times that the micro-batch is in each iteration of the copy.
         """
         ops, after_first, after = self.ops, self.after_first, self.after
-        for first, last in reversed(micro_batches):  # so that the numbers of earlier ops stay
+        for first, last in reversed(micro_batches):  # from the last one, so that the numbers of earlier ops stay valid
             of, after_first, after = repeat(after_first, after, first, last, times)
             ops = ops[of]
         schedule = replace(self.schedule, ops=())
@@ -113,7 +113,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
         table[:, kernel.LANE] = [kernel.LANE_NUMBERS[lane] for lane in fields["lane"]]
         table[:, kernel.KIND] = [kernel.KIND_NUMBERS[kind] for kind in fields["kind"]]
         table[:, kernel.RATE] = [
-            # Only a host update's rate depends on its cores.
+            # Only the rate of a CPU update depends on its number of cores.
             keys.setdefault((rate, cores if rate in THREADED else 0.0), len(keys))
             for rate, cores in zip(fields["rate"], fields["cores"], strict=True)
         ]

@@ -11,13 +11,13 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LANE_COUNT = len(Lane)
-# Entries of the capacity vector.
+# Positions in the vector of capacities.
 C_DRAM, C_CORES, C_H2D, C_D2H, C_LINK, C_DEVICE, C_STORAGE, C_NETWORK, C_STORAGE_READ = range(9)
 C_STORAGE_BOTH = 9
 CAPACITY_COUNT = 10
 CAPACITIES = ("dram", "cores", "h2d", "d2h", "link", "device", "storage", "network", "storage_read", "storage_both")
 
-R_LEFT, R_LOAD, R_FULL = range(3)  # of each capacity, while it is shared out
+R_LEFT, R_LOAD, R_FULL = range(3)  # rows of `room`: what is left, the total demand, and 1 if it is used up
 
 
 @uncounted

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from ebbtide.simulator.engines.cache import cache_dir
 
 Function = TypeVar("Function", bound=Callable[..., object])
-Names = dict[str, Any]  # of a module
+Names = dict[str, Any]  # the names that a module defines
 
 try:
     from numba import config
@@ -21,7 +21,7 @@ try:
     from numba.core.options import DefaultOptions
 
     HAS_NUMBA = True
-    # numba's own name for it; where a later numba has another, references are counted again.
+    # numba's private option. If a later numba renames it, references are counted as usual, which is slower.
     _UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_nrt") else {}
 except ImportError:  # pragma: no cover - numba is a dependency; this is the way without it
     HAS_NUMBA, _UNCOUNTED = False, {}

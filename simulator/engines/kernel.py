@@ -31,12 +31,12 @@ from ebbtide.simulator.engines.fair_speeds import Ints as Ints
 from ebbtide.simulator.engines.jit import compiled, uncounted
 from ebbtide.simulator.schedule import D2H_LANES, FREE_WHERE_UNIFIED, H2D_LANES, Lane, OpKind
 
-# Columns of an op's row.
+# Columns of the row that describes an op.
 LANE, KIND, ITERATION, WORK, RATE, LATENCY, DRAM, CORES, DEVICE_SHARE = range(9)
 DEVICE_ALLOC, DEVICE_FREE, HOST_ALLOC, HOST_FREE = range(9, 13)
 OP_COLUMNS = 13
 
-# Entries of the vector that describes the machine besides rates and capacities.
+# Positions in the vector of the machine's other properties (besides rates and capacities).
 M_CORES, M_DRAM, M_COPY_LATENCY, M_LAUNCH_LATENCY, M_UNIFIED, M_SHARES_CORES = range(6)
 
 LANES = list(Lane)
@@ -50,15 +50,15 @@ _OUT = tuple(LANES.index(lane) for lane in sorted(D2H_LANES))
 _IN = tuple(LANES.index(lane) for lane in sorted(H2D_LANES))
 _FREE_WHERE_UNIFIED = tuple(KINDS.index(kind) for kind in FREE_WHERE_UNIFIED)
 
-# States of the lanes are remembered with their speeds: most moments of a schedule look like an
-# earlier one. A lane's op falls into one of a few classes of equal demands.
+# Speeds are cached by the state of the lanes, because most moments of a schedule resemble an earlier one. In each lane,
+# ops with equal demands form a class.
 _CLASSES = 15
-_ROWS = 32  # of one lane, of which the duration and the class are remembered
-_ROW_COLUMNS = (WORK, KIND, RATE, LATENCY, DRAM, CORES, DEVICE_SHARE)  # on which both depend
+_ROWS = 32  # number of cached rows per lane. For each row, the duration and the class of its op are known
+_ROW_COLUMNS = (WORK, KIND, RATE, LATENCY, DRAM, CORES, DEVICE_SHARE)  # the columns that determine duration and class
 _ROW_S = len(_ROW_COLUMNS)
-_CACHE = 1024  # places for speeds
-_PROBES = 8  # places at which the speeds of one key may be
-_HASH = 0x9E3779B97F4A7C15 - 2**64  # golden ratio: the highest bits of a product depend on all bits of a key
+_CACHE = 1024  # number of entries of the cache of speeds
+_PROBES = 8  # number of entries that are tried for one key
+_HASH = 0x9E3779B97F4A7C15 - 2**64  # golden ratio: the highest bits of the product depend on all bits of the key
 _NEVER = -1
 
 

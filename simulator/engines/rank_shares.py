@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from ebbtide.simulator.machine import Machine, ShareName
 
-_OF_THE_NODE = ("dram", "storage")  # what all ranks draw from; the other shares are of links
+_OF_THE_NODE = ("dram", "storage")  # capacities that all ranks of a node share. The other shares are of links
 
 
 def rank_share(machine: Machine, capacity: ShareName, ranks: int) -> float:

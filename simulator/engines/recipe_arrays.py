@@ -31,13 +31,13 @@ HOST_UPDATES = [RATES.index(name) for name in THREADED]
 _PASSES = [kernel.KINDS.index(kind) for kind in (OpKind.FORWARD, OpKind.BACKWARD)]
 _NO_PART = Part(-1, -1, 0, last=False)
 
-# Columns of a step's row behind those of an op, of a placement's row, and of a place of the tape.
+# Columns of a recipe's step (after the columns of an op), of a placement, and of an entry of the recorded iteration.
 T_WAITS, T_TAKES, T_GIVES, T_EARLY, T_PUBLISHES = range(kernel.OP_COLUMNS, kernel.OP_COLUMNS + 5)
 W_FIRST, W_BEFORE, W_LAST, W_GRADIENT_FIRST, W_GRADIENT_LAST = range(5)
 X_WHAT, X_SUBGROUP, X_PART, X_ELEMENTS, X_LAST, X_ADDED_TO, X_BOUNDARY, X_REFS = range(8)
 X_COLUMNS = 8
-# Entries of the plan: behind P_SLOTS the buffers of each kind, then how many are taken early, in
-# backward and from the step before on.
+# Positions in the vector of the plan: from P_SLOTS on the number of buffers of each kind, then how many of them may be
+# taken early, in backward and from the previous step on.
 P_ITERATIONS, P_SLOTS = range(2)
 P_EARLY = P_SLOTS + len(SLOTS)
 P_AHEAD = P_EARLY + len(SLOTS)
@@ -179,7 +179,7 @@ class Program(NamedTuple):
     def paced(self, times: float) -> Self:
         """Return a copy of the recording with the time of each forward and backward multiplied by ``times``."""
         rows = self.rows.copy()
-        rows[np.isin(rows[:, kernel.KIND], _PASSES), kernel.WORK] *= times  # markers have no work
+        rows[np.isin(rows[:, kernel.KIND], _PASSES), kernel.WORK] *= times  # markers have work 0
         return self._replace(rows=rows)
 
 

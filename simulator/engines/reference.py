@@ -54,7 +54,8 @@ def capacities(machine: Machine, ranks: int) -> dict[str, float]:
         "device": 1.0,
         "storage": machine.storage_write_bytes_per_s.median * rank_share(machine, "storage", sharers),
         "storage_read": machine.rate("storage_read_bytes_per_s") * rank_share(machine, "storage", sharers),
-        # In seconds of either alone: one that takes turns has 1 in a second, a duplex one 2.
+        # Unit: seconds of reading or writing alone. A drive that takes turns does 1 such second per second, a duplex
+        # drive 2.
         "storage_both": max(1.0, 2 * both) * rank_share(machine, "storage", sharers),
     }
     if machine.network_bytes_per_s is not None:
@@ -122,7 +123,7 @@ def demands(op: Op, machine: Machine, duration_s: float) -> dict[str, float]:
 @dataclass
 class _Running:
     op: Op
-    left_s: float  # at full speed
+    left_s: float  # seconds left at full speed
     started_s: float
     demand: dict[str, float]
 
@@ -141,7 +142,7 @@ class _Simulation:
         for op in self.schedule.ops:
             self.queues[op.lane].append(op)
         self.ended = [False] * len(self.schedule.ops)
-        self.met = [0] * len(self.schedule.ops)  # how many entries of `after` have ended
+        self.met = [0] * len(self.schedule.ops)  # for each op, how many entries of its `after` have ended
         self.capacities = capacities(self.machine, self.schedule.ranks_per_node)
         self.device_bytes = self.schedule.device_base_bytes
         self.host_bytes = self.schedule.host_base_bytes
@@ -165,7 +166,8 @@ class _Simulation:
         for lane, queue in self.queues.items():
             if lane not in busy and queue and self._ready(queue[0]):
                 self._start(queue.popleft())
-        self.running.sort(key=lambda r: _LANE_ORDER[r.op.lane])  # one order of summation for all
+        # A fixed order of lanes, so that sums round the same in every engine.
+        self.running.sort(key=lambda r: _LANE_ORDER[r.op.lane])
 
     def _ready(self, op: Op) -> bool:
         met = self.met[op.id]

@@ -34,9 +34,10 @@ def repeat(after_first: Ints, after: Ints, first: int, last: int, times: int) ->
     """
     counts, size = np.diff(after_first), last - first
     begin, end = after_first[first], after_first[last]
-    moved = after + (times - 1) * size * (after >= first)  # to the last repetition, or behind it
+    # Ops from `first` on get their numbers in the last repetition, or after it.
+    moved = after + (times - 1) * size * (after >= first)
     inside = after[begin:end]
-    near = (inside >= first - size) & (inside < last)  # in the same micro-batch, or in the one before
+    near = (inside >= first - size) & (inside < last)  # ops of the same micro-batch, or of the one before
     turns = [np.where(near, inside + turn * size, moved[begin:end]) for turn in range(times)]
     of = np.concatenate([np.arange(first), np.tile(np.arange(first, last), times), np.arange(last, counts.size)])
     return Repeated(

@@ -50,12 +50,12 @@ _WAIT_NORM, _WAIT_GRADIENT, _WAIT_PREVIOUS, _WAIT_SUM, _WAIT_LAST = (
 _SENT = kernel.KINDS.index(OpKind.GRADIENT_D2H)
 _ISSUED = tuple(kernel.KINDS.index(k) for k in (OpKind.FORWARD, OpKind.BACKWARD, OpKind.NORM))
 _OP, _GRADIENT, _PREFETCH = int(What.OP), int(What.GRADIENT), int(What.PREFETCH)
-# Entries of what is counted: ops and waits so far, what the next op must know of earlier ones, and
-# gradients' copies to the host: how many were begun, how many of them something waits for that comes behind,
-# and the latest such one.
+# Positions in the array of counters. Ops and waits so far, the present iteration and its gradient norm. Copies of
+# gradients to the host: number begun, number of those that a later op waits for, and the latest one of these.
 _N_OPS, _N_AFTER, _N_ITERATION, _N_NORM = range(4)
 _N_SENT, _N_WAITED, _N_ROOM = range(4, 7)
-# Those that are to take a slot before the norm: how many there are, how many did, and behind what.
+# Updates that take a buffer before the norm is known: how many are to do so, how many have, and the op that they wait
+# for.
 _N_COMING, _N_CAME, _N_BEGIN = range(7, 10)
 _N_COUNTS = 10
 

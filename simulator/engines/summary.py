@@ -11,17 +11,17 @@ from ebbtide.simulator.engines.kernel import ITERATION, KIND, KINDS, LANE, LANES
 from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.timeline import PHASE, UPDATES
 
-# Columns of a summary row.
+# Columns of a row of the summary.
 (ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK, LOOP_S, STORED) = range(10)
 SUMMARY_COLUMNS = 10
-WARM_UP = 1  # iterations
+WARM_UP = 1  # iterations that are not measured
 _BACKWARD, _STEP_END = KINDS.index(OpKind.BACKWARD), KINDS.index(OpKind.STEP_END)
 _COMPUTE = LANES.index(Lane.COMPUTE)
 _UPDATES = tuple(KINDS.index(kind) for kind in UPDATES)
 _COLUMNS = {"loop": LOOP_S, "forward": FORWARD_S, "backward": BACKWARD_S, "step": STEP_S}
 _PHASE = tuple(
     _COLUMNS[PHASE[kind]] if kind in PHASE else -1 for kind in KINDS
-)  # for each op kind, the column of its phase, or -1
+)  # for each kind of op, the column of its phase, or -1
 
 
 @compiled

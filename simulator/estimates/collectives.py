@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from ebbtide.simulator.machine import Machine
 
-LINK = "nvlink_bytes_per_s"  # among machine.other_rates: one GPU's ports together, one direction
-PAIR = "nvlink_pair_bytes_per_s"  # where GPUs are wired pair by pair, without a switch
-EFFICIENCY = 0.8  # of the wire, what NCCL's tests reach on large messages
-# Of a pinned copy's rate, what NCCL's rings reach through host memory or a PCIe switch: without NVLink, four and eight
-# RTX A6000 and eight RTX 3090 reached 5 to 12 GB/s on PCIe 4 (runs of whyNLP/tinyllama).
+LINK = "nvlink_bytes_per_s"  # key of machine.other_rates: all NVLink ports of a GPU together, in one direction
+PAIR = "nvlink_pair_bytes_per_s"  # the same if NVLink connects GPUs in pairs, without a switch
+EFFICIENCY = 0.8  # share of the wire's rate that NCCL's tests reach with large messages
+# Share of the rate of pinned copies that NCCL's rings reach through host memory or a PCIe switch. Without NVLink, four
+# and eight RTX A6000 and eight RTX 3090 reached 5 to 12 GB/s on PCIe 4 (runs of whyNLP/tinyllama).
 PCIE_EFFICIENCY = 0.5
-LATENCY_S = 2e-5  # of one collective in a node: launch and one round of a ring
+LATENCY_S = 2e-5  # of one collective inside a node: kernel launch and one round of a ring
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Layout:
         span = self.data * self.tensor
         first = self.stage * span // self.gpus_per_node
         last = ((self.stage + 1) * span - 1) // self.gpus_per_node
-        # Nodes between the second and the last are as full of this stage as the second.
+        # All nodes between the second and the last one hold as many ranks of this pipeline stage as the second one.
         return max(self._crossing(node) for node in {first, min(first + 1, last), last})
 
     def _crossing(self, node: int) -> int:
@@ -148,4 +148,4 @@ class Layout:
             return 0
         if self.tensor % self.gpus_per_node == 0:
             return 1
-        return min(2, self.data * self.pipeline)  # at most one at each end of a node
+        return min(2, self.data * self.pipeline)  # at most one neighbor stage on each side of the node

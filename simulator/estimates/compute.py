@@ -21,31 +21,34 @@ Kernels = Literal["fused", "eager"]
 KERNELS: tuple[Kernels, ...] = get_args(Kernels)
 FlashVersion = Literal[1, 2, 3, 4]
 FLASH_VERSIONS: tuple[FlashVersion, ...] = get_args(FlashVersion)
-# Korthikanti et al., arXiv 2205.05198, equation 1: a layer stores 34 s b h bytes of activations, 10 of which tensor
-# parallelism leaves whole.
+# A layer stores 34 s b h bytes of activations. Tensor parallelism divides all but 10 of the 34 (Korthikanti et al.,
+# arXiv 2205.05198, equation 1).
 STORED_WHOLE, STORED_SPLIT = 10, 24
-# Traffic between the products of a forward: 16-bit values per token and element of the hidden size, counted operation
-# by operation for a layer of the Llama or GPT kind. Fused: two norms 4, two residuals 6, the MLP's activation 8, query,
-# key and value with their rotary embedding 10. Eager, as the transformers library has it: norms in fp32 32, residuals
-# 6, activation and product 14, rotary embedding 20, copies 4.
+# Memory traffic of a forward's kernels between matrix products: 16-bit values per token and element of the hidden size,
+# counted op by op for a layer like Llama's or GPT's. Fused: two norms 4, two residuals 6, the MLP's activation 8,
+# query, key and value with their rotary embedding 10. Eager, as in the transformers library: norms in fp32 32,
+# residuals 6, activation and product 14, rotary embedding 20, copies 4.
 PASSES: Mapping[Kernels, int] = {"fused": 28, "eager": 76}
-# A kernel's backward reads its input and the gradient of its output. Eager ones also add up gradients of tensors that
-# several operations read.
+# The backward of a kernel reads the kernel's input and the gradient of its output. Eager kernels also add up gradients
+# of tensors that several ops read.
 BACKWARD_TRAFFIC: Mapping[Kernels, float] = {"fused": 2.0, "eager": 2.5}
-# Of the eager norms, the fp32 copies of their inputs stay until the backward: bytes per token and element of the hidden
-# size, beyond those that fused kernels keep.
+# Bytes per token and element of the hidden size that eager norms store until backward (fp32 copies of their inputs),
+# beyond those that fused kernels store.
 EAGER_STORED = 8
-# Bytes per head and pair of positions that stay until the backward where scores are stored, without dropout. Fused: the
-# softmax's output. Eager: the fp32 softmax and its 16-bit copy (counted with saved-tensor hooks on a Llama).
+# Bytes per head and pair of positions that stay until backward if attention scores are stored, without dropout. Fused:
+# the softmax's output. Eager: the fp32 softmax and its 16-bit copy (counted with saved-tensor hooks on a Llama).
 STORED_SCORES: Mapping[Kernels, int] = {"fused": 2, "eager": 6}
-# Flash attention's backward computes the scores again: five products where the forward has two (Dao, arXiv 2307.08691).
+# The backward of flash attention computes the scores again: five products for the two of forward (Dao, arXiv
+# 2307.08691).
 BACKWARD_SCORES = 2.5
-STORED_BACKWARD_SCORES = 2.0  # of scores that forward has stored
-# Bytes per head and pair of positions where scores are stored. Fused: written, read and written by one kernel of scale,
-# mask and softmax, read. Eager: the mask apart, and a softmax in fp32.
+STORED_BACKWARD_SCORES = 2.0  # if forward has stored the scores, so that none are computed again
+# Memory traffic in bytes per head and pair of positions if scores are stored. Fused: the product writes them, one
+# kernel of scale, mask and softmax reads and writes them, and the next product reads them. Eager: the mask is a kernel
+# of its own, and the softmax is computed in fp32.
 SCORE_BYTES: Mapping[Kernels, int] = {"fused": 10, "eager": 28}
-# Bytes per logit in forward and backward. Written in 16 bits, widened, log-softmax, and the way back. Eager: shifted by
-# a copy too. In one kernel: written, read twice, and overwritten by their gradient.
+# Memory traffic in bytes per logit, in forward and in backward. Fused: written in 16 bits, converted to fp32,
+# log-softmax, and the same in backward. Eager: also copied when labels are shifted. One kernel: written, read twice,
+# and overwritten by their gradient.
 LOSS_BYTES: Mapping[str, tuple[int, int]] = {"fused": (16, 14), "eager": (24, 24), "one kernel": (8, 2)}
 
 
@@ -152,7 +155,7 @@ class Device:
         hidden, tokens = shape.hidden, shape.tokens
         used = block.flops_per_token / 2
         matrices = [n for n in block.params if n >= hidden * hidden // 64 and n > 8 * hidden]
-        share = used / sum(matrices) if matrices else 1.0  # of experts, those that a token visits
+        share = used / sum(matrices) if matrices else 1.0  # share of the experts that a token uses
         touched = sum(matrices) * min(1.0, share * max(1.0, math.sqrt(tokens)))
         sides = share * sum(hidden + n / hidden / self.tensor_parallel for n in matrices)
         return self.wire_bytes * (touched / self.tensor_parallel + tokens * sides)

@@ -25,10 +25,10 @@ from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
-# Keys that a simulation reads; notes name the others.
+# Keys that the simulation reads. A note of the answer names the keys that it does not read.
 _READ = frozenset(
     {*BATCHES, "gradient_clipping", "data_types", "optimizer", "ebbtide"}
-    # Of a precision only which it is; how losses are scaled takes no time.
+    # The simulation reads which precision is used. How losses are scaled takes no time.
     | {
         f"{name}.{key}"
         for name in PRECISIONS
@@ -44,7 +44,7 @@ _READ = frozenset(
     }
     | {f"{ZERO}.{key}" for key in ("stage", *SIZES, *SWITCHES)}
 )
-# Sections of which some keys are read: which, `Offloading` knows.
+# Sections with some keys that the simulation reads. `Offloading` knows which keys these are.
 _PARTLY_READ = (ZERO, STATE, HELD, "activation_checkpointing", *PRECISIONS)
 # DeepSpeed's defaults of reduce_bucket_size and stage3_prefetch_bucket_size.
 REDUCE_BUCKET_ELEMENTS, PREFETCH_BUCKET_ELEMENTS = 500_000_000, 50_000_000

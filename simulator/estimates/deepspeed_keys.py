@@ -19,13 +19,13 @@ AUTO = "auto"
 ZERO, OPTIMIZER, PARAM = "zero_optimization", "offload_optimizer", "offload_param"
 DEVICES = ("none", "cpu", "nvme")
 WHOLE_BATCH = "train_batch_size"
-BATCH_KEYS = {  # by the names of `Job`'s fields
+BATCH_KEYS = {  # keyed by the names of `Job`'s fields
     "micro_batch": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
 }
 BATCHES = (WHOLE_BATCH, *BATCH_KEYS.values())
 PRECISIONS = ("bf16", "bfloat16", "fp16")
-# Keys of `zero_optimization` that a simulation reads: numbers of elements, and switches.
+# Keys of `zero_optimization` that the simulation reads: numbers of elements, and switches.
 SIZES = (
     "sub_group_size",
     "reduce_bucket_size",
@@ -58,8 +58,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# All that DeepSpeed 0.18.6 to 0.19.8 know; of others the one that is installed is asked, which
-# takes seconds to import.
+# Keys that all DeepSpeed versions from 0.18.6 to 0.19.8 know. Any other key is looked up in the installed DeepSpeed,
+# whose import takes seconds.
 _KNOWN: Mapping[str, frozenset[str]] = {
     ZERO: _names(
         """allgather_bucket_size allgather_partitions compute_grad_norm contiguous_gradients
@@ -89,7 +89,7 @@ _KNOWN: Mapping[str, frozenset[str]] = {
     ),
     HELD: _names("buffer_count buffer_size device max_in_cpu nvme_path pin_memory"),
 }
-# At the top DeepSpeed takes any key in silence: what is nearly one of these is a slip.
+# At the top level, DeepSpeed silently accepts any key. A key that nearly equals one of these is reported as misspelled.
 _TOP = (ZERO, *BATCHES, "gradient_clipping", "activation_checkpointing", "data_types", "optimizer", "ebbtide")
 _NEARLY = 0.9
 
@@ -127,7 +127,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         try:
-            config = json.loads(text, object_pairs_hook=without_duplicates)  # of 1e400 Hjson would make a string
+            config = json.loads(text, object_pairs_hook=without_duplicates)  # Hjson would turn 1e400 into a string
         except json.JSONDecodeError:
             config = hjson.loads(text, object_pairs_hook=without_duplicates)
     except (OSError, ValueError) as error:

@@ -16,10 +16,11 @@ from ebbtide.simulator.estimates.rank import MODULES_OF_A_LAYER, Rank
 from ebbtide.simulator.update.subgroups import cut_flat
 from ebbtide.simulator.workload import Workload
 
-ALIGNMENT_BYTES = 16  # of each parameter's begin, with parameter_alignment
-# What the host needs to launch one layer's forward: 15 fused kernels or 60 of PyTorch's own, 6 to 10 microseconds each.
+ALIGNMENT_BYTES = 16  # alignment of the beginning of each parameter, if parameter_alignment is given
+# Time in which the host launches the kernels of a layer's forward: 15 fused kernels or 60 of PyTorch's own, 6 to 10
+# microseconds each.
 ISSUE_S: Mapping[Kernels, float] = {"fused": 0.15e-3, "eager": 0.5e-3}
-START_ALIGNMENT = 2  # elements: where each rank's slice begins (nccl_start_alignment_factor)
+START_ALIGNMENT = 2  # elements: alignment of the beginning of each rank's slice (nccl_start_alignment_factor)
 
 
 class FlatRank(Rank):
@@ -40,7 +41,7 @@ class FlatRank(Rank):
         others = [
             0 if self.job.round_robin else whole - own for whole, own in zip(self._whole(flat), counts, strict=True)
         ]
-        counts[-1] += left  # what pads the slice goes with the last layer
+        counts[-1] += left  # the padding of the slice is counted with the last layer
         layers = [
             layer.model_copy(update={"params": own, "params_of_others": other})
             for layer, own, other in zip(made.layers, counts, others, strict=True)

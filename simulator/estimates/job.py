@@ -20,7 +20,7 @@ from ebbtide.simulator.rules import broken, checked, suggestion
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, Workload
 from pydantic import ValidationError
 
-# What a knob calls an offload -> where DeepSpeed keeps optimizer state and parameters.
+# The setting `offload` of searches and of the web page -> where DeepSpeed keeps optimizer state and parameters.
 OFFLOADS = {
     "none": ("none", "none"),
     "optimizer": ("cpu", "none"),
@@ -28,7 +28,7 @@ OFFLOADS = {
     "nvme": ("nvme", "cpu"),
 }
 Checkpointing = Literal["full", "selective", "none"]
-SELECTIVE_SHARE = 0.5  # every other layer, as torchtitan's "selective" and fms-fsdp's have it by default
+SELECTIVE_SHARE = 0.5  # every other layer, as torchtitan's "selective" and fms-fsdp do by default
 _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
 
@@ -87,7 +87,7 @@ class Job(Training):
         state, parameters = OFFLOADS[word]
         moved = replace(self.offload, optimizer=state, parameters=parameters)
         made = self._checked({**dict(self), **knobs, "offload": moved})
-        # What goes with the devices (pinning, a ratio) is the config's to say.
+        # Settings that depend on the devices (pinning, a ratio) come from the config.
         return made.model_copy(update={"offload": offloading(made.deepspeed())})
 
     @classmethod
@@ -151,7 +151,7 @@ class Job(Training):
         made = rank.workload()
         if machine.network_bytes_per_s is None and any(layer.network_reduce_bytes for layer in made.layers):
             raise ModelError(_no_network(rank.layout, machine), key="machine.network_bytes_per_s")
-        made.__dict__["job"] = self  # `Workload.job`, which a copy keeps and a file does not
+        made.__dict__["job"] = self  # read as `Workload.job`. A copy of the workload keeps it, and a file does not
         return made
 
 

@@ -20,15 +20,15 @@ from ebbtide.simulator.estimates.deepspeed_keys import (
 )
 from ebbtide.simulator.estimates.models.blocks import ModelError
 
-STORED = "ebbtide_state"  # under the config's nvme_path
+STORED = "ebbtide_state"  # folder under the config's nvme_path
 _MATRIX_OPTIMIZERS = ("muon", "lamb")
 _OWN_STEP = ("optimizer.params.torch_adam", "bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
 _ACTIVATIONS = "activation_checkpointing.cpu_checkpointing"
-# DeepSpeed's versions since which ZeRO-3's gradients are widened on the device and backward does not wait for them
-# (pull request 8207), and since which ZeRO-1 and 2 send updated parameters in fp32 (5301) and from a pinned buffer
-# in 16 bits (7309).
+# First versions of DeepSpeed in which ZeRO-3 converts gradients to fp32 on the GPU, without blocking backward (pull
+# request 8207), and in which ZeRO-1 and 2 copy updated parameters to the GPU in fp32 (5301), and in 16 bits from a
+# pinned buffer (7309).
 _ASYNC_GRADIENTS, _WIDE_PARAMETERS, _PINNED_PARAMETERS = (0, 19, 5), (0, 14, 1), (0, 17, 0)
-# Versions since which ZeRO-3 checks offloaded gradients for an overflow on the host (pull request 3622), and since
+# First versions in which ZeRO-3 checks offloaded gradients for an overflow on the host (pull request 3622), and in
 # which it does so for fp16 only.
 _HOST_CHECK, _FP16_CHECK = (0, 9, 4), (0, 11, 2)
 
@@ -214,7 +214,7 @@ class Offloading:
         return keys
 
 
-# Those of the newest DeepSpeed, so that an answer does not depend on what is installed where it is computed.
+# The settings of the newest DeepSpeed, so that an answer does not depend on the version installed on this machine.
 WITHOUT_CONFIG = Offloading(given=False, deepspeed="999")
 
 
@@ -239,7 +239,7 @@ def offloading_of(read: Mapping[str, Any], deepspeed: str | None = None) -> Offl
     state = _moved(zero, OPTIMIZER, "cpu_offload")
     held = _moved(zero, PARAM, "cpu_offload_param") or {}
     if zero.get("stage") in (1, 2):
-        held = {}  # DeepSpeed reads it under ZeRO-3 only
+        held = {}  # DeepSpeed reads this section under ZeRO-3 only
     optimizer = None if state is None else state.get("device") or "none"
     state = state or {}
     pinned, ratio = state.get("pin_memory"), state.get("ratio")

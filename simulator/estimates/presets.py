@@ -16,39 +16,40 @@ from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Sourc
 from ebbtide.simulator.rules import checked, spelled
 from ebbtide.simulator.schedules.stock_options import FRESH_PASSES
 
-# Quartiles over the median, by how a value was obtained: one run says less than many, a data sheet
-# tells what cannot be exceeded. Whether intervals from them hold is judged on published runs.
+# Quartiles divided by the median, by the source of a value: a single published run is less certain than several, and
+# the value of a data sheet is an upper limit. `python -m studies.published_runs` checks the resulting intervals.
 _SPREAD: dict[Source, tuple[float, float]] = {
     "published": (0.96, 1.04),
     "datasheet": (0.9, 1.0),
     "assumed": (0.86, 1.14),
 }
-# Of the shares of a sheet that products and attention sustain: quartiles over the median, so that intervals hold nine
-# of ten published runs that no share was found on (`python -m studies.published_runs`).
+# Quartiles divided by the median for the shares of the peak that products and attention reach. Chosen so that intervals
+# contain nine of ten published runs that no share was fitted to (`python -m studies.published_runs`).
 _COMPUTE = (0.9, 1.1)
-# DRAM traffic of an update, per parameter. Stock's three passes: unscale reads and writes the fp32
-# gradient (8), Adam reads four values and writes three (28), the downcast reads 4, and writes 2
-# after reading the line that it writes to (8). One fused pass: three values both ways, the 16-bit
-# gradient and parameter (28).
+# DRAM traffic of an update, in bytes per parameter. DeepSpeed makes three passes: unscaling reads and writes the fp32
+# gradient (8), Adam reads four values and writes three (28), and the conversion to 16 bits reads 4, and writes 2 after
+# reading the cache line that it writes to (8 in all). ebbtide's fused pass reads and writes three values, reads the
+# 16-bit gradient and writes the 16-bit parameter (28).
 STOCK_UPDATE_BYTES, FUSED_UPDATE_BYTES = 44, 28
 _WIRE_BYTES = 2
-_HBM = 0.8  # likewise of device memory
-# Unpinned copies pass one core and the link, one after the other (17 GB/s is what one core copies
-# here): 10 GB/s over PCIe 4. The reference of the published runs says "a few GB/s", DeepSpeed's
-# pull request 5301 a fourth to a sixth of pinned ones.
+_HBM = 0.8  # share of the data sheet's GPU memory bandwidth that kernels reach
+# An unpinned copy passes through one core and then the link (one core copies 17 GB/s on the machine of the tests): 10
+# GB/s over PCIe 4. The source of the published runs says "a few GB/s", and DeepSpeed's pull request 5301 a fourth to a
+# sixth of the rate of pinned copies.
 _PAGEABLE = 10e9
-# Into fresh unpinned memory on two sockets: for some of the ranks, which nobody binds, core,
-# staging buffer and pages lie apart; all wait for the slowest. Binding alone gives 1.16 to 1.29.
+# Slowdown of copies into fresh unpinned memory on two sockets, if ranks are not bound to cores: the core, the staging
+# buffer and the pages of some ranks are on different sockets, and all ranks wait for the slowest one. The effect of
+# binding was a factor of 1.16 to 1.29.
 _UNBOUND = 1.25
-# What one core draws of DRAM: its outstanding lines over their latency, whatever the channels give.
-# A server core is far from its socket's latency, a desktop's near. No run tells it: so the values
-# are those of the core's kind, and may be a third off either way. That one thread of stock's Adam
-# draws what one thread of a triad does, is measured here (41 to 47 GB/s beside 37 to 44, Zen 5).
+# DRAM bandwidth that one core reaches: its outstanding cache lines divided by their latency, however fast the channels
+# are. No published run gives it, so presets have the value of the kind of core (server or desktop), which may be a
+# third off either way. One thread of DeepSpeed's Adam reaches the bandwidth of one thread of a triad (41 to 47 and 37
+# to 44 GB/s, measured on Zen 5).
 _CORE_SPREAD = 0.75, 1.33
-_LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks: 2.0 to 2.7 ms here without, plus six gathers a layer
+_LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks take 2.0 to 2.7 ms (measured), plus six gathers per layer
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
 _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
-PRESET = "preset"  # what such a machine was measured with
+PRESET = "preset"  # value of `measured_with` of a preset machine
 
 
 @checked
@@ -291,4 +292,4 @@ def _wires(sheet: Sheet) -> dict[str, Quantity]:
     return {name: _value(rate, "datasheet", detail) for name, wire in wires.items() if wire for rate, detail in [wire]}
 
 
-BUILDERS.update({name: partial(preset, name) for name in SHEETS})  # for `Machine.preset`
+BUILDERS.update({name: partial(preset, name) for name in SHEETS})  # makes the presets known to `Machine.preset`

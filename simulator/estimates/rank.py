@@ -16,15 +16,14 @@ from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, g
 from ebbtide.simulator.update.subgroups import cut
 from ebbtide.simulator.workload import Workload
 
-# Of a layer's forward, what the host issues for its backward without the recomputed forward: one
-# gradient per product's input and one per weight, and the hooks of the reduction.
+# Work that the host issues for a layer's backward without recomputation, divided by that of its forward: one gradient
+# for each input of a product and for each weight, and the hooks of the reduction.
 ISSUED_BACKWARD = 1.0
 MODULES_OF_A_LAYER = 12
-MODULE_ISSUE_S = 1.5e-4  # of a machine that does not tell: DeepSpeed's hooks take 0.1 to 0.2 ms
-# Times that a whole gradient passes through device memory before it is reduced: into the bucket,
-# interleaved by ranks, divided by their number, each read and written (DeepSpeed,
-# ``__add_grad_to_ipg_bucket`` and ``reduce_scatter_coalesced``; below ZeRO-3 it is flattened, not
-# interleaved).
+MODULE_ISSUE_S = 1.5e-4  # for machines without this value. DeepSpeed's hooks take 0.1 to 0.2 ms
+# Number of times that a gradient is read or written in GPU memory before its reduction: copied to the bucket,
+# interleaved by ranks, and divided by the number of ranks (DeepSpeed's ``__add_grad_to_ipg_bucket`` and
+# ``reduce_scatter_coalesced``. Under ZeRO-1 and 2 it is flattened instead of interleaved).
 AVERAGING_PASSES = 6
 
 
@@ -60,7 +59,7 @@ class Rank(RankSizes):
             micro_batch=p.micro_batch,
             sequence=p.sequence,
             recompute=p.recompute,
-            # Each of the p - 1 other stages is one micro-batch ahead or behind (GPipe and 1F1B).
+            # Each of the p - 1 other stages is ahead or behind by one micro-batch (GPipe and 1F1B).
             pipeline_idle_s=(p.pipeline_parallel - 1) * busy_s + self.loop_s,
             device_base_bytes=self.base_bytes(blocks),
             device_base_parts=self.base_parts(blocks),
@@ -325,7 +324,7 @@ class Rank(RankSizes):
         if not block.attention:
             return 0.0
         once = 2 * 2 * passed_on(self.exchanged_bytes, self.job.tensor_parallel)
-        passes = 1 + (2 + self.job.recompute)  # as `backward_s` has it
+        passes = 1 + (2 + self.job.recompute)  # as in `backward_s`
         return once * passes / 2 * self.layout.tensor_groups_cut / self.layout.ranks_per_node
 
     @property

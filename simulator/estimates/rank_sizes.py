@@ -12,8 +12,8 @@ from ebbtide.simulator.estimates.training import Training
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.workload import WIRE_BYTES, BaseKind
 
-# Number of parts of a chunked loss: 8 in torchtune. In Liger the vocabulary over the hidden size, so that the logits of
-# one part are as large as the input of the head (``fused_linear_cross_entropy.py``).
+# Number of chunks of a chunked loss: 8 in torchtune. In Liger, the vocabulary divided by the hidden size, so that the
+# logits of a chunk are as large as the input of the output layer (``fused_linear_cross_entropy.py``).
 LOSS_PARTS = 8
 
 
@@ -53,7 +53,7 @@ class RankSizes:
             held = [blocks[0], *held]
         if p.stage == p.pipeline_parallel - 1:
             held = [*held, blocks[-1]]
-            if self.arch.tied and p.pipeline_parallel > 1:  # the last stage has a copy of the embedding
+            if self.arch.tied and p.pipeline_parallel > 1:  # the last stage holds a copy of the embedding
                 tied = (self.arch.vocabulary * self.arch.hidden,)
                 held[-1] = Block("head", (*held[-1].params, *tied), (*held[-1].split, True), held[-1].flops_per_token)
         return held
@@ -131,7 +131,7 @@ class RankSizes:
         """
         held = self.held_elements(blocks) + self.gathered_elements(blocks)
         parts: dict[BaseKind, int] = {"parameters": held * self.wire}
-        if self.job.recompute:  # its activations stay until the next iteration's take their place
+        if self.job.recompute:  # the activations stay until those of the next iteration replace them
             parts["activations"] = int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
         return parts
 

@@ -15,7 +15,7 @@ from ebbtide.simulator.workload import WireDtype, ZeroStage
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
 
 MOST_RANKS, MOST_TOKENS = 10**7, 10**8
-_LONG = 2**14  # tokens: from here on, attention takes a large part of the time
+_LONG = 2**14  # tokens. In longer sequences, attention takes a large part of the time
 _OLD_ATTENTION = (
     "attention is computed as by version 2 of FlashAttention, which PyTorch calls, and later versions are up to twice "
     "as fast: give the version that your model uses (flash_version, --flash-version)"

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from ebbtide.simulator.workload import Workload
 
-# What ebbtide sets if the config leaves the size open, so that gradients leave early. How the gradients of more ranks
-# are put into buckets can change the bits of their sum.
+# Bucket size that ebbtide sets if the config gives none, so that gradients leave early. With more ranks it is left
+# alone, because the division of gradients into buckets can change the bits of their sum.
 PLANNED_BUCKET_ELEMENTS, PLANNED_BUCKET_RANKS = 50_000_000, 2
-# A schedule is built in the same time however small the bucket is. Even, so that one part ends at half of a layer.
+# Limits the time of building a schedule with small buckets. The number is even, so that a part ends in the middle of a
+# layer.
 MOST_PIECES = 64
 
 
@@ -95,7 +96,7 @@ def leavings(workload: Workload, bucket: int) -> Leavings:
         bucket: Elements that the bucket holds, counted as in ``workload.layers``. 0: there is no bucket.
     """
     layers = range(len(workload.layers))
-    if not bucket or workload.zero_stage == 1:  # ZeRO-1 reduces after the whole backward
+    if not bucket or workload.zero_stage == 1:  # ZeRO-1 reduces after the end of backward
         return tuple((Leaving(layer),) for layer in layers)
     left, whole = [0] * len(layers), _elements(workload)
     found = [[] if whole[layer] else [Leaving(layer)] for layer in layers]
@@ -103,7 +104,7 @@ def leavings(workload: Workload, bucket: int) -> Leavings:
         own = Counter[int]()
         for gradient in gradients:
             own[gradient.layer] += gradient.elements
-        # DeepSpeed's ZeRO-3 sorts a bucket's gradients by their parameters' numbers.
+        # DeepSpeed's ZeRO-3 sorts the gradients of a bucket by the numbers of their parameters.
         for layer in sorted(own) if workload.zero_stage == 3 else own:
             before, left[layer] = left[layer], left[layer] + own[layer]
             if 2 * before < whole[layer] <= 2 * left[layer]:
@@ -149,7 +150,7 @@ def _parameters(workload: Workload) -> list[list[int]]:
     The result is empty if these numbers are not known, or if a parameter lies in several layers. Below ZeRO-3 they are
     not known.
     """
-    if workload.zero_stage < 3:  # known is only the flat partition
+    if workload.zero_stage < 3:  # the workload contains only the flat partition
         return []
     sizes = iter([n for group in workload.parameters for n in group if n])
     found = []

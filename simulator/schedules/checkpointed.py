@@ -16,14 +16,13 @@ from ebbtide.simulator.schedules.ebbtide import EbbtideLoop
 from ebbtide.simulator.schedules.write_order import REST, Segment, Writing
 from ebbtide.simulator.workload import Workload
 
-COPY_TRAFFIC = 3  # of DRAM per byte copied: read, written, and the line fetched before the write
-# Of DRAM per byte persisted: read where it lives, read by the disk's DMA; the writer's buffer, in
-# which the hash finds it, stays in a cache.
+COPY_TRAFFIC = 3  # DRAM traffic per byte copied: read, written, and the cache line that is read before the write
+# DRAM traffic per byte written to disk: read from the state, and read by the disk's DMA. The writer's buffer, which is
+# hashed too, stays in a cache.
 WRITE_TRAFFIC = 2
-# Of one core, to gather, hash and write a byte, where the machine does not say: measured on an
-# AMD EPYC.
+# Time in which one core gathers, hashes and writes a byte, if the machine has no value. Measured on an AMD EPYC.
 WRITER_S_PER_BYTE = 0.15e-9
-COPY_BYTES_PER_S = 8e9  # of one thread's memmove, whatever all threads together reach
+COPY_BYTES_PER_S = 8e9  # rate of one thread's memmove, however fast all threads together are
 
 
 class CheckpointedLoop(EbbtideLoop):
@@ -57,12 +56,12 @@ class CheckpointedLoop(EbbtideLoop):
         self.machine, self.saving, self.writing = machine, plan.checkpoint, writing
         self.saves, self.save_s, self.hooks_s = saves, save_s, hooks_s
         self.cuts = list(self._cut_at_hooks())
-        self.pending: deque[tuple[Segment, int]] = deque()  # with its hook; -1: host memory
+        self.pending: deque[tuple[Segment, int]] = deque()  # each with its hook, or -1 for state in host memory
         self.hook, self.save_op, self.norm = -1, -1, -1
-        self.live_ops: dict[int, list[int]] = {}  # subgroup -> persists of its live bytes
-        self.unread: dict[int, int] = {}  # subgroup -> live segments that have no op yet
-        self.snapshots: dict[int, int] = {}  # subgroup -> its copy on update
-        self.pieces: dict[int, int] = {}  # hook -> copy to the host of the residents' piece
+        self.live_ops: dict[int, list[int]] = {}  # subgroup -> ops that write its live bytes to disk
+        self.unread: dict[int, int] = {}  # subgroup -> number of live segments without an op yet
+        self.snapshots: dict[int, int] = {}  # subgroup -> op that copies it before its update overwrites it
+        self.pieces: dict[int, int] = {}  # hook -> op that copies a part of the GPU-resident state to the host
         self.commits: list[int] = []
 
     def run(self, iterations: int) -> None:
@@ -89,7 +88,7 @@ class CheckpointedLoop(EbbtideLoop):
         self._pass_begins()
 
     def step(self) -> None:
-        self.norm = len(self.out.ops)  # the first op that it adds
+        self.norm = len(self.out.ops)  # the first op that is appended here
         super().step()
         self._emit(lambda: bool(self.pending))
         if self.out.iteration in self.saves:
@@ -122,7 +121,7 @@ class CheckpointedLoop(EbbtideLoop):
         )
         self.hook = -1
         self.pending = deque(self.cuts)
-        if not self.pending:  # all state is stored, and was written by the steps
+        if not self.pending:  # all state is on drives, where the steps have already written it
             self.commits.append(self._durable())
         self.live_ops, self.snapshots, self.pieces = {}, {}, {}
         self.unread = dict.fromkeys(range(len(self.sizes)), 0)

@@ -108,8 +108,9 @@ class EbbtideLoop(PlannedLoop):
         self.issue = Issue(self.recipes, plan.issue_order, arrival, slots, plan.prefetch, self._add, self._arrived)
         self.on_host: dict[int, int] = {}  # subgroup -> the op that copied its gradient to the host
         self.sums: dict[int, int] = {}  # number of a part -> the op that copied its gradient to the host
-        self.under_way: deque[tuple[int, float]] = deque()  # gradients' copies to the host, with their bytes
-        self.waited_for = -1  # the latest of them before which nothing more is issued
+        # Copies of gradients to the host that have not ended, with their bytes.
+        self.under_way: deque[tuple[int, float]] = deque()
+        self.waited_for = -1  # the latest of these copies that training waits for before it issues more work
 
     def schedule(self, iterations: int) -> Schedule:
         """Return a schedule of the ops appended so far.
@@ -131,7 +132,7 @@ class EbbtideLoop(PlannedLoop):
         for step in self.recipes[subgroup].gradient_steps:
             if step.waits & left_out:
                 continue
-            # ZeRO-1's first step has no sum from before.
+            # In ZeRO-1's first step there is no earlier sum.
             sums = [self.sums[part.number]] if Wait.SUM in step.waits and part.number in self.sums else []
             after = self._add(step, subgroup, [after, *sums], part.elements)
             if step.kind == OpKind.GRADIENT_D2H:

@@ -10,7 +10,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-Module = Sequence[tuple[Hashable, int]]  # its parameters, each with its whole elements
+# The parameters of a module, each with its number of elements before partitioning.
+Module = Sequence[tuple[Hashable, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +94,16 @@ class _Coordinator:
 
     def __post_init__(self) -> None:
         self.queue = [(key, n, i) for i, module in enumerate(self.modules) for key, n in module]
-        self.next = 0  # of the queue
+        self.next = 0  # position in the queue of modules
         sums = (sum(n for _, n in module) for module in self.modules)
-        self.before = list(accumulate(sums, initial=0))  # elements of all modules before each
+        # For each module, the number of elements of all earlier modules.
+        self.before = list(accumulate(sums, initial=0))
         self.uses: dict[Hashable, list[int]] = defaultdict(list)
         for key, _, step in self.queue:
             self.uses[key].append(step)
         small = (key for key, n, _ in self.queue if n <= self.rules.persistent)
         self.persistent = frozenset(small)
-        self.seen: dict[Hashable, int] = {}  # the latest use that the queue has come to
+        self.seen: dict[Hashable, int] = {}  # for each parameter, the latest use that the queue has reached
 
     def _gather(self, wanted: Mapping[Hashable, int]) -> None:
         self.there.update(wanted)

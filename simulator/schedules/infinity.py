@@ -78,8 +78,8 @@ class InfinityLoop(StockLoop):
         stock = StockOptions(gradients=gradients, torch_adam=options.torch_adam, overflow_check=options.overflow_check)
         super().__init__(workload, stock)
         self.where = options
-        self.writes: list[int] = []  # of the latest step
-        self.stored: dict[int, int] = {}  # layer -> the copy that took its activations away
+        self.writes: list[int] = []  # writes of state in the latest step
+        self.stored: dict[int, int] = {}  # layer -> op that copied its activations out of GPU memory
         self.ranks = workload.ranks_per_node * workload.nodes
 
     def schedule(self, iterations: int, name: str) -> Schedule:
@@ -90,7 +90,7 @@ class InfinityLoop(StockLoop):
         if where.optimizer == "nvme":
             sets = min(len(self.sizes), 2 if where.pipelined else 1)
             host["staging"] = sets * max(self.sizes) * (self.state_bytes + FP32_BYTES)
-            # The gradient's partition buffer stays; what is in fp32 goes to storage.
+            # The partition buffer of gradients stays in host memory, and fp32 gradients go to storage.
             storage = {"state": host.pop("state"), "gradients": w.params * FP32_BYTES}
             host["gradients"] -= w.params * (HOST_GRADIENT_BYTES - FP32_BYTES)
         return replace(made, held={**made.held, "host": host, "storage": storage})
@@ -159,14 +159,14 @@ class InfinityLoop(StockLoop):
         super().gradients(layer, micro_step, after)
         size = self.workload.layers[layer].params * FP32_BYTES
         if self.where.optimizer == "nvme" and micro_step == self.boundary and size:
-            on_host = self.gradients_on_host[layer]  # the norm waits for what is here
+            on_host = self.gradients_on_host[layer]  # the norm waits for the ops in this dict
             self.gradients_on_host[layer] = self._write(size, on_host, layer=layer)
 
     def _update(self, subgroup: int, after: int) -> int:
         if self.where.optimizer == "cpu":
             return super()._update(subgroup, after)
-        # Not pipelined, everything is one after the other. Pipelined, there are two sets of buffers
-        # in turn, and reads follow each other: the first one waits for the norm.
+        # Without pipelining, reads, updates and writes follow one after the other. With pipelining, two sets of buffers
+        # alternate, and each read follows the previous one. The first read waits for the norm.
         waits = [after, *self.writes[-1:]]
         if self.where.pipelined and self.writes:
             waits = self.writes[-2:-1]

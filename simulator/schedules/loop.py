@@ -8,10 +8,10 @@ from ebbtide.simulator.schedule import Lane, OpKind, ScheduleBuilder
 from ebbtide.simulator.schedules.buckets import leavings
 from ebbtide.simulator.workload import Workload
 
-ALL_CORES = math.inf  # capped at the machine's cores by the simulator
+ALL_CORES = math.inf  # the simulator limits this to the machine's number of cores
 
 
-MOST_PASSES = 1_000_000  # forwards and backwards of a layer: a minute or two, 2 GB
+MOST_PASSES = 1_000_000  # forwards and backwards of a layer: simulating them takes a minute or two, and 2 GB
 
 
 class TrainingLoop(ABC):
@@ -36,7 +36,7 @@ class TrainingLoop(ABC):
         self.step_end: int | None = None
         self.backward_done = -1
         self.reduce_done: int | None = None
-        self.passes: list[int] = []  # every forward and backward so far
+        self.passes: list[int] = []  # all forwards and backwards so far
         self.micro_step = 0
 
     def run(self, iterations: int) -> None:
@@ -177,8 +177,8 @@ class TrainingLoop(ABC):
             )
             self.passes.append(op)
             self.backward_done = op
-            # Gathers and reductions are streams of their own: on the one lane for both, the next
-            # layer's gather must not queue behind a reduction that waits for this layer's backward.
+            # Gathers and reductions run on separate CUDA streams, but share one lane here. The next layer's gather is
+            # issued first, so that it does not wait in the lane for a reduction that waits for this layer's backward.
             waits = self.before_pass(number - 1, [], backward=True) if number else []
             for left in self.leavings[number] if w.zero_stage > 1 else ():
                 waited_for, reduced = self._reduced(left.layer, op)
@@ -187,7 +187,7 @@ class TrainingLoop(ABC):
                     waits = [*waits, waited_for]
             self.after_backward()
         if w.zero_stage == 1 and micro_step == self.boundary:
-            # ZeRO-1 reduces once per step, in hooks that come behind the whole backward.
+            # ZeRO-1 reduces once per step, in hooks that run after the whole backward.
             for number in reversed(range(len(w.layers))):
                 _, reduced = self._reduced(number, self.backward_done)
                 self.gradients(number, micro_step, reduced)
@@ -206,7 +206,7 @@ class TrainingLoop(ABC):
                     OpKind.PARAMETER_GATHER, Lane.NETWORK, w.network_step_gather_bytes, "network_bytes_per_s", waits
                 )
             )
-        if w.step_gather_s:  # beside the network's part: a ring does both at once
+        if w.step_gather_s:  # at the same time as the network's part, because a ring does both
             gathers.append(self.out.add(OpKind.PARAMETER_GATHER, Lane.COMPUTE, w.step_gather_s, after=waits))
         self.step_end = self.out.add(OpKind.STEP_END, Lane.COMPUTE, 0.0, after=[*waits, *gathers])
 

@@ -29,7 +29,7 @@ class DeviceLoop(TrainingLoop):
         ends, adams = [norm], Bytes.of(self.workload).adams
         summed = self.workload.grad_bytes_per_param
         for subgroup, size in enumerate(self.sizes):
-            # Flattened first, which is a copy, and then widened: both are there while the second is made.
+            # Gradients are first flattened into a copy and then converted to fp32. Both exist during the conversion.
             widened = size * (summed + (FP32_BYTES if summed < FP32_BYTES else 0))
             ends.append(
                 self.out.add(

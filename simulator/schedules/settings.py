@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-STEPS = 10  # of a share between 0 and 1
+STEPS = 10  # number of steps in which a share between 0 and 1 is varied
 STRIDES = (2, 3, 4, 5, 6, 8, 10)
 
 Setting = Mapping[str, Any]

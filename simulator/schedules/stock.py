@@ -37,15 +37,15 @@ class StockLoop(TrainingLoop):
         self.leave_last = {left.layer for left in self.leavings[0]}
         self.state_bytes = workload.optimizer_state.state_bytes
         count = len(self.sizes)
-        self.resident = int((1 - options.host_ratio) * count)  # the first ones, as DeepSpeed does
+        self.resident = int((1 - options.host_ratio) * count)  # DeepSpeed keeps the first subgroups on the GPU
         self.staged = {
             s for i, s in enumerate(range(self.resident, count), start=1) if options.stride and i % options.stride == 0
         }
         self.slots = min(options.staging_slots, len(self.staged))
         self.gradients_on_host: dict[int, int] = {}  # layer -> op
-        self.stream: list[int] = []  # its last op
+        self.stream: list[int] = []  # the last op of the stream of reductions
         self.missing: list[int] = []
-        self.updated: dict[int, int] = {}  # subgroups updated during backward
+        self.updated: dict[int, int] = {}  # op of each subgroup that is updated during backward
         self.written_back: list[int] = []
 
     def schedule(self, iterations: int, name: str) -> Schedule:
@@ -93,7 +93,7 @@ class StockLoop(TrainingLoop):
         """
         on_host = self._send_to_host(layer, micro_step, after)
         self.gradients_on_host[layer] = on_host
-        self.stream = [on_host]  # of the reductions: the next layer's copies queue behind these
+        self.stream = [on_host]  # on the stream of reductions, where the copies of the next layer queue up behind these
         for subgroup, _ in reversed(self.shares[layer]):
             self.missing[subgroup] -= 1
             complete = self.missing[subgroup] == 0 and micro_step == self.boundary
@@ -113,7 +113,7 @@ class StockLoop(TrainingLoop):
 
     def _send_to_host(self, layer: int, micro_step: int, after: int) -> int:
         hosted = sum(n for s, n in self.shares[layer] if self._goes_to_host(s))
-        hosted *= micro_step == self.boundary  # earlier ones stop in the buffer
+        hosted *= micro_step == self.boundary  # gradients of earlier micro-batches stay in DeepSpeed's partition buffer
         elements = self.workload.layers[layer].params
         if not elements:
             return after
@@ -122,7 +122,7 @@ class StockLoop(TrainingLoop):
         size_bytes = elements * self.workload.grad_bytes_per_param
         after = self._gradient_kernels(elements, layer, [after, *self.stream])
         first, then = OpKind.GRADIENT_D2H, OpKind.GRADIENT_H2D
-        if micro_step:  # what is there comes first, to be added to
+        if micro_step:  # the earlier sum is first copied to the GPU, to be added to
             first, then = then, first
         moved = self._move(then, size_bytes, layer, self._move(first, size_bytes, layer, after))
         if self.options.gradients in WIDENED_ON_HOST and hosted:

@@ -11,37 +11,38 @@ from typing import Literal
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
 
-# Per parameter, beside the optimizer's state.
+# Host memory per parameter, in addition to the optimizer's state.
 HOST_GRADIENT_BYTES = 2 * FP32_BYTES  # `.grad` and the gradient partition buffer
-# DRAM traffic of stock's host passes beside the state's way both ways: unscale 8, the gradient 4
-# that the update reads, downcast 8.
+# DRAM traffic of DeepSpeed's passes in host memory, without the reads and writes of the state: unscaling 8, the
+# gradient that the update reads 4, conversion to 16 bits 8.
 STOCK_PASS_BYTES = 20
 FP64_BYTES = 8
-PAGEABLE_PASSES = 3  # of DRAM: into the driver's staging buffer, out of it, and the link's own
-# Where the unpinned side was allocated for this copy: the kernel zeroes its pages first, and the
-# line that is written is fetched before.
+# Number of times that DRAM is read or written: into the driver's staging buffer, out of it, and by the link.
+PAGEABLE_PASSES = 3
+# The same if unpinned memory was allocated for this copy: the kernel also zeroes its pages, and the cache line that is
+# written is read first.
 FRESH_PASSES = PAGEABLE_PASSES + 2
-WIDENING_BYTES = 10  # DRAM traffic: 2 read, and 4 written after the line was read
-# Seconds per element on one thread: PyTorch's check for infinities and NaNs (``isinf``, ``isnan``, each with ``any``)
-# and its conversion of bf16 to fp32 compute longer than memory takes. Measured here (AMD EPYC, Zen 5, torch 2.13).
-# Older cores take longer. Conversions of fp16 are bound by memory.
+WIDENING_BYTES = 10  # DRAM traffic: 2 bytes read, and 4 written after the cache line was read
+# Seconds per element on one thread. PyTorch's check for infinities and NaNs (``isinf``, ``isnan``, each with ``any``)
+# and its conversion of bf16 to fp32 are limited by computation, not by memory. Measured on an AMD EPYC (Zen 5, torch
+# 2.13). Older cores take longer. Conversions of fp16 are limited by memory.
 OVERFLOW_CHECK_S: Mapping[str, float] = {"fp16": 3.6e-9, "bf16": 4.0e-9, "fp32": 4.0e-9}
 WIDENING_S: Mapping[str, float] = {"bf16": 1.6e-9}
-# DRAM traffic of the check per 16-bit element: the buffer is read four times, its absolute values and two masks are
-# written after their lines were read, and read once.
+# DRAM traffic of the check per 16-bit element: the buffer is read four times. Its absolute values and two masks are
+# written (after their cache lines were read), and read once.
 OVERFLOW_CHECK_BYTES = 16
-# Of device memory, by the kernels behind the reductions: the norm in float64 (2 read, 8 written and
-# read), widening (2 read, 4 written).
+# GPU memory traffic of the kernels after the reductions: the norm in float64 (2 read, 8 written and read), and the
+# conversion to fp32 (2 read, 4 written).
 GRADIENT_KERNEL_BYTES = 18 + 6
-# These kernels start when the running product leaves the device free, and products last longer than
-# they do. A parameter's stream comes to that twice, before its reduction and behind its copies
-# (norm and widening), and waits half a product each time; its backward is three products.
+# Backward's matrix products that a parameter's gradient stream waits for, as a share of the three products of its
+# backward. The small kernels of the stream start when the running product ends, so they wait for half a product on
+# average, twice per parameter: before the reduction, and after the copies.
 PRODUCTS_WAITED_FOR = 2 * 0.5 / 3
-# How many times as long torch's own Adam takes as DeepSpeedCPUAdam: PyTorch runs a dozen operations one by one, two of
-# them into fresh memory. DeepSpeed's documentation says 5 to 7 (deepspeed.ai/tutorials/zero-offload), its pull request
-# 735 had 56 s where 8.2 remained. One core of an AMD EPYC took 10 times as long (torch 2.13).
+# Time of torch's own Adam divided by that of DeepSpeedCPUAdam: PyTorch runs a dozen ops one after the other, two of
+# them into fresh memory. DeepSpeed's documentation says 5 to 7 times (deepspeed.ai/tutorials/zero-offload), and its
+# pull request 735 reports 56 s instead of 8.2 s. One core of an AMD EPYC took 10 times as long (torch 2.13).
 TORCH_ADAM_PASSES = 6
-# DRAM traffic of one update by DeepSpeedCPUAdam: the state both ways and the gradient that it reads.
+# DRAM traffic of one update by DeepSpeedCPUAdam: the state, read and written, and the gradient, read.
 ADAM_BYTES = 2 * ADAM.state_bytes + FP32_BYTES
 Updates = Literal["sequential", "interleaved", "with_backward"]
 Gradients = Literal["stock", "asynchronous", "widened_on_host", "unpinned", "unpinned_widened_on_host"]

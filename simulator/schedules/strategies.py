@@ -16,7 +16,7 @@ from ebbtide.simulator.schedules.stock import StockLoop
 from ebbtide.simulator.schedules.stock_options import OverflowCheck, StockOptions, copies_of_gradients
 from ebbtide.simulator.workload import Workload
 
-LARGEST_STRIDE = 100  # published runs have some that are larger than their number of subgroups
+LARGEST_STRIDE = 100  # some published runs have strides larger than their number of subgroups
 
 
 def build_strategy(name: str, workload: Workload, /, **options: Any) -> Schedule:
@@ -331,7 +331,7 @@ STRATEGIES: Mapping[str, Callable[..., Schedule]] = {
     )
 }
 
-# Of these, what DeepSpeed does itself.
+# The strategies that DeepSpeed itself offers.
 STOCK_OFFLOADS = (
     "zero3_offload",
     "zero3_offload_unpinned",

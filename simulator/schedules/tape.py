@@ -17,7 +17,7 @@ from ebbtide.simulator.schedules.planned_loop import Part, PlannedLoop
 from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.workload import Workload
 
-RECORDED = 3  # micro-batches: the first one, one that may stand for several, and the last one
+RECORDED = 3  # micro-batches that are recorded: the first one, one that may stand for several, and the last one
 
 
 class What(IntEnum):
@@ -27,7 +27,7 @@ class What(IntEnum):
     """
 
     OP = 0
-    GRADIENT = 1  # a part of a subgroup's gradient is reduced, at the op that it waits for
+    GRADIENT = 1  # marks that a part of a subgroup's gradient is reduced, after the op that the marker waits for
     PREFETCH = 2
     UPDATES = 3
 
@@ -99,9 +99,9 @@ class _Recorder(PlannedLoop):
 
     def __init__(self, workload: Workload, locations: Sequence[Memory], *, overlaps: bool) -> None:
         super().__init__(workload, locations, overlaps=overlaps)
-        self.marks: dict[int, Place] = {}  # without refs
-        self.stand_ins: dict[int, int] = {}  # op -> its number behind the places
-        self.begun: list[int] = []  # the first op of each micro-batch
+        self.marks: dict[int, Place] = {}  # markers without their refs
+        self.stand_ins: dict[int, int] = {}  # op -> its number after those of the places
+        self.begun: list[int] = []  # the number of the first op of each micro-batch
 
     def forward(self, micro_step: int) -> None:
         self.begun.append(len(self.out.ops))
@@ -142,12 +142,13 @@ class _Recorder(PlannedLoop):
         own = [i for i in range(count) if i not in self.stand_ins]
         numbers = {i: number for number, i in enumerate(own)}
         numbers |= {i: len(own) + number for i, number in self.stand_ins.items() if i < count}
-        refs_of = [numbers[i] for i in range(count)] * 2  # what another op refers to by the op's id
+        # The numbers by which other ops refer to an op, by the op's id.
+        refs_of = [numbers[i] for i in range(count)] * 2
         result = []
         for number, i in enumerate(own):
             op = ops[count + i]
             refs = tuple([refs_of[before] for before in op.after])
-            # The interpreter remembers each place's latest op.
+            # The engine that replays the recording keeps only the latest op of each place.
             assert all(ref >= number for ref, before in zip(refs, op.after, strict=True) if before < count)
             mark = self.marks.get(count + i)
             result.append(Place(What.OP, op, refs) if mark is None else replace(mark, refs=refs))

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Part = Literal["live", "copied", "urgent"]
-REST = -1  # bytes that belong to no subgroup: written last, overwritten by nobody
-_NOTHING = 1e-6  # bytes; less is rounding
+REST = -1  # bytes that belong to no subgroup. They are written last, and no update overwrites them
+_NOTHING = 1e-6  # bytes. Smaller amounts are rounding errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def order_writing(
     ranks = {subgroup: rank for rank, subgroup in enumerate(turns or range(len(sizes_bytes)))}
     writer = _Writer(pace, budget_bytes, live, ranks)
     queues = _in_order(due)
-    late = dict.fromkeys(queues, 0.0)  # what waiting has cost each queue so far
+    late = dict.fromkeys(queues, 0.0)  # the time that each queue has spent waiting so far
     while any(queues.values()):
         name = min((n for n in queues if queues[n]), key=lambda n: queues[n][0].at_s + late[n])
         next_due = queues[name].popleft()
@@ -124,14 +124,14 @@ class _Writer:
     """A simulation of a checkpoint's writer threads as a single writer that is as fast as all threads together."""
 
     pace: Pace
-    free_bytes: float  # of the budget
-    live: dict[int, float]  # bytes of each subgroup that nobody has written or copied
-    ranks: dict[int, int]  # when a subgroup's turn is
+    free_bytes: float  # free part of the budget
+    live: dict[int, float]  # for each subgroup, bytes that are neither written nor copied yet
+    ranks: dict[int, int]  # subgroup -> its position in the order of updates
     now_s: float = 0.0
     copied: dict[int, float] = field(default_factory=dict)
     segments: list[Segment] = field(default_factory=list)
-    waiting: dict[int, float] = field(default_factory=dict)  # copied, and not yet written
-    turn: list[tuple[float, int]] = field(default_factory=list)  # heap: who may have bytes
+    waiting: dict[int, float] = field(default_factory=dict)  # subgroup -> bytes that are copied, but not written yet
+    turn: list[tuple[float, int]] = field(default_factory=list)  # heap of subgroups that may have bytes to write
     copying: list[tuple[float, int]] = field(default_factory=list)  # heap: (ended at, subgroup)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from ebbtide.simulator.update.tiers import Memory
 from ebbtide.simulator.update.way import ParameterLocation, Way, plain_ways
 from ebbtide.simulator.workload import BaseKind, Workload
 
-# Layers whose parameters are on the device at once, where nobody says: this one and the next.
+# Default number of layers with parameters on the GPU at the same time: the present one and the next one.
 PARAMETER_BUFFERS = 2
 
 
@@ -74,7 +74,7 @@ def base_by_kind(workload: Workload, gone_bytes: int = 0) -> dict[Kind, int]:
         parts[kind] = min(size, left)
         left -= parts[kind]
     parts["buckets"] = left
-    for part in parts:  # of a profile that saw less than its parameters, from the others too
+    for part in parts:  # if a profile saw less memory than the parameters take, the rest is subtracted from other parts
         taken = min(parts[part], gone_bytes)
         parts[part] -= taken
         gone_bytes -= taken

@@ -22,14 +22,14 @@ from ebbtide.simulator.update.tiers import TIERS, Memory
 from ebbtide.simulator.update.way import plain_ways
 from ebbtide.simulator.workload import Workload, adds_on_device
 
-# Gradients that leave the device and are not on the host yet: the runtime lets no more be under way. At
-# 25 GB/s as much as 10 ms of copies, behind which backward need not wait.
+# Limit for gradients that are being copied from the GPU to the host, which the runtime enforces. At 25 GB/s this is 10
+# ms of copies, which backward need not wait for.
 GRADIENTS_UNDER_WAY_BYTES = 2**28
-EXTENT_SETS = 2  # of stored state: a step writes to other extents than the last one that is kept
-STAGING_ALIGNMENT = 64  # elements: each tensor of a staging slot begins on a 256-byte border
-Footprint = Mapping[Memory, int]  # bytes of one rank in each memory of `TIERS`
-Amounts = Sequence[Sequence[float]]  # as `tally` gives them
-ByKind = dict[str, dict[Kind, int]]  # the same, by memory and kind
+EXTENT_SETS = 2  # copies of stored state: a step writes to other extents than those that hold the last step
+STAGING_ALIGNMENT = 64  # elements: each tensor of a staging buffer begins at a multiple of 256 bytes
+Footprint = Mapping[Memory, int]  # bytes of one rank in each memory (key of `TIERS`)
+Amounts = Sequence[Sequence[float]]  # as `tally` returns them
+ByKind = dict[str, dict[Kind, int]]  # bytes by memory and use
 
 
 def totals(held: ByKind) -> Footprint:
@@ -95,7 +95,7 @@ class Holding:
                 row["host", "state"] += optimizer.state_bytes
             if way.parameters == "host":
                 row["host", "parameters"] += wire_bytes
-            if keeps:  # whatever the placement
+            if keeps:  # with any placement
                 row["host", "gradients"] += gradient_bytes
             rows.append(row)
         return cls(
@@ -258,9 +258,9 @@ class Holding:
             return 0
         sent = sum(sizes) if sent is None else sent
         most = left_bytes + self.sending_bytes(sent, 0)
-        if self.sending_bytes(sent, sum(sizes)) <= most:  # most often there is room for all sums
+        if self.sending_bytes(sent, sum(sizes)) <= most:  # usually there is room for all sums
             return len(sizes)
-        # More sums never take less.
+        # More sums never take less memory, so bisection finds the largest number.
         return bisect_right(list(accumulate(sizes)), most, key=lambda stay: self.sending_bytes(sent, stay))
 
     @property

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 from ebbtide.simulator.update.recipes import Recipe, early_limits
 from ebbtide.simulator.update.steps import Slot, Step, Wait
 
-Op = TypeVar("Op")  # an op's number, or its completion
+Op = TypeVar("Op")  # number of an op, or its completion
 Add = Callable[[Step, int, list[Op]], Op]
 
 
@@ -76,11 +76,12 @@ class Issue(Generic[Op]):
         self.limits, self._add, self._arrived = early_limits(prefetch, slots), add, arrived
         self.early: dict[int, tuple[int, Op]] = {}
         self.holds: dict[tuple[Slot, int], int] = {}
-        self._now = recipes  # of this step: `redo` if no update is early
+        self._now = recipes  # recipes of the present step: `redo` if no update is early
         self._free = {slot: deque(_Buffer[Op](n, 0, None) for n in range(count)) for slot, count in slots.items()}
-        self._turn = 0  # how often a slot has been given back
-        self._left: dict[tuple[Slot, int], _Buffer[Op]] = {}  # by subgroup, the buffer that it gave back last
-        self._begin: Op | None = None  # what comes in early waits for this
+        self._turn = 0  # number of times that a slot was given back so far
+        # For each subgroup and kind of slot, the buffer that it gave back last.
+        self._left: dict[tuple[Slot, int], _Buffer[Op]] = {}
+        self._begin: Op | None = None  # early copies to the GPU wait for this op
         self._in_backward = False
         self._complete: set[int] = set()
         self._coming: deque[int] = deque()

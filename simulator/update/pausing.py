@@ -14,11 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-ASSUMED_CLIP_RATE = 0.10  # if no clip rate is given
-ASSUMED_STEPS = 16  # that show it, beside those that have been counted
-ALLOWANCE = 0.005  # of an iteration without early updates: what a step may lose on average
-FIRST_BALANCE = 2.0  # wrong steps that the account covers at the start
-FULLEST_BALANCE = 12.0  # wrong steps that the account covers at most
+ASSUMED_CLIP_RATE = 0.10  # used if no clip rate is given
+ASSUMED_STEPS = 16  # weight of the assumed rate, in steps, beside the steps counted so far
+ALLOWANCE = 0.005  # fraction of an iteration without early updates that a step may lose on average
+FIRST_BALANCE = 2.0  # number of wrong steps that the balance covers at the start
+FULLEST_BALANCE = 12.0  # number of wrong steps that the balance covers at most
 
 
 class StepTimes(NamedTuple):
@@ -60,7 +60,7 @@ class StepTimes(NamedTuple):
         return min(always_s, (1 + ALLOWANCE) * self.plain_s)
 
 
-# A plan that does not predict them: early updates save as much as they cost.
+# Used if the plan predicts no times: early updates save as much as they cost.
 UNKNOWN = StepTimes(right_s=0.85, plain_s=1.0, wrong_s=1.15)
 
 

@@ -88,7 +88,7 @@ class Recipe:
             return replace(self, steps=_early_staged_update(update, *rest))
         if update.kind != OpKind.UPDATE_HOST or not (update.overwrites and rest):
             return None
-        # As many bytes as in place: what is written goes past the caches, and is not read first.
+        # The same number of bytes as in place, because non-temporal stores do not read the cache lines first.
         early = replace(
             update,
             kind=OpKind.UPDATE_HOST_EARLY,
@@ -128,7 +128,7 @@ def _host_update(
     work: Amount = adam_passes,
     dram: Amount = lambda b: b.host_traffic,
 ) -> Step:
-    # The kernel writes the parameters to a slot whose last copy must have left.
+    # The kernel writes the new parameters into a slot, so the last copy from this slot must have ended.
     waits |= Wait.NORM | Wait.GRADIENT
     return Step(OpKind.UPDATE_HOST, Lane.HOST, rate, work, waits, dram, takes=Slot.PARAMETER, threads=True)
 
@@ -145,8 +145,8 @@ def _device_update(waits: Wait) -> Step:
     )
 
 
-# New parameters go to the host on a lane of their own, so that a staged update's state never queues
-# behind a parameter whose host update is still running.
+# New parameters are copied to the GPU on a lane of their own. Otherwise the state of a staged update would queue behind
+# a parameter that waits for a CPU update.
 _PARAMETERS_TO_DEVICE = into(
     "device",
     OpKind.PARAMETER_H2D,
@@ -183,13 +183,13 @@ def _early_staged_update(come: Step, update: Step, leave: Step) -> tuple[Step, .
     )
 
 
-# A gradient that goes to host memory; from the second micro-batch on the sum so far is fetched
-# first: micro-batches are added on the device, as stock adds them.
+# A gradient that goes to host memory. From the second micro-batch on, the earlier sum is first copied to the GPU,
+# because micro-batches are added on the GPU, as in DeepSpeed.
 GRADIENT_TO_HOST = (
     into("device", OpKind.GRADIENT_H2D, lambda b: b.gradient, Wait.PREVIOUS | Wait.SUM, Lane.H2D_GRADIENTS),
     out_of("device", OpKind.GRADIENT_D2H, lambda b: b.gradient, Wait.PREVIOUS, Lane.D2H_GRADIENTS),
 )
-# With parameters that live on the device; `recipe_of` has those of the others too.
+# Recipes for parameters that live on the GPU. `recipe_of` also returns those for parameters in host memory.
 RECIPES: Mapping[Placement, Recipe] = {
     "host": Recipe(
         Queue.HOST,
@@ -203,8 +203,8 @@ RECIPES: Mapping[Placement, Recipe] = {
         state="host",
         gradient="device",
         steps=(
-            # The slot's last state must be back on the host before its buffer is overwritten. Slots are
-            # never more than staged updates: so a subgroup's own write-back precedes its next copy in.
+            # The previous state in this slot must be back on the host before the slot is overwritten. There are never
+            # more slots than staged updates, so the write-back of a subgroup always precedes its next copy to the GPU.
             into("device", OpKind.STATE_H2D, lambda b: b.state, Wait.NORM, takes=Slot.STAGING, early=True),
             _device_update(Wait.PREVIOUS),
             out_of("device", OpKind.STATE_D2H, lambda b: b.state, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STAGING),
@@ -220,13 +220,13 @@ RECIPES: Mapping[Placement, Recipe] = {
             out_of("storage", OpKind.STATE_READ, lambda b: b.state, Wait.NORM, takes=Slot.STATE, early=True),
             _host_update(Wait.PREVIOUS),
             _PARAMETERS_TO_DEVICE,
-            # Out of place; from its end on, readers of the state see what it has written.
+            # The update writes to another place. From its end on, readers of the state see the new state.
             into("storage", OpKind.STATE_WRITE, lambda b: b.state, Wait.PREVIOUS | Wait.GATE, gives_back=Slot.STATE),
         ),
     ),
 }
-# Stock's host passes in the place of the fused kernel: unscale, update, downcast, together at the
-# machine's stock rate. For the question what fusing them saves; the runtime does not run it.
+# DeepSpeed's passes in host memory instead of the fused kernel: unscale, update and convert to 16 bits, together at the
+# machine's rate for DeepSpeed. It shows what fusing saves. The runtime does not execute it.
 UNFUSED_HOST = Recipe(
     Queue.HOST,
     state="host",

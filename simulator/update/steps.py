@@ -19,7 +19,7 @@ from ebbtide.simulator.workload import Workload
 
 Placement = Literal["host", "device", "resident", "stored"]
 PARAMETER_SLOTS = 2  # buffers in which new parameters wait for their copy to the other memory
-HOST_SLOTS = 3  # where a plan says nothing else: one read into, one updated, one written from
+HOST_SLOTS = 3  # default: one that is read into, one that is updated, and one that is written from
 
 
 class Queue(StrEnum):
@@ -37,10 +37,10 @@ class Slot(StrEnum):
     GPU memory.
     """
 
-    STAGING = "staging"  # device memory, for the state of a staged update
-    PARAMETER = "parameter"  # host memory, for parameters on their way to the device
-    OUTGOING = "outgoing"  # device memory, for parameters on their way to the host
-    STATE = "state"  # host memory, for a stored subgroup's state
+    STAGING = "staging"  # GPU memory for the state of a staged update
+    PARAMETER = "parameter"  # host memory for parameters that are copied to the GPU
+    OUTGOING = "outgoing"  # GPU memory for parameters that are copied to the host
+    STATE = "state"  # host memory for the state of a stored subgroup
 
     @property
     def memory(self) -> Memory:
@@ -68,12 +68,12 @@ class Wait(IntFlag):
     A lane is a queue of ops, such as a copy direction.
     """
 
-    NORM = 1  # only then the factor that unscales and clips is known
-    GRADIENT = 2  # complete, where the update reads it
-    PREVIOUS = 4  # the recipe's step before; a gradient's first one: what reduces it
-    GATE = 8  # a checkpoint that still reads the live state
-    SUM = 16  # of the micro-batches before, on the host: there is one from the second on
-    LAST = 32  # micro-batch: in the others there is no such step
+    NORM = 1  # the gradient norm is known, and with it the factor that unscales and clips
+    GRADIENT = 2  # the gradient is complete, in the memory where the update reads it
+    PREVIOUS = 4  # the previous step of the recipe. For the first step of a gradient: its reduction
+    GATE = 8  # a checkpoint has copied or written the live state
+    SUM = 16  # the sum of the earlier micro-batches is on the host (from the second micro-batch on)
+    LAST = 32  # not a wait: the step exists only in the last micro-batch
 
 
 @dataclass(frozen=True, slots=True)

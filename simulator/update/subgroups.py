@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-# Every vector width that DeepSpeed has for x86 and NEON divides this: plans fit all of them.
+# Every vector width of DeepSpeed's kernels for x86 and NEON divides this number, so a plan is valid for all of them.
 ALIGNMENT = 16
 
 
@@ -69,7 +69,7 @@ def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
     found, size = list[int](), 0
     for elements in parameters:
         size += elements
-        if size >= least and not size % ALIGNMENT:  # as all before it
+        if size >= least and not size % ALIGNMENT:  # so each part begins at a multiple of ALIGNMENT
             found.append(size)
             size = 0
     if size and found and 2 * size < least:

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 from ebbtide.simulator.update.recipes import RECIPES, Recipe, recipe_of
 from ebbtide.simulator.update.steps import Placement, Slot
 
-# A way's code is the sum of these.
+# The code of a way of updating is the sum of these numbers.
 PLACEMENT_CODES: dict[Placement, int] = {placement: i for i, placement in enumerate(RECIPES)}
-SUMMED, EARLY, PARAMETERS_ON_HOST = 16, 32, 64  # there are fewer placements
+SUMMED, EARLY, PARAMETERS_ON_HOST = 16, 32, 64  # larger than any code of a placement
 ParameterLocation = Literal["host", "device"]
 LOCATION_CODES: dict[ParameterLocation, int] = {"device": 0, "host": PARAMETERS_ON_HOST}
 

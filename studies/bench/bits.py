@@ -38,7 +38,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    # clone(): on a machine without a GPU .cpu() would hand out the live tensor itself.
+    # A clone, because on a machine without a GPU, .cpu() returns the live tensor itself.
     return tensor.detach().cpu().clone()
 
 

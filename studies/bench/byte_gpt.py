@@ -61,14 +61,14 @@ class ByteGPTConfig:
         return replace(self, sequence=sequence)
 
 
-# Named sizes; the number is that of the parameters.
+# Model sizes by name. The name gives the number of parameters.
 SIZES: dict[str, ByteGPTConfig] = {
     "tiny": ByteGPTConfig(layers=2, hidden=64, heads=2, sequence=32),
     "4m": ByteGPTConfig(layers=5, hidden=256, heads=4),
     "40m": ByteGPTConfig(layers=8, hidden=640, heads=10),
     "57m": ByteGPTConfig(layers=8, hidden=768, heads=12),
     "110m": ByteGPTConfig(layers=9, hidden=1008, heads=12),
-    "200m": ByteGPTConfig(layers=4, hidden=2048, heads=16),  # tensors as large as in big models
+    "200m": ByteGPTConfig(layers=4, hidden=2048, heads=16),  # its tensors are as large as those of big models
     "350m": ByteGPTConfig(layers=28, hidden=1024, heads=16, sequence=1024),
     "1.3b": ByteGPTConfig(layers=26, hidden=2048, heads=16, sequence=2048),
     "3b": ByteGPTConfig(layers=38, hidden=2560, heads=20, sequence=2048),
@@ -96,7 +96,7 @@ class Block(nn.Module):
 
     def _attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, sequence, hidden = x.shape
-        # (batch, sequence, 3, heads, width) -> three of (batch, heads, sequence, width)
+        # (batch, sequence, 3, heads, width) -> three tensors (batch, heads, sequence, width)
         qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         if widened(x):
@@ -125,7 +125,7 @@ class ByteGPT(nn.Module):
         self.norm = nn.LayerNorm(config.hidden)
         self.head = Linear(config.hidden, VOCABULARY, bias=False)
         if seed is not None:
-            # Other weights on a GPU, whose generator is another one; the same ones for everybody.
+            # Every caller gets the same weights. On a GPU they differ, because its generator is another one.
             self._initialise(torch.Generator(self.norm.weight.device).manual_seed(seed))
 
     @torch.no_grad()
@@ -143,8 +143,8 @@ class ByteGPT(nn.Module):
         places = torch.arange(inputs.shape[1], device=inputs.device)
         x = self.bytes_in(inputs) + self.positions(places)
         for block in self.blocks:
-            # Reentrant: the other kind checks shapes on recomputation, and ZeRO-3 has released
-            # the parameters it compares with.
+            # Reentrant, because the other kind compares shapes on recomputation, and ZeRO-3 has released the parameters
+            # by then.
             if self.config.checkpoint_activations and self.training:
                 x = checkpoint(block, x, use_reentrant=True)
             else:
@@ -166,7 +166,7 @@ def python_sources() -> np.ndarray:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, below, names in os.walk(root):
-        below[:] = set(below) - _SKIPPED_FOLDERS  # not looked through
+        below[:] = set(below) - _SKIPPED_FOLDERS  # these folders are not searched
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     files.sort(key=lambda path: path.relative_to(root).as_posix())
     text = b"".join(path.read_bytes() for path in files)
@@ -233,7 +233,7 @@ def ds_config(
         "gradient_clipping": clipping,
         "zero_optimization": {**stage3, **zero},
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "steps_per_print": 10**9,  # the studies print themselves
+        "steps_per_print": 10**9,  # the studies print their own steps
     }
     if precision != "fp32":
         config[precision] = {"enabled": True}

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from studies.bench.record import write_record
 
-# By what a figure's name ends in: times what it is shown, and the unit.
+# Last word of a figure's name -> factor for showing the figure, and its unit.
 UNITS = {
     "_bytes_per_s": (1e-9, "GB/s"),
     "_per_s": (1.0, "per s"),
@@ -19,7 +19,7 @@ UNITS = {
     "_ms": (1.0, "ms"),
     "_s": (1.0, "s"),
 }
-MOST_ROWS = 40  # of a table; longer ones are in the record alone
+MOST_ROWS = 40  # most rows of a table. The record has all rows
 
 
 def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: bool = False) -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ def build_host_ops(ops: Iterable[str] = BUILDERS) -> None:
     for op in ops:
         builder: Any = get_accelerator().create_op_builder(BUILDERS[op])
         if builder is None or "NotImplemented" in type(builder).__name__:
-            continue  # this accelerator has no such op
+            continue  # DeepSpeed has no such op for this accelerator
         with _own_lock(_build_folder(op)):
             builder.load(verbose=False)
 

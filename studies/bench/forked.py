@@ -12,8 +12,8 @@ from pathlib import Path
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 LIMIT_S = 180.0
-TOLD_S = 1.0  # for writing where every thread of a process stands
-TOLD_FROM_S = 5.0  # a process that was given less is not thought to hang
+TOLD_S = 1.0  # time in which a process writes the stack of each of its threads
+TOLD_FROM_S = 5.0  # a process with a shorter limit is not asked for its stacks
 
 
 def fork(work: Callable[[], None], log: Path) -> int:
@@ -30,7 +30,7 @@ def fork(work: Callable[[], None], log: Path) -> int:
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         work()
         status = 0
-    except BaseException:  # the log has it, the parent sees the status
+    except BaseException:  # the log has the error, and the parent process sees the status
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -25,11 +25,12 @@ MEMORY = (
 _NUMBERS = ("params_b", "tp", "dp", "layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup")
 MAY_BE_BLANK = ("layers", "hidden", "seq", "micro_batch", "offload_ratio", "subgroup", "prefetch")
 KV_HEADS = 4
-# What a blank stands for: the campaigns' common setting, and the published models by their label.
+# Meaning of blank cells: the settings that most campaigns used, and the published models by label.
 USUAL = {"seq": 2048.0, "micro_batch": 1.0, "offload_ratio": 1.0, "subgroup": 1e8, "stride": 2.0}
 SHAPES = {7: (32, 4096), 8.3: (72, 3072), 10: (50, 4096), 13: (40, 5120), 20: (40, 6144)}
-_LABEL_TOLERANCE = 0.2  # labels are round numbers; beyond it the logged shape is another model's
-_LABEL_LIMIT = 4.0  # as a factor; beyond it label or shape is a slip of the pen
+# Labels are rounded. If the logged shape differs by more than this share, it belongs to another model.
+_LABEL_TOLERANCE = 0.2
+_LABEL_LIMIT = 4.0  # if label and shape differ by more than this factor, one of them is a typing mistake
 _HIDDEN_STEP = 512
 
 
@@ -187,12 +188,12 @@ def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = Fal
 
 
 def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
-    beyond = row.get(None, ())  # type: ignore[call-overload]  # where `csv` puts them
+    beyond = row.get(None, ())  # type: ignore[call-overload]  # key under which `csv` puts cells without a column
     if any(cell.strip() for cell in beyond):
         raise RunError(f"{where}: each cell must have a column, but {list(beyond)} have none")
     unknown = [name for name in MAY_BE_BLANK if blanks and _blank(row, name)]
     if "micro_batch" in unknown and not _blank(row, "global_batch"):
-        unknown.remove("micro_batch")  # without accumulation
+        unknown.remove("micro_batch")  # the column is blank if the run does not accumulate
         share = _positive(row, "global_batch", where) / _positive(row, "dp", where)
         row = {**row, "micro_batch": str(share)}
     value = {name: _positive(row, name, where) for name in _NUMBERS if name not in unknown}

@@ -7,7 +7,7 @@ import random
 import shutil
 from typing import Any
 
-PATIENCE_MS = 120_000  # a machine that does much else may start slowly
+PATIENCE_MS = 120_000  # a busy machine may start slowly
 SLIDERS = ("link_bytes_per_s", "device_memory_bytes", "sequence", "micro_batch")
 FLAGS = (
     "--headless",
@@ -19,7 +19,7 @@ FLAGS = (
     "--no-first-run",
 )
 
-# To another step than the slider is at, so that the page has something to ask.
+# Move to another step of the slider, so that the page sends a request.
 _MOVE = """([id, share]) => {
     const slider = document.getElementById(id);
     const other = Math.floor(share * Number(slider.max));
@@ -43,7 +43,7 @@ def page_moves(url: str, moves: int = 60) -> list[float]:
         return []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
-        # The page's policy forbids eval, with which playwright polls.
+        # bypass_csp, because playwright polls with eval, which the page's policy forbids.
         page = browser.new_page(viewport={"width": 1440, "height": 900}, bypass_csp=True)
         page.goto(f"{url}/?model=Llama+3+8B&machine=h100-node", timeout=PATIENCE_MS)
         _answered(page, 1)

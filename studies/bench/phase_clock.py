@@ -47,7 +47,7 @@ class PhaseClock:
         ``iteration``.
         """
         seconds = self.seconds()
-        stride = len(PHASES) + 1  # the gap between two steps (data, prints) is nobody's phase
+        stride = len(PHASES) + 1  # the time between two steps (data, prints) belongs to no phase
         rows = []
         for start in range(0, len(seconds) - len(PHASES) + 1, stride):
             row = dict(zip(PHASES, seconds[start : start + len(PHASES)], strict=True))

@@ -26,7 +26,7 @@ def become_only_rank(*, quiet: bool = False) -> None:
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     if "RANK" in os.environ:
         return
-    # LOCAL_SIZE as of DeepSpeed's launcher: on a CPU it would start numactl at every reduction.
+    # LOCAL_SIZE as DeepSpeed's launcher sets it. Without it, DeepSpeed on CPUs would start numactl at every reduction.
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(free_port()))

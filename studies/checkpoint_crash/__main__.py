@@ -50,7 +50,7 @@ RANK_0_ONLY = {
     *RARE_POINTS[1:],
 }
 RUN_LIMIT_S = 120.0
-GRACE_S = 0.3  # what a launcher leaves the other ranks before it kills them too
+GRACE_S = 0.3  # time that a launcher gives the other ranks before it kills them too
 
 Reference = dict[tuple[int, int], tuple[str, str]]  # (rank, step) -> state hash, random numbers
 
@@ -71,15 +71,16 @@ class Trial(killed.Trial):
     storing: bool = False
 
 
-RESUMED_WITH = {  # parameter locations
+RESUMED_WITH = {  # parameter locations of the runs
     "": "",
     "host": "mixed",
     "mixed": "host",
     STORED: STORED,
     GUESSED: GUESSED,
 }
-# In turn, a kill of one rank and one of two each; those on storage have more points. Of an even
-# number every other one would never meet a random moment, which comes at each fourth kill.
+# Runs alternate between killing one rank and killing two. Runs with state on drives appear twice, because they have
+# more points. The number of entries is odd, because with an even number, every other run would never get the random
+# moment that each fourth kill has.
 TRAINED = (*RESUMED_WITH, STORED, STORED)
 
 

@@ -36,8 +36,9 @@ from studies.checkpoint_interval.kills import campaign, compare, failure_gaps, g
 from studies.checkpoints.interval_run import Training, profile, read_notes, read_profile, train, under, warm_up
 
 CYCLE = 8  # steps between the checkpoints whose cost is measured
-FACTORS = (0.0, 16.0)  # measured intervals over the tuner's, besides the rules'; at least 1 step
-SPARE_BYTES = 2**30  # host memory that the tuner may give to checkpoints
+# Measured intervals divided by the tuner's interval, in addition to those of the rules. At least 1 step.
+FACTORS = (0.0, 16.0)
+SPARE_BYTES = 2**30  # host memory that the tuner may use for checkpoints
 RECORDED_STALL = Path("studies/results/checkpoint/stall.json")
 
 

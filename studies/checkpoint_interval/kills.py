@@ -19,7 +19,7 @@ from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, expecte
 from studies.bench.forked import Child
 from studies.checkpoints.interval_run import Training, read_notes, train, under
 
-QUIET_STEPS = 8  # at least so many tell what an iteration took around a failure
+QUIET_STEPS = 8  # number of steps needed to know the time of an iteration around a failure
 
 
 def paid_at(steps: int, iteration_s: float, cost: CheckpointCost) -> CheckpointCost:
@@ -108,7 +108,7 @@ def _committed(folder: Path) -> int:
 
 def _progress(notes: Path, interval_steps: int) -> dict[str, Any]:
     started, steps = read_notes(notes, "start"), read_notes(notes, "step")
-    # The second half of an interval has no checkpoint beside it; the first steps warm up.
+    # No checkpoint is written in the second half of an interval. The first steps warm up.
     quiet = [s for n, s in steps[2:] if 2 * (n % interval_steps) > interval_steps]
     return {
         "resumed_step": int(started[0][0]) if started else None,

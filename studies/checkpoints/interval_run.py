@@ -73,7 +73,7 @@ def profile(training: Training, folder: Path, seconds: float) -> None:
     from studies.checkpoints.writers import Workload, raw_write_bytes_per_s
 
     machine = measure_machine(folder, seconds=seconds, fresh=True, elements=8_000_000)
-    # A disk that takes a small file into some cache takes a whole checkpoint more slowly.
+    # A disk with a cache writes a small file faster than a whole checkpoint, so the file is as large as a checkpoint.
     size = Workload(training.model, training.sequence, 0)
     rate = median(raw_write_bytes_per_s(folder, size) for _ in range(3))
     machine.with_rates(storage_write_bytes_per_s=rate).save(folder / "machine.json")

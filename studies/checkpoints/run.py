@@ -26,20 +26,20 @@ from studies.bench import killed
 from studies.bench.forked import Forked
 
 STEPS = 8
-MICRO_BATCHES = 2  # of a step under a plan: their sums stay on the device until the last one
+MICRO_BATCHES = 2  # micro-batches of a step under a plan. Their sums stay on the device until the last one
 STORED, GUESSED = "stored", "guessed"
-BUDGET_BYTES = 8 * 65536  # part of the state only, so that updates also wait for the disk
+BUDGET_BYTES = 8 * 65536  # a part of the state, so that updates also wait for the disk
 BLOCK_BYTES = 65536
 SUBGROUP = 20_000
-HOMES: Mapping[str, tuple[ParameterLocation, ...]] = {  # in turn over the subgroups
+HOMES: Mapping[str, tuple[ParameterLocation, ...]] = {  # assigned to the subgroups in turn
     "host": ("host",),
     "mixed": ("device", "host"),
     "device": ("device",),
     STORED: ("device",),
     GUESSED: ("device",),
 }
-CLIPPING = 5.0  # under a plan: the first step is clipped, few of those behind it are
-WRITE_BYTES_PER_S = 30e6  # a checkpoint takes about two steps
+CLIPPING = 5.0  # under a plan: the first step is clipped, and few of the later ones
+WRITE_BYTES_PER_S = 30e6  # with this rate, writing a checkpoint takes about two steps
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ IMPORTED_LATE = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "ebbtide.runtime.zero.attach",
     "ebbtide.runtime.zero.stage3",
-    "torch._dynamo.config",  # for reading a checkpoint
+    "torch._dynamo.config",  # imported when a checkpoint is read
 )
 
 
@@ -133,7 +133,7 @@ def warm_up() -> None:
     from studies.bench.byte_gpt import python_sources
 
     for module in IMPORTED_LATE:
-        with contextlib.suppress(ModuleNotFoundError):  # this version of DeepSpeed may lack one
+        with contextlib.suppress(ModuleNotFoundError):  # some versions of DeepSpeed lack one of these modules
             importlib.import_module(module)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)])  # imports torch._dynamo
     torch.set_num_threads(1)
@@ -171,7 +171,7 @@ def train(run: Run, rank: int) -> None:
             engine.step()
             tag = "rolling" if run.kill.one_tag else f"step{step + 1}"
             engine.save_checkpoint(str(run.folder), tag=tag, client_state={"chain": chain})
-            # Who looks at the state waits for the updates: every other time they go on.
+            # Hashing the state waits for the updates. In every other step it is left out, so that updates continue.
             digest = "" if run.homes and step % 2 == 0 else state_hash(engine)
             steps.write(json.dumps([step + 1, digest, chain]) + "\n")
             if lazy.last is not None and lazy.last.step > acknowledged:
@@ -206,13 +206,13 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
         copy_budget_bytes=BUDGET_BYTES,
         keep=2,
         write_bytes_per_s=WRITE_BYTES_PER_S / run.world_size,
-        restore_random=True,  # the model draws random numbers: a resume to the bit needs them
+        restore_random=True,  # the model draws random numbers, so a bit-identical resume needs their state
     )
     files = KillingFiles(run.kill, rank, run.note("reached", rank))
     options: dict[str, Any] = {"files": files, "block_bytes": BLOCK_BYTES}
     if run.homes:
         return _planned_engine(model, plan, run, options)
-    # torch's Adam: DeepSpeed's own rounds powers of beta differently after a resume.
+    # torch's Adam, because DeepSpeed's own rounds powers of beta differently after a resume.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     config = {**ds_config(2, SUBGROUP), "zero_force_ds_cpu_optimizer": False}
     del config["optimizer"]
@@ -229,7 +229,7 @@ def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: d
 
     from studies.bench.byte_gpt import ds_config, stock_engine
 
-    # This process is this run: whoever installs the checkpoint engine does so with these options.
+    # Code in this process that installs the checkpoint engine does so with these options.
     ebbtide.runtime.checkpoint.install = partial(ebbtide.runtime.checkpoint.install, **options)  # type: ignore[assignment]
     vars(ebbtide.runtime.storage.store)["Files"] = lambda: options["files"]
     here = run.homes in (STORED, GUESSED)
@@ -246,7 +246,7 @@ def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: d
 
 def _plan(count: int, homes: Sequence[ParameterLocation], storage: Path | None) -> Plan:
     used = [p for p in get_args(Placement) if storage or RECIPES[p].state != "storage"]
-    if storage:  # first of all: each of two ranks has three subgroups
+    if storage:  # checked first: each of two ranks has three subgroups
         used.reverse()
     placements = list(islice(cycle(used), count))
     return Plan(
@@ -310,7 +310,7 @@ def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
             step, digest, chain = json.loads(line)
-        except ValueError:  # the kill came inside the last line
+        except ValueError:  # the process was killed while writing the last line
             return
         yield step, digest, chain
 

@@ -17,8 +17,8 @@ from ebbtide.simulator.plan import BLOCK_BYTES
 from studies.bench.host_peak import host_peak_bytes
 
 WARM_STEPS = 3
-RAW_THREADS = 2  # that write beside the writers
-IN_TURN = 15  # checkpoints whose rate is measured beside the disk's
+RAW_THREADS = 2  # threads that measure the disk's own rate
+IN_TURN = 15  # number of checkpoints whose rate is compared with the disk's
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class DcpAsync(Writer):
     def save(self, folder: Path, tag: str) -> None:
         from torch.distributed.checkpoint.state_dict_saver import async_save
 
-        self.wait()  # it takes one at a time
+        self.wait()  # this writer writes one checkpoint at a time
         self._future = async_save(self._state(), checkpoint_id=str(folder / tag))
 
     def wait(self) -> None:
@@ -202,7 +202,7 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
     session = _Session(engine, batches, writer, folder)
     session.train(WARM_STEPS, every=0)
     if name != "none":
-        session.train(2, every=1)  # first use: files, buffers, processes
+        session.train(2, every=1)  # warms up files, buffers and processes
         writer.wait()
     result = {
         "every_1": session.train(workload.steps, every=1),
@@ -258,7 +258,7 @@ class _Session:
             begin, waited = time.perf_counter(), self.writer.waited_s
             train_step(self.engine, self.batches.at(self.step, self.engine.device))
             self.step += 1
-            late = self.writer.waited_s - waited  # for the checkpoint of the step before
+            late = self.writer.waited_s - waited  # for the checkpoint of the previous step
             saved = self._save() if every and number % every == 0 else 0.0
             stalls.append(late + saved)
             iterations.append(time.perf_counter() - begin)
@@ -277,8 +277,8 @@ class _Session:
         self.last_tag = f"step{self.step}"
         self.writer.save(self.folder, self.last_tag)
         stall = time.perf_counter() - begin
-        for old in self.folder.iterdir():  # all but the last two, as retention would
-            hidden = old.name.startswith(".")  # being written
+        for old in self.folder.iterdir():  # delete all but the last two, as retention does
+            hidden = old.name.startswith(".")  # a checkpoint that is being written
             if old.is_dir() and not hidden and old.name not in (self.last_tag, f"step{self.step - 1}"):
                 shutil.rmtree(old)
         return stall
@@ -340,7 +340,7 @@ def _saved_alone(session: _Session, writer: Ebbtide) -> float:
     told = writer.lazy.wait()
     assert told is not None
     shutil.rmtree(session.folder / old, ignore_errors=True)
-    os.sync()  # as behind a plain writer
+    os.sync()  # as after a plain writer
     return told.payload_bytes / told.persist_s
 
 
@@ -386,7 +386,7 @@ def raw_write_bytes_per_s(folder: Path, workload: Workload, *, cached: bool = Fa
     finally:
         os.close(descriptor)
         path.unlink()
-        os.sync()  # filesystems discard what was deleted at their next commit: not beside others
+        os.sync()  # file systems discard deleted files at their next commit, which must not slow down the next writer
 
 
 def _stripe(descriptor: int, memory: mmap.mmap, size: int) -> Callable[[int], None]:

@@ -120,9 +120,9 @@ def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(str(path.resolve()) for path in paths if path),
         "DS_UNITTEST_TIMEOUT": str(HANGS_S),
         "DS_DISABLE_REUSE_DIST_ENV": "1",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes to fork beside
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes, because the tests fork
     }
-    made.pop("PYTEST_ADDOPTS", None)  # of the pytest that tests this study
+    made.pop("PYTEST_ADDOPTS", None)  # set by the pytest that tests this study
     if not Path("/proc/driver/nvidia").exists():
         made |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1", "LOCAL_SIZE": "2"}
     return made
@@ -164,7 +164,8 @@ def row(arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: lis
     """
     outcomes = {case: ended.get((arm, case), {}).get("outcome", "not run") for case in cases}
     good = {case for case, outcome in outcomes.items() if outcome == "passed"}
-    begun_s = {case: ended[arm, case]["begun_s"] for case in good}  # not of a run that was cut off
+    # The start of the complete run, not of one that was cut off.
+    begun_s = {case: ended[arm, case]["begun_s"] for case in good}
     mine = [note for note in notes if note["arm"] == arm and note["case"] in good]
     mine = [note for note in mine if note["at_s"] >= begun_s[note["case"]]]
     by = {e: {n["case"] for n in mine if n["event"] == e} for e in ("attached", "stepped", "left")}

@@ -27,9 +27,9 @@ from ebbtide.simulator.plan import CheckpointPlan, Placement, Plan, Way
 from studies.deepspeed_tests import UNDER_A_PLAN
 
 MIX: tuple[Placement, ...] = ("resident", "host", "device")
-SUBGROUP = 2000  # elements: DeepSpeed's default would put each of these models into one
-# They read a checkpoint's files by themselves right behind `save_checkpoint`, which returns before
-# those are there unless the plan says ``checkpoint.mode: sync``, as it does for these.
+SUBGROUP = 2000  # elements. With DeepSpeed's default, each of these models would have one subgroup
+# Tests that read a checkpoint's files immediately after `save_checkpoint`. These tests need ``checkpoint.mode: sync``,
+# because otherwise `save_checkpoint` returns earlier.
 READ_AT_ONCE = (
     "test_convert_checkpoint.py",
     "test_shared_weights.py",
@@ -95,7 +95,7 @@ def _initialize_of(case: Case) -> Callable[..., Any]:
         config = offloaded(config, client=given.get("optimizer") is not None)
         if case.arm not in UNDER_A_PLAN:
             return DEEPSPEED(**given, config=config)
-        if stored_at(config) is not None:  # DeepSpeed's swapper must not have the state
+        if stored_at(config) is not None:  # DeepSpeed's swapper must not hold the state
             return _stored(case, given, config)
         if case.arm == "mix":
             config["zero_optimization"].setdefault("sub_group_size", SUBGROUP)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 VARIABLE = "EBBTIDE_DEEPSPEED_TESTS"
-TRIES = 2  # of a test that never ended
+TRIES = 2  # number of attempts for a test that does not end
 WORST = ("failed", "skipped", "passed")
 
 
@@ -26,9 +26,9 @@ class Orders:
     """Settings of one run of DeepSpeed's tests: the variant, the result folder and the time limit."""
 
     arm: str
-    folder: str  # of `results` and of the notes
-    for_s: float  # no test begins later
-    commit: str  # of ebbtide
+    folder: str  # folder of the results and of the notes
+    for_s: float  # time after which no test begins
+    commit: str  # commit of ebbtide
 
     def to_environment(self) -> dict[str, str]:
         return {VARIABLE: json.dumps(asdict(self))}
@@ -87,7 +87,7 @@ class Reporter:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         said = "" if report.passed else str(getattr(report, "longreprtext", report.longrepr))
-        if isinstance(report.longrepr, tuple):  # of a skip: file, line, reason
+        if isinstance(report.longrepr, tuple):  # for a skipped test: (file, line, reason)
             said = report.longrepr[2]
         self.outcomes.append((report.outcome, said[-600:]))
 
@@ -101,6 +101,6 @@ def pytest_configure(config: Any) -> None:
     reporter = Reporter(Orders(**json.loads(os.environ[VARIABLE])))
     config.pluginmanager.register(reporter)
     multiprocessing.set_forkserver_preload(["studies.deepspeed_tests.warm"])
-    from unit.common import DistributedExec  # DeepSpeed's: what starts the ranks of a test
+    from unit.common import DistributedExec  # DeepSpeed's class that starts the ranks of a test
 
     DistributedExec.__getstate__ = lambda test: {**vars(test), "_case": reporter.case}

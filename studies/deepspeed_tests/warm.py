@@ -18,7 +18,7 @@ from studies.bench.many_engines import answer_once
 
 answer_once()
 cpuinfo.get_cpu_info()
-with contextlib.suppress(RuntimeError):  # a machine that cannot build it says so in the tests
+with contextlib.suppress(RuntimeError):  # if a machine cannot build the op, the tests report it
     CPUAdamBuilder().load()
 host.load()
 __all__ = ["deepspeed", "studies", "torch", "unit"]

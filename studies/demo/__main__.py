@@ -151,7 +151,7 @@ class Demo:
         self._phase(
             "resuming", train.alone, model=self.model, name="resumed", plan=path, resume=self.folder / "checkpoints"
         )
-        same = self._compare("plan", "resumed")  # plan was never killed
+        same = self._compare("plan", "resumed")  # the run "plan" was never killed
         resumed = Run.load(self.folder, "resumed")
         self._verdict(same, f"resumed at step {resumed.first_step}, against the run that was never killed")
         return same
@@ -185,7 +185,7 @@ class Demo:
     @contextmanager
     def _started(self, title: str, work: Callable[..., object], /, **arguments: Any) -> Iterator[PhaseProcess]:
         log = self.folder / "logs" / f"{title}.log"
-        with self._bar() as bar:  # the first child waits until the server has imported all
+        with self._bar() as bar:  # the first child process waits until the server has imported all modules
             bar.add_task(title, total=None, note="loading torch and DeepSpeed")
             child = PhaseProcess(work, {"folder": self.folder, **arguments}, log)
         with child:

@@ -82,7 +82,7 @@ def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
 def _wait_for_commit(child: PhaseProcess, folder: Path) -> tuple[str, int]:
     running = True
     while running:
-        running = child.running  # asked first: what it did before its end is then all visible
+        running = child.running  # read before the log, so that everything that an ended process wrote is visible
         if committed(folder):
             return committed(folder), disk_bytes(folder)
         time.sleep(_POLL_S)
@@ -111,10 +111,10 @@ def disk_bytes(folder: Path) -> int:
     not count.
     """
     total = 0
-    for parent, _, names in os.walk(folder):  # which leaves out a folder that has just gone
+    for parent, _, names in os.walk(folder):  # os.walk skips a folder that has just been removed
         for name in names:
             try:
                 total += Path(parent, name).stat().st_blocks * 512
-            except FileNotFoundError:  # renamed while we looked
+            except FileNotFoundError:  # renamed meanwhile
                 continue
     return total

@@ -25,7 +25,7 @@ def measure(folder: Path, seconds: float, elements: int) -> None:
 
     compile_kernels()
     machine = measure_machine(storage_dir=folder, seconds=seconds, elements=elements, progress=report)
-    command = {"measured_with": "python -m studies.demo"}  # not this child's own arguments
+    command = {"measured_with": "python -m studies.demo"}  # instead of this child process's own arguments
     machine.model_copy(update=command).save(folder / "machine.json")
 
 

@@ -20,7 +20,7 @@ _FILES = {
     "stock_vs_plan.png": "measured and predicted phase times; memory.png: over one iteration",
     "summary.json": "the table of step 4 as JSON, with versions",
 }
-SHOWN_ALTERNATIVES = 4  # the others are in plan.json
+SHOWN_ALTERNATIVES = 4  # plan.json has all alternatives
 
 
 def _table(*columns: str) -> Table:

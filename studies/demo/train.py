@@ -23,13 +23,14 @@ from studies.demo.measure import predict_anew
 from studies.demo.pictures import draw_timelines, last_iterations, machine_label, typical
 from studies.trials.phase_process import pause, report
 
-WARMUP_STEPS = 4  # the first steps allocate, compile and fault pages in
-FIRST_STEPS = steps_needed(3)  # of stock's those behind the warm-up are profiled: the plan is made of them
-# Of a turn. The first step is not counted: caches are cold, threads asleep, and under a plan the
-# last update has ended before the other side's turn, so that nothing is left to overlap. Few, and
-# many turns: where a neighbour comes or goes, as many samples of each side lie before it.
+WARMUP_STEPS = 4  # the first steps allocate, compile and touch new pages
+FIRST_STEPS = steps_needed(3)  # DeepSpeed's steps after the warm-up are profiled, and the plan is made from them
+# Steps of a turn. The first step of a turn is not counted: caches are cold, threads sleep, and the updates of the
+# previous turn have ended, so that nothing overlaps. Turns are short and many, so that a change in the load of the
+# machine affects both sides equally.
 TURN_STEPS = 3
-# An untrained model's gradients are large: at 1.0 each of the demo's few steps would clip, as a run's first ones do.
+# The gradients of an untrained model are large. With a limit of 1.0, all of the demo's few steps would clip, as the
+# first steps of a real run do.
 CLIPPING = 20.0
 
 
@@ -104,7 +105,7 @@ class Training:
             else:
                 loss = train_step(self.engine, batch)
             self._losses.append(loss)
-            # No loss in the report: reading it would wait for the device, and end what overlaps.
+            # No loss in the report, because reading it would wait for the device and end the overlap.
             report(step + 1, self.model.steps, f"step {step + 1} of {self.model.steps}")
         self.next = last
 
@@ -173,7 +174,7 @@ def planned(folder: Path, model: DemoModel, name: str = "plan") -> None:
     run = Training(model, plan)
     optimizer = run.engine.optimizer
     run.train(FIRST_STEPS)
-    optimizer.wait()  # its updates must not run into the other side's turn
+    optimizer.wait()  # the updates must not run on into the other side's turn
     turns: list[Timeline] = []
     for _ in range(model.turns):
         pause()

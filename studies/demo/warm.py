@@ -14,9 +14,9 @@ import cpuinfo
 from studies.bench.byte_gpt import python_sources
 from studies.bench.many_engines import freeze_heap, remember_processor
 
-logging.disable(logging.WARNING)  # nobody's phase: no log would have it
+logging.disable(logging.WARNING)  # no phase uses this process's log
 for _name in (
-    # What DeepSpeed and torch import in the middle of an engine's start.
+    # Modules that DeepSpeed and torch import while an engine starts.
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "torch.distributed.nn.functional",
     "torch._dynamo",
@@ -36,4 +36,4 @@ remember_processor()
 for _ask in (cpuinfo.get_cpu_info, python_sources):
     with contextlib.suppress(Exception):
         _ask()
-freeze_heap()  # otherwise garbage collections in each process visit, and so copy, all these modules
+freeze_heap()  # otherwise the garbage collection of each process would visit all these objects, and so copy their pages

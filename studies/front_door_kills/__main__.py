@@ -32,7 +32,7 @@ from studies.checkpoints.run import warm_up
 from studies.front_door_kills.scripts import SAVE_EVERY, SCRIPTS, STEPS, Script, train
 
 RUN_LIMIT_S = 300.0
-KINDS = ("on_save", "rotation", "")  # points of `scripts.Progress`; "": a random moment
+KINDS = ("on_save", "rotation", "")  # points of `scripts.Progress`, or "" for a random moment
 NEVER = Kill("never")
 
 
@@ -66,15 +66,15 @@ def planned(number: int, seed: int, names: list[str]) -> list[tuple[Script, Kill
     """
     rng, made = random.Random(seed), []
     for count in range(number):
-        # Two of three are the Trainer: it is what most people run.
+        # Two of three runs use the Trainer, as most users do.
         name = names[0] if count % 3 else names[count // 3 % len(names)]
         point = KINDS[count // 2 % 3]
         saves = STEPS // SAVE_EVERY
         occurrence = rng.randint(1, saves) if point == "on_save" else rng.randint(1, 12)
-        # A loop of one's own is told to return when the files are in place, as trainers are.
+        # A plain loop gets the mode in which a save returns when the files are in place, which trainers get by default.
         mode = "in_place" if name == "loop" else "auto"
         checkpoint: dict[str, Any] = {"mode": mode, "copy_budget_bytes": 2**20}
-        if name == "loop":  # the model has dropout, and only trainers restore the random states themselves
+        if name == "loop":  # the model has dropout, and only trainers restore random states themselves
             checkpoint["restore_random"] = True
         made.append((Script(name, 1 + count % 2, checkpoint), Kill(point, occurrence, rng.random())))
     return made
@@ -98,7 +98,7 @@ def one_trial(kill: Kill, scratch: Path, script: Script, truth: Truth) -> Trial:
     trial.resumed_step = page["resumed"]
     if trial.older:
         trial.lost.append(f"resumed from step {trial.resumed_step}, but stock DeepSpeed had step {trial.stock_step}")
-    losses = page["losses"]  # none where nothing was left to train
+    losses = page["losses"]  # empty if nothing was left to train
     same_losses = losses == expected["losses"][len(expected["losses"]) - len(losses) :]
     if page["state"] != expected["state"] or not same_losses:
         trial.differing.append("final state or losses")
@@ -119,7 +119,7 @@ def reference(script: Script, scratch: Path) -> Truth:
 
 
 def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
-    # Lost: the script fails, or begins anew although stock DeepSpeed would have resumed.
+    # A run is lost if the script fails, or starts from the beginning although DeepSpeed alone would have resumed.
     lost = [t for t in done if t.fired and (t.resumed_step < 0 or t.resumed_step == 0 < t.stock_step)]
     kinds = [t.kill.point or "random" for t in done if t.fired]
     return {

@@ -89,7 +89,7 @@ def _config(script: Script) -> dict[str, Any]:
     return {
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
-        # torch's Adam: DeepSpeed's own rounds powers of beta differently after a resume.
+        # torch's Adam, because DeepSpeed's own rounds powers of beta differently after a resume.
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,

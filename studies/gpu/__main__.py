@@ -35,7 +35,7 @@ from studies.gpu.pictures import draw_parts
 from studies.gpu.suite import OutOfTimeError, Suite
 
 ARCHIVE = "results.tar.gz"
-ARCHIVED_BYTES = 8 * 2**20  # of a file: traces and records, no storage benchmark's leftovers
+ARCHIVED_BYTES = 8 * 2**20  # largest file in the archive, which excludes leftovers of the storage benchmark
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -190,7 +190,7 @@ def _in_a_process(name: str, suite: Suite, args: argparse.Namespace) -> dict[str
         *(["--rehearse"] if args.rehearse else []),
         *(["--again"] if suite.again else []),
     ]
-    # A section ends itself in time; what does not is ended a moment later.
+    # A section ends itself at its limit. If it does not, it is ended ten seconds later.
     failed = suite.run(name, command, limit_s + 10.0)
     figures: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     if failed is not None and "failed" not in figures:
@@ -219,7 +219,7 @@ def _section(name: str, args: argparse.Namespace) -> None:
     try:
         suite.left_s()
         figures = SECTIONS[name](suite)
-    except Exception as error:  # the record says how, stderr has all of it
+    except Exception as error:  # the record has a short form, and stderr the whole traceback
         traceback.print_exc()
         figures = {"failed": f"{type(error).__name__}: {error}"}
     figures |= {"seconds": round(time.monotonic() - begun, 1), "size": suite.size}

@@ -8,7 +8,7 @@ from studies.gpu.suite import Figures, Suite
 RATIOS = (0.8, 0.6, 0.9, 0.7, 0.5)
 UNCLIPPED = "_no_clipping"
 PEERS = ("superoffload", "twin_flow", "zenflow", "torchao", "no_offload", "deepcompile", "features")
-# Of a plan that has all of it, what each row is without.
+# The technique that each row lacks, compared with a plan that uses all techniques.
 WITHOUT: Mapping[str, Figures] = {
     "all_on": {},
     "without_speculation": {"early": False},
@@ -16,7 +16,7 @@ WITHOUT: Mapping[str, Figures] = {
 }
 ACCUMULATING = "stock_accumulating"
 MICRO_BATCHES = 4
-HIGH_BOUND = 1e4  # on the norm: none of the steps is clipped, though each waits to know it
+HIGH_BOUND = 1e4  # limit of the norm: no step is clipped, but each step waits for the norm
 EXACT = ("stock", "superoffload", "twin_flow")
 
 
@@ -98,7 +98,7 @@ def _trials(suite: Suite, only: Sequence[str]) -> dict[str, list[str]]:
     for name in ("superoffload", "no_offload", "zenflow", "torchao", "deepcompile"):
         if name in only:
             trials[name] = ["--variant", name]
-    if "superoffload" in only:  # with clipping it does not overlap
+    if "superoffload" in only:  # SuperOffload does not overlap if gradients are clipped
         for name in ("stock", "superoffload"):
             trials[name + UNCLIPPED] = ["--variant", name, "--clipping", "0"]
     return trials | flows

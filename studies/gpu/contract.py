@@ -74,7 +74,7 @@ def contract(suite: Suite) -> Figures:
             break
         rows += _configuration(name, suite)
         left_out.remove(name)
-        # A section that is killed later, or hangs, loses nothing of this.
+        # Written after each row, so that a section that is killed or hangs later loses nothing.
         write_record(suite.out / "contract.json", "gpu.contract", _figures(rows, left_out) | {"size": suite.size})
     return _figures(rows, left_out)
 
@@ -109,7 +109,7 @@ def settle() -> None:
         return
     from deepspeed.accelerator import get_accelerator
 
-    # DeepSpeed refuses fp16 on a CPU, although torch computes it there.
+    # DeepSpeed refuses fp16 on CPUs, although torch supports it.
     get_accelerator().is_fp16_supported = lambda: True
 
 
@@ -120,7 +120,7 @@ def _configuration(name: str, suite: Suite) -> list[Figures]:
         stock = train(start(**options))
         control = differing(train(start(**options)), stock)
         check_steps(stock)
-    except Exception as error:  # it says nothing of ebbtide, and the other configurations still run
+    except Exception as error:  # the error is not ebbtide's, and the other configurations still run
         failed = f"{type(error).__name__}: {error}"
         return [{"configuration": name, "placement": "stock", "identical": None, "failed": failed}]
     rows = []
@@ -139,10 +139,10 @@ def _configuration(name: str, suite: Suite) -> list[Figures]:
         row: Figures = {"configuration": name, "placement": of, "control_differing": control}
         try:
             result = differing(run(), stock)
-        except Exception as error:  # a row that says how; the others still run
+        except Exception as error:  # the row records the error, and the others still run
             rows.append(row | {"identical": False, "failed": f"{type(error).__name__}: {error}"})
             continue
-        # A control that differs makes a difference here mean nothing, but an equality still does.
+        # If two control runs differ, a difference from ebbtide means nothing, but an equality still counts.
         rows.append(row | {"differing": result[:8], "identical": not result or (None if control else False)})
     return rows
 
@@ -209,7 +209,7 @@ def attached(engine: Any, pattern: list[str], emulated: bool, seed: str = "", **
     """
     import ebbtide.runtime
 
-    # One sum stays where there is accumulation, one update of each queue begins before the norm.
+    # One sum stays on the GPU if there is accumulation, and one update of each queue begins before the norm.
     early = int(engine.zero_optimization_stage() == 3)
     early_updates = {"speculate": early, "speculate_visits": early}
     plan = plan_of(engine, pattern, device_sums=1, **(early_updates | fields))

@@ -6,8 +6,8 @@ from studies.gpu import contract, smoke, speed
 from studies.gpu.comparison import compare
 from studies.gpu.suite import Figures, Suite
 
-# What says most comes first. Each section is a process with a record of its own; together they fit
-# the minutes of their part.
+# The most important sections come first. Each section is a process with its own record. The sections of a part together
+# fit into the part's minutes.
 SECTIONS: dict[str, Callable[[Suite], Figures]] = {
     "ops": smoke.ops,
     "kernel_bits": smoke.kernel_bits,
@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "parameters": ("parameter_offload",),
     "checkpoints": ("checkpoint_stall",),
 }
-# Unless --size and --cap-gib say otherwise: memory for the model and a part of its state.
+# Defaults without --size and --cap-gib: the model and a part of its state fit into the GPU memory.
 SIZES_OF_PARTS = {"baseline": "1.3b", "speed": "1.3b", "peers": "3b", "parameters": "3b"}
 CAPS_GIB = {"baseline": 12.0, "speed": 12.0, "peers": 24.0, "parameters": 12.0}
 BUDGET_S = {

@@ -54,7 +54,7 @@ def _fused_adam() -> str:
 
     try:
         FusedAdamBuilder().load(verbose=False)
-    except Exception as error:  # without nvcc; that peer's row will say so too
+    except Exception as error:  # fails without nvcc. The row of this system reports it too
         return f"not built: {error}"
     return "built"
 
@@ -74,7 +74,7 @@ def kernel_bits(suite: Suite) -> Figures:
         try:
             suite.left_s()
         except OutOfTimeError:
-            break  # `values` tells how far it came
+            break  # `values` shows how far the run came
         values = [torch.randn(chunk, generator=generator) for _ in range(3)]
         values[2] = values[2].square()
         grad = torch.randn(chunk, generator=generator) * 10.0 ** ((number % 30) - 24)
@@ -191,7 +191,7 @@ class Synchronisations:
         def synchronize(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             while "accelerator" in frame.f_code.co_filename and frame.f_back is not None:
-                frame = frame.f_back  # DeepSpeed's, which hands it on
+                frame = frame.f_back  # DeepSpeed's frame, which passes the call on
             self.places[f"{name} at {frame.f_code.co_filename}:{frame.f_lineno}"] += 1
             return stock(*args, **kwargs)
 

@@ -143,7 +143,7 @@ def efficiency(suite: Suite) -> Figures:
     The lower bound is a time of an iteration that no plan can beat.
     """
     plan, workload, machine = suite.plan(), suite.workload(), suite.machine()
-    row = suite.trial("ebbtide", *_ebbtide(suite))  # the baseline's, if that has been run
+    row = suite.trial("ebbtide", *_ebbtide(suite))  # the baseline's run, if it exists
     limit = machine.device_memory_bytes if suite.emulated else suite.cap_gib * 2**30
     room = replace(Limits.of(workload, machine, margin=0.0), device_bytes=int(limit))
     floor_s = lower_bound(workload, machine, room).iteration_s

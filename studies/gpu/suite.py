@@ -21,8 +21,8 @@ from studies.bench.rank import remove_left_buffers
 
 Figures = dict[str, Any]
 TRIAL_LIMIT_S = 240.0
-LEAST_S = 5.0  # nothing is worth starting with less
-SHOWN_CHARACTERS = 300  # of an error; the whole of it is in the folder's logs/
+LEAST_S = 5.0  # with less time left, no trial is started
+SHOWN_CHARACTERS = 300  # of an error message. The whole message is in the folder logs/
 
 
 class OutOfTimeError(RuntimeError):
@@ -88,7 +88,7 @@ class Suite:
         Args:
             arguments: For each training, its name and its arguments.
         """
-        if self.at_once == 1:  # here, where an interrupt ends the trial that runs
+        if self.at_once == 1:  # in this process, where an interrupt ends the running trial
             return {name: self.trial(name, *own) for name, own in arguments.items()}
         with ThreadPoolExecutor(self.at_once) as pool:
             rows = pool.map(lambda name: self.trial(name, *arguments[name]), arguments)
@@ -201,7 +201,7 @@ class Suite:
             from ebbtide.runtime.hardware.pci import pci_address
 
             environment["OMP_NUM_THREADS"] = str(len(near_cores(pci_address(0))))
-            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products
+            environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for deterministic matrix products
         return environment
 
     # -- what several sections need ----------------------------------------------------------
@@ -246,7 +246,7 @@ class Suite:
         import ebbtide.tuner
 
         limit = None if self.emulated else int(self.cap_gib * 2**30)
-        # The size of the subgroups stays: all training runs of the suite hash their state subgroup by subgroup.
+        # The subgroup size is fixed, because all training runs of the suite hash their state per subgroup.
         return ebbtide.tuner.plan(workload, self.machine(), device_memory_bytes=limit, subgroup_sizes=())
 
     def plan_all_on(self, micro_batches: int) -> Plan:

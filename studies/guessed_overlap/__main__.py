@@ -34,15 +34,15 @@ from studies.trials.guessed_overlap import setting_of
 from studies.trials.paced_model import Setting
 
 RATES = (0.0, 0.05, 0.1, 0.2, 0.5, 1.0)
-COMPARED = 0.1  # the clip rate at which the rule is compared with early updates in every step
-RATIO = 1.0  # of all updates on the host to forward and backward
-BURST = 10  # steps
-PIECES_OF = 4  # layers, in one of DeepSpeed's subgroups
-STEPS, PART, PLAIN_STEPS = 120, 40, 10  # of a sequence, of its parts, and of a block without early updates
-WARM_UP = 2  # steps behind a switch
-PROFILED_STEPS = 5  # for the plan
+COMPARED = 0.1  # clip rate at which the rule is compared with early updates in every step
+RATIO = 1.0  # time of all updates on the host, divided by that of forward and backward
+BURST = 10  # steps of a burst
+PIECES_OF = 4  # layers in one of DeepSpeed's subgroups
+STEPS, PART, PLAIN_STEPS = 120, 40, 10  # steps of a sequence, of its sections, and of a block without early updates
+WARM_UP = 2  # steps after a switch that are not measured
+PROFILED_STEPS = 5  # steps that are profiled for the plan
 Clips = Callable[[int], bool]
-Outcomes = list[bool | None]  # by step: whether early updates were right; None: there were none
+Outcomes = list[bool | None]  # for each step, whether early updates were right, or None without early updates
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Trial:
                 "known), but contains none"
             )
         self._plain = self._early.with_bits(early=False)
-        self._blocks = list[float]()  # seconds of an iteration in each block without early updates
+        self._blocks = list[float]()  # time of an iteration in each block without early updates
 
     def rows(self, asked: Mapping[str, Clips], steps: int) -> list[Row]:
         """Train several sequences of steps with and without early updates. Return a list with a row of times per

@@ -31,10 +31,10 @@ from studies.bench.pictures import picture
 from studies.bench.rank import become_only_rank
 
 T = TypeVar("T")
-Row = dict[str, Any]  # of a phase; a value that could not be read is None
+Row = dict[str, Any]  # figures of a phase. None for a value that could not be read
 WARMUP = 3
 SAMPLE_EVERY_S = 0.005
-# Bytes/s of one lane and direction, after the line code (8b/10b, 128b/130b, FLIT).
+# Bytes/s of one lane in one direction, after the line code (8b/10b, 128b/130b, FLIT).
 LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 COLOURS = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
@@ -149,7 +149,7 @@ class LinkCounters:
         the call as time.
         """
         nvml, begun_s = self._nvml, time.perf_counter()
-        # From the GPU's side: what it receives comes from the host. NVML counts in KB/s.
+        # The GPU receives what comes from the host. NVML counts in KB/s.
         received = nvml.nvmlDeviceGetPcieThroughput(self._gpu, nvml.NVML_PCIE_UTIL_RX_BYTES)
         sent = nvml.nvmlDeviceGetPcieThroughput(self._gpu, nvml.NVML_PCIE_UTIL_TX_BYTES)
         busy = nvml.nvmlDeviceGetUtilizationRates(self._gpu).gpu / 100
@@ -222,7 +222,7 @@ def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> 
         _step(engine, batches.at(number, engine.device), PhaseBorders(cuda))
     borders = PhaseBorders(cuda)
     counters = LinkCounters(torch.cuda.current_device()) if cuda else None
-    # Each read of the counters itself takes NVML's 20 ms windows.
+    # No pause between reads, because each read of the counters takes NVML's window of 20 ms.
     traffic = Sampler(counters.read, 0.0) if counters else nullcontext()
     with Sampler(lambda: _memory(cuda), SAMPLE_EVERY_S) as memory, traffic as sampler:
         for number in track(range(WARMUP, WARMUP + steps), description="training with DeepSpeed's ZeRO-3 offload"):

@@ -37,7 +37,7 @@ import ebbtide
 from studies.bench.console import publish, study_parser
 from studies.one_answer.automatic import automatic
 
-# Name of the model, machine, and what differs from one GPU, micro-batch 1 and 2048 tokens.
+# (model, machine, settings other than one GPU, micro-batch 1 and 2048 tokens).
 JOBS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Llama 3.2 3B", "rtx4090", {}),
     ("Llama 3 8B", "a100-node", {}),
@@ -152,14 +152,14 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
         "Python quick": lambda: _quick_s(work, have, storage),
         "tune search": lambda: search_s(model, about, have, storage),
     }
-    if storage is None:  # a what-if stores nothing, and a live plan stores only what is on drives already
+    if storage is None:  # what-ifs support no drives, and live plans store only state that is on drives already
         asked["live re-plan"] = lambda: replanned_s(work, have, made)
         grid = WhatIf(**scenario, strategies=["ebbtide"])
         asked |= {
             "what_if": lambda: float(ebbtide.what_if(work, have, ["ebbtide"], n_jobs=1).iteration_s[0]),
             "HTTP what-if": lambda: _by_grid(grid),
         }
-    if effort is not None:  # entry points that take none are left to the study
+    if effort is not None:  # only these entry points take an effort
         some = ("tuner.plan", "HTTP quick", "Python quick", "tune search", "live re-plan")
         asked = {name: asked[name] for name in some if name in asked}
     found = {name: ask() for name, ask in asked.items()}

@@ -31,7 +31,7 @@ from studies.optimality.optimum import optimum
 from studies.optimality.pairs import further_pairs, random_pair, real_pairs
 
 FEW = (4, 8)
-PROVEN_PCT = 0.01  # closer to the bound than that, nothing better is left to find
+PROVEN_PCT = 0.01  # if a plan is closer to the bound than this, no better plan can be found
 
 
 def main() -> None:
@@ -67,7 +67,8 @@ def main() -> None:
             ("real_models", real_pairs(args.machine), args.machine),
             ("further_models", further_pairs(), "several"),
         ):
-            write_record(args.json, "optimality", figures)  # kept where the next is broken off
+            # Written after each row, so that an interrupted study keeps its rows.
+            write_record(args.json, "optimality", figures)
             figures[name] = real_models(pairs, machine)
     publish("optimality", args.json, figures)
 
@@ -136,7 +137,7 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
     rows = []
     for _ in track(range(pairs), description="exhaustive searches"):
         workload, machine = random_pair(rng, counts=FEW)
-        workload = workload.model_copy(update={"clip_rate": 1.0})  # so that no update is early
+        workload = workload.model_copy(update={"clip_rate": 1.0})  # a clip rate of 1, so that no update is early
         best_s = exact_s(workload, machine)
         row = gap(workload, machine, subgroup_sizes=())
         rows.append(

@@ -17,7 +17,7 @@ from ebbtide.tuner.candidates.moves import CHOICES, STAGED
 from ebbtide.tuner.placements.search import Search
 
 MOST_SUBGROUPS = 10
-NEAR = 1e-5  # of the solver
+NEAR = 1e-5  # tolerance of the solver
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 LINKS_BYTES_PER_S = (55e9, 20e9, 10e9)
-SUBGROUP_SIZES = (10**8,)  # the given one. The planner tries others too
+SUBGROUP_SIZES = (10**8,)  # the subgroup size that is given. The planner tries other sizes too
 RANKS = (1, 2)
 ACCUMULATION = (1, 4)
 NODES = ("h100-node", "a100-node")

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         asked = read_runs(args.predict, "--predict", blanks=True)
         presets = {name: machine_of(name) for name in testbeds(asked)}
-        for run in asked:  # what cannot be predicted is told before minutes of calibration
+        for run in asked:  # report runs that cannot be predicted before the calibration, which takes minutes
             workload_of(run, presets[run.testbed])
         seen = read_runs(args.calibrate) if args.calibrate else []
         corrected = calibrated(presets, seen) if seen else {}

@@ -14,7 +14,7 @@ from ebbtide.simulator.quantity import NINETY_PERCENT
 from studies.published_runs.training import Prediction, TrainingRun
 
 Judged = tuple[TrainingRun, Prediction]
-ENOUGH_SOURCES = 10  # for an interval that may miss one in ten of them
+ENOUGH_SOURCES = 10  # number of sources from which an interval may miss one in ten
 SIDES: dict[str, Callable[[TrainingRun], bool]] = {
     "fitted": lambda run: not run.held_out,
     "held_out": lambda run: run.held_out,

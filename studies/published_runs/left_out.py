@@ -17,7 +17,7 @@ FOLDS: dict[str, Callable[[Run], Hashable]] = {
     "micro-batch": lambda run: run.micro_batch,
     "offload ratio": lambda run: run.offload_ratio,
 }
-RUNS = 3  # what a user has
+RUNS = 3  # number of runs that a user probably has for a calibration
 FEWER_AND_MORE = (1, 10)
 
 
@@ -50,8 +50,8 @@ def _left_out(runs: Sequence[Run], key: Callable[[Run], Hashable]) -> dict[str, 
 
 
 FROM = ("same campaign", "other campaigns", "anywhere")
-LEAST_ROWS = 6  # of a campaign that triples predict: as many left out as were calibrated on
-JUDGED_INTERVALS = 6  # of each triple's runs left out: an interval takes twenty simulations
+LEAST_ROWS = 6  # least rows of a campaign, so that as many rows are left out as were calibrated on
+JUDGED_INTERVALS = 6  # for each triple, number of left-out runs with an interval, which takes twenty simulations
 
 
 def random_draws(runs: Sequence[Run], count: int, size: int = RUNS) -> dict[str, Any]:

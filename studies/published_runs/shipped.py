@@ -21,14 +21,14 @@ from ebbtide.tuner.calibrate.interval import interval_s
 from studies.bench.offload_runs import Run, RunError, model_of
 
 PRESETS = {"a100": "a100-node", "h100x4": "h100-node"}
-# The logs come from `memory_breakdown`: DeepSpeed reports memory six times per iteration, before
-# and after each phase, and collects garbage each time (`see_memory_usage`): 0.07 s in a process
-# with some 200,000 objects. That is between the phases, and no property of a strategy.
+# The runs had DeepSpeed's `memory_breakdown` on, which reports memory six times per iteration, before and after each
+# phase, and collects garbage each time (`see_memory_usage`): 0.07 s in a process with about 200,000 objects. This time
+# lies between the phases and does not depend on the strategy.
 MEMORY_REPORTS, COLLECT_S = 6, 0.07
 COLUMNS = {"forward": "fwd_ms", "backward": "bwd_ms", "step": "step_ms", "iteration": "iter_ms"}
 HARNESS_S = MEMORY_REPORTS * COLLECT_S
-# Of these `workload_from_model` makes layers' times. A calibration turns other rates as well, for
-# which a schedule need not be built again.
+# Rates from which `workload_from_model` computes the times of layers. A calibration also changes other rates, which do
+# not require building the schedule again.
 LAYER_RATES = (
     "device_flops_per_s",
     "device_memory_bytes_per_s",
@@ -37,15 +37,14 @@ LAYER_RATES = (
     "h2d_bytes_per_s",
     "d2h_bytes_per_s",
 )
-NETWORK = "network_bytes_per_s"  # likewise where tensor parallelism spans nodes
+NETWORK = "network_bytes_per_s"  # the same, if tensor parallelism spans nodes
 KEPT_SCHEDULES = 5000
 _schedules: dict[Hashable, Schedule] = {}
-# Whether gradients were copied asynchronously, of campaigns whose logs do not say it because the
-# flag did not exist yet: the fork's build of 2024-03-25 blocks, that of 03-28 does not
-# (DataStates/DeepSpeed, commits fa8c1df2 and 8074cd62). It is read off the backward of the runs in
-# the repository: 2.51 s here, where logs that say it give 2.50 s (asynchronous) and 5.93 s. So for
-# these rows a fact of the run, though no rate, comes from what was measured; judged as the logs
-# are, blank for blocking, they stand in the figures under ``as_logged``.
+# Campaigns whose logs do not say whether gradients were copied asynchronously, because the flag did not exist yet. The
+# fork's build of 2024-03-25 blocks, and that of 03-28 does not (DataStates/DeepSpeed, commits fa8c1df2 and 8074cd62).
+# We inferred the build from the measured backward: 2.51 s, where runs with the flag in their logs have 2.50 s
+# (asynchronous) and 5.93 s (blocking). So a property of these runs, though no rate, comes from their measurements. The
+# figures under ``as_logged`` count a blank as blocking.
 BUILDS = {"scale-subg-size-motivation": True}
 
 
@@ -126,7 +125,7 @@ def _ratio_of_today(ratio: float, count: int) -> float:
         count: Number of subgroups.
     """
     on_device = count - int(ratio * count + 1e-9)
-    return max(0.0, 1 - (on_device + 0.5) / count)  # half a subgroup more, against rounding
+    return max(0.0, 1 - (on_device + 0.5) / count)  # plus half a subgroup, so that rounding cannot lose one
 
 
 def as_logged(run: Run) -> Run:
@@ -151,7 +150,7 @@ def _predicted(run: Run, machine_json: str) -> dict[str, float]:
     machine = _machine(machine_json)
     schedule = schedule_of(run, machine)
     seconds = predicted_s(schedule, machine)
-    if machine.loop_s is None:  # else the runs that it was calibrated on told it
+    if machine.loop_s is None:  # otherwise the calibration has set it
         seconds["iteration"] += HARNESS_S
     result = simulate_fast(schedule, machine)
     peak = result.device_peak_bytes

@@ -21,17 +21,18 @@ from ebbtide.simulator.schedule import Schedule
 from ebbtide.tuner.calibrate.interval import interval_s
 
 ROWS = Path(__file__).parents[1] / "data" / "published_training_runs.csv"
-# The share of every GPU's sheet before shares were found on published runs: Megatron-LM (Narayanan et al., SC 2021).
+# The share of every GPU's peak that was assumed before shares were fitted to published runs: Megatron-LM (Narayanan et
+# al., SC 2021).
 ONE_SHARE = 0.57
-# DeepSpeed's version of a run that does not tell it: the newest that nearly all public runs are older than (0.19.5, of
-# August 2026, copies gradients in another way).
+# Assumed DeepSpeed version of a run that does not give it. Nearly all published runs are older than the next version
+# (0.19.5 of August 2026), which copies gradients in another way.
 UNTOLD_VERSION = "0.19.4"
-# Memory that PyTorch's allocator holds over what it has allocated, where the whole device's memory is published: cached
-# blocks of other sizes. Found on the fitted rows of that kind (three of Qwen: 1.24, 1.24, 1.33). With expandable
-# segments, as torchtitan sets them, the allocator holds no more than is allocated.
+# Memory that PyTorch's allocator holds, divided by the memory it has allocated, for sources that publish the memory in
+# use on the whole GPU: it holds cached blocks of other sizes. Found on the fitted rows of this kind (three of Qwen:
+# 1.24, 1.24, 1.33). With expandable segments, which torchtitan uses, the allocator holds no more than is allocated.
 ALLOCATOR_SLACK = 1.24
-INFERRED = "?"  # behind a cell that is not published, but inferred from the source's rows that are not held out
-# DeepSpeed's keys that Hugging Face's integration sizes by the model where they are "auto".
+INFERRED = "?"  # after a cell that was not published, but inferred from the rows of its source that are not held out
+# Keys of DeepSpeed whose "auto" Hugging Face's integration replaces by a number that depends on the model.
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
 
@@ -92,7 +93,7 @@ class TrainingRun:
         if buckets := (self.fields.get("buckets") or "").removesuffix(INFERRED):
             zero |= dict.fromkeys(_BUCKETS, buckets)
         host: dict[str, Any] = {"device": "cpu"}
-        if self.fields["pinned"]:  # blank: as DeepSpeed's version has it
+        if self.fields["pinned"]:  # blank: the default of the DeepSpeed version
             host["pin_memory"] = self.fields["pinned"] == "1"
         if self.fields["offload"] != "none":
             zero["offload_optimizer"] = host

@@ -47,7 +47,7 @@ STEPS = 8
 ELEMENTS = (300_000, 200_001, 5)  # of the subgroups
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 BLOCK_BYTES = 256 * 2**10
-LENGTH_S = 0.4  # random moments come within this
+LENGTH_S = 0.4  # random moments lie within this time
 LIMIT_S = 60.0
 
 State = tuple[torch.Tensor, ...]
@@ -270,7 +270,7 @@ def figures(done: list[Trial]) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     options = kill_parser("storage_kills", __doc__, 100).parse_args(arguments)
-    torch.set_num_threads(1)  # what forks may have no threads of its own
+    torch.set_num_threads(1)  # processes that fork must not have threads of their own
     console, scratch = Console(), Path(tempfile.mkdtemp(prefix="ebbtide-kills-", dir=Path.cwd()))
     planned = trials(options.kills, options.seed, scratch)
     found = figures(campaign(planned, options.kills, console))

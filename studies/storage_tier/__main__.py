@@ -39,7 +39,7 @@ from studies.bench.rank import become_only_rank
 from studies.storage_tier import durability
 from studies.storage_tier.disk_bound import disk_figures, pooled
 
-# What is said of all state stored.
+# Fields of the row for a plan that stores all state.
 DURABLE = (
     "checkpoint_every_step_slowdown_pct",
     "extra_state_bytes_per_checkpoint",
@@ -51,7 +51,7 @@ DURABLE = (
 )
 SEQUENCE = 32  # short, so that updates take longer than forward and backward
 WARMUP = 2
-DISK_BYTES = 4 * 2**30  # more than a burst, or what an emulated disk's host keeps in memory
+DISK_BYTES = 4 * 2**30  # larger than a burst, and than the cache of an emulated disk's host
 PIPELINED, LIMITED = "stock NVMe, pipelined", "ebbtide, within stock's memory"
 STOCK: dict[str, dict[str, Any]] = {
     "stock in memory": {"device": "cpu"},
@@ -59,7 +59,8 @@ STOCK: dict[str, dict[str, Any]] = {
     PIPELINED: {"device": "nvme", "pipeline_read": True, "pipeline_write": True, "buffer_count": 12},
 }
 PREDICTION, ALL_STORED = "prediction", "ebbtide"
-LEFT_FREE = 64 * 2**20  # of the memory that stock takes: two runs of one process differ by less
+# Memory that DeepSpeed uses but the plan may not: the memory of two runs in one process differs by less.
+LEFT_FREE = 64 * 2**20
 SHARES = {ALL_STORED: 0.0, "ebbtide, half in memory": 0.5, "ebbtide, 0.9 in memory": 0.9}
 
 
@@ -81,7 +82,7 @@ def main() -> None:
         found = what(args.variant, args.size, args.steps, args.folder, **given)
         args.json.write_text(json.dumps(found))
         sys.stdout.flush()
-        os._exit(0)  # threads of DeepSpeed's op for drives now and then abort an orderly end
+        os._exit(0)  # sometimes threads of DeepSpeed's op for drives abort an orderly exit
     figures = measure(args.size, args.steps, args.folder or args.json.parent)
     publish("storage_tier", args.json, figures)
 

@@ -9,7 +9,7 @@ from typing import Any
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.storage import StorageRates
 
-STATE_BYTES = 12  # of each parameter, read and written at each step
+STATE_BYTES = 12  # bytes per parameter that each step reads and writes
 
 
 def disk_figures(beside: Sequence[StorageRates], ours: Mapping[str, Any], passes_s: float) -> dict[str, Any]:

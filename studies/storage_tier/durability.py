@@ -97,7 +97,7 @@ def host_bytes(engine: Any) -> dict[str, Any]:
         wire_dtype=session.engine.wire_dtype(),
     )
     told = footprint(work, session.plan)["host"]
-    if session.device.unified:  # the kernel writes parameters where they are: no slots
+    if session.device.unified:  # the kernel writes parameters in place, so there are no slots
         told -= PARAMETER_SLOTS * max(sizes) * work.wire_bytes
     return {
         "subgroups": list(sizes),

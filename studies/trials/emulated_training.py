@@ -23,8 +23,8 @@ from ebbtide.simulator.timeline import Timeline
 
 from studies.trials.paced_model import ROWS, PacedModel, Setting
 
-WARMUP = 2  # steps: DeepSpeed traces the first one; after a switch the slots fill in one
-ALWAYS_CLIPS, NEVER_CLIPS = 1e-9, 1e9  # norms
+WARMUP = 2  # steps: DeepSpeed records its trace in the first one, and after a switch the slots fill in one
+ALWAYS_CLIPS, NEVER_CLIPS = 1e-9, 1e9  # limits of the gradient norm
 
 
 def start(setting: Setting, **zero: Any) -> Any:
@@ -55,7 +55,7 @@ class Kernels:
 
     def __init__(self, device: EmulatedDevice) -> None:
         self._device = device
-        self._ended_s: float | None = None  # processor time of the training thread
+        self._ended_s: float | None = None  # CPU time of the training thread
 
     def synchronized(self) -> None:
         """Record that the host has waited for the emulated device. The next kernel then takes its whole emulated
@@ -178,7 +178,7 @@ class Bench:
         self.setting, self.clips = setting, clips
         self.engine = start(setting, **zero)
         self.steps = 0
-        self._kernels: Kernels | None = None  # of a plan's device
+        self._kernels: Kernels | None = None  # the kernels of a plan's device
 
     def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
         """Train ``steps`` steps under a plan on the emulated device after a warm-up, and return the
@@ -208,7 +208,7 @@ class Bench:
         ends = [mark[2] for mark in marks[WARMUP - 1 :]]
         periods = [b - a for a, b in itertools.pairwise(ends)]
         forward_s, backward_s, step_s = (statistics.median(m[i + 1] - m[i] for m in marks[WARMUP:]) for i in range(3))
-        own = getattr(self.engine.optimizer, "timeline", None)  # stock has none
+        own = getattr(self.engine.optimizer, "timeline", None)  # DeepSpeed's optimizer has no timeline
         timeline = own() if own else Timeline((), "measured")
         mean_s = statistics.fmean(periods)
         return Measured(statistics.median(periods), forward_s, backward_s, step_s, timeline, mean_s)
@@ -230,13 +230,13 @@ class Bench:
         backwards. The returned times are those of one forward and one backward with these total durations.
         """
         if self._kernels is not None:
-            self._kernels.synchronized()  # the step before has read its norm
-        # Of the step before: its clipping would tell backward that this step is clipped, too.
+            self._kernels.synchronized()  # so that the norm of the previous step is known
+        # Reset the limit of the previous step, which would show backward that this step is clipped too.
         set_clipping(self.engine, self.clips and (lambda _: False), self.steps)
         forward_s = backward_s = backward = 0.0
         for inputs, targets in batches(self.setting, self.steps):
             if backward:
-                self.engine.step()  # of a micro-batch that is not the last
+                self.engine.step()  # for a micro-batch that is not the last one
             begun = time.perf_counter()
             loss = self.engine(inputs, targets)
             forward = time.perf_counter()

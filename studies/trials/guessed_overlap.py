@@ -18,12 +18,12 @@ from studies.bench.bits import differences
 from studies.trials.emulated_training import Bench, stock_state
 from studies.trials.paced_model import Setting
 
-UPDATE_RATIOS = (0.5, 1.0, 2.0)  # of all updates on the host to forward and backward
+UPDATE_RATIOS = (0.5, 1.0, 2.0)  # time of all updates on the host, divided by that of forward and backward
 CLIP_RATES = (0.05, 0.5, 1.0)
-LINK = 10  # times the parameters, in bytes per forward and backward: gradients reach the host in time
+LINK = 10  # bytes per forward and backward, divided by the parameters: fast enough for gradients to arrive in time
 LAYERS = 32
-ELEMENTS, BUDGET_S = 40_000_000, 10.0  # of a measured update: far more than the caches hold
-LONG = 1.0  # from this ratio on updates are as long as the passes
+ELEMENTS, BUDGET_S = 40_000_000, 10.0  # elements and time of a measured update, which is far larger than the caches
+LONG = 1.0  # from this ratio on, updates take as long as forward and backward
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from studies.bench.record import write_record
 
 WARMUP = 3
 INEXACT = ("zenflow", "torchao", "deepcompile")
-UNCAPPED = ("no_offload",)  # what training would take if memory were no matter
+UNCAPPED = ("no_offload",)  # without a memory limit, to show the time with unlimited memory
 
 
 def main() -> None:
@@ -89,7 +89,7 @@ def settle(args: argparse.Namespace) -> None:
     from ebbtide.runtime.hardware.pci import pci_address
 
     cores = near_cores(pci_address(0))
-    bind(cores)  # as deepspeed --bind_cores_to_rank does
+    bind(cores)  # as the flag --bind_cores_to_rank of the deepspeed launcher does
     torch.set_num_threads(len(cores))
     same_sums(warn_only=args.variant.split(":")[0] in INEXACT)
     if args.cap_gib and args.variant not in UNCAPPED:
@@ -173,12 +173,12 @@ def timed(
         steps: Number of timed steps.
     """
     clock, loss = PhaseClock(torch.cuda.is_available()), torch.zeros(())
-    # Made before: time between two steps is nobody's phase, and updates would run on in it.
+    # Made before the steps, because the time between two steps belongs to no phase, and updates would continue in it.
     numbers = range(first, first + (WARMUP + steps) * accumulation)
     made = [batches.at(number, engine.device) for number in numbers]
     for number, batch in enumerate(made):
         if number == WARMUP * accumulation:
-            reset_peak()  # of training, not of making the model
+            reset_peak()  # the peak of training, not that of building the model
         loss = timed_step(engine, batch, clock)
     if hasattr(engine.optimizer, "wait"):
         engine.optimizer.wait()
@@ -204,19 +204,19 @@ def make_engine(args: argparse.Namespace) -> Any:
         from studies.trials.torchao_offload import TorchaoEngine
 
         return TorchaoEngine(_model(args.size), args.clipping)
-    # What torch has pinned stays so, in powers of two; a plan page-locks what it needs, exactly.
+    # Memory that torch pins stays pinned, in powers of two. A plan page-locks exactly the memory that it needs.
     offload: dict[str, Any] = {"device": "cpu", "pin_memory": name != "ebbtide"}
     if name == "twin_flow":
         offload["ratio"] = float(setting)
     if name == "superoffload":
         offload["super_offload"] = True
-    resident = name in ("no_offload", "deepcompile")  # the latter moves it within the step
+    resident = name in ("no_offload", "deepcompile")  # DeepCompile moves it during the step
     zero: dict[str, Any] = {} if resident else {"offload_optimizer": offload}
     if name == "zenflow":
         zero["zenflow"] = {"topk_ratio": 0.1, "update_interval": 4, "overlap_step": False}
     if args.offload_param:
         zero |= {"offload_param": {"device": "cpu", "pin_memory": True}, "stage3_max_reuse_distance": 0}
-    # Stock's bucket as large as what a plan gets where a config leaves it open.
+    # DeepSpeed alone gets the bucket size that a plan sets if the config gives none.
     zero.setdefault("reduce_bucket_size", PLANNED_BUCKET_ELEMENTS)
     config = ds_config(
         args.micro_batch,

@@ -15,7 +15,7 @@ from torch import nn
 from studies.bench.products import product
 
 RATES = ("host_adam_params_per_s", "device_adam_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
-ROWS = 4  # samples per batch: the real compute stays small beside the given times
+ROWS = 4  # samples per batch: few, so that real computation is short compared with the given times
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Setting:
             "dram_bytes_per_s": 1e13,
             "storage_write_bytes_per_s": 1e9,
         }
-        always = 4 * self.params  # wire parameters and, at most, all gradients
+        always = 4 * self.params  # 16-bit parameters and, at most, all gradients
         spare = int(self.memory_share * ADAM.state_bytes * self.params)
         return Machine(
             name="emulated at given rates",
@@ -147,7 +147,7 @@ class Setting:
             subgroups=(self.subgroup,) * self.subgroups,
             subgroup_size=self.subgroup,
             gradient_accumulation_steps=self.micro_batches,
-            reduce_bucket_params=self.weight,  # as `start` sets it
+            reduce_bucket_params=self.weight,  # as in `start`
             tokens_per_iteration=ROWS * self.micro_batches,
             device_base_bytes=2 * self.params,
             provenance="emulated: layers of given duration, phases measured without updates",

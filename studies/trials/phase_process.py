@@ -16,7 +16,7 @@ from typing import Any
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
 
 _TAIL_LINES = 25
-_parent: Connection | None = None  # in the child: who listens
+_parent: Connection | None = None  # in the child process: the connection to its parent
 
 
 class PhaseError(RuntimeError):
@@ -65,14 +65,14 @@ class PhaseProcess:
 
     def __init__(self, work: Callable[..., object], arguments: Mapping[str, Any], log: Path):
         context: Any = multiprocessing.get_context(_start_method())
-        self._port = free_port()  # of the child's own job, should it become the only rank of one
+        self._port = free_port()  # port for the child's own job, in case it becomes the only rank of one
         self.log, self.waits = log, False
         log.write_text("")
         self._child, theirs = context.Pipe()
-        environment = {**os.environ, "MASTER_PORT": str(self._port)}  # the server has that of old
+        environment = {**os.environ, "MASTER_PORT": str(self._port)}  # the server process still has its original port
         self._process = context.Process(target=_run, args=(work, dict(arguments), log, environment, theirs))
         self._process.start()
-        theirs.close()  # else the end of the child would not be the end of the pipe
+        theirs.close()  # otherwise the pipe would stay open when the child ends
 
     def __enter__(self) -> "PhaseProcess":
         return self
@@ -81,7 +81,7 @@ class PhaseProcess:
         if self.running:
             self.kill()
         self._child.close()
-        remove_shared_buffers(self._port)  # a killed child could not
+        remove_shared_buffers(self._port)  # a killed child cannot remove them itself
 
     def progress(self) -> Iterator[Progress]:
         """Yield the progress reports of a process that runs one phase (part) of a study.
@@ -153,7 +153,7 @@ def _run(
     warnings.simplefilter("ignore")
     try:
         work(**arguments)
-    finally:  # here: a process of multiprocessing's ends without what atexit was told
+    finally:  # here, because processes of multiprocessing do not run atexit functions
         remove_shared_buffers(int(environment["MASTER_PORT"]))
 
 

@@ -38,7 +38,7 @@ def trials(args: argparse.Namespace) -> Any:
     from ebbtide.runtime.zero.attach import switch_plan
 
     plans = {path.name: Plan.load(path) for path in args.plans}
-    engine = make_engine(args)  # all on the host at first: the least device memory
+    engine = make_engine(args)  # first with all state on the host, which takes the least GPU memory
     batches, number = Batches(args.micro_batch, SIZES[args.size].sequence), 0
     for name, plan in plans.items():
         switch_plan(engine, plan)

@@ -38,7 +38,7 @@ class TorchaoEngine:
         settings = {k: given[k] for k in ("lr", "betas", "eps", "weight_decay") if k in given}
         self._inner = make(self.module.parameters(), settings)
         self._clipping = clipping
-        self.optimizer = self  # what a trial hashes: `fp32_partitioned_groups_flat`
+        self.optimizer = self  # the trial hashes `optimizer.fp32_partitioned_groups_flat`
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
@@ -56,7 +56,7 @@ class TorchaoEngine:
         loss.backward()
 
     def step(self) -> None:
-        # With offloaded gradients there is nothing left on the device to clip: as its users do.
+        # With offloaded gradients, nothing is left on the GPU to clip. torchao's users clip in the same way.
         if self._clipping > 0:
             kept = [p for p in self.module.parameters() if p.grad is not None]
             torch.nn.utils.clip_grad_norm_(kept, self._clipping)

@@ -11,8 +11,8 @@ from ebbtide.runtime.verify.lines import Piece
 from ebbtide.runtime.zero.pieces import pieces
 
 Arm = Callable[[Any], None]
-Updated = list[torch.Tensor]  # fp32 masters of one call of the inner optimizer, with gradients
-AT, FLIPPED_AT = 3, 5  # optimizer steps
+Updated = list[torch.Tensor]  # the fp32 masters, with gradients, of one call of the inner optimizer
+AT, FLIPPED_AT = 3, 5  # optimizer steps in which defects are made
 TENSOR = "blocks.1.widen.weight"
 
 
@@ -91,7 +91,7 @@ def around_updates(
     the call within the step, counted from 1, and the fp32 masters that the call updates. If ``before``
     returns True, the call is left out.
     """
-    inner, calls = engine.optimizer.optimizer, [0, -1]  # calls in this step, which step
+    inner, calls = engine.optimizer.optimizer, [0, -1]  # number of calls in this step, and number of the step
 
     def stepped(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if calls[1] != engine.global_steps:

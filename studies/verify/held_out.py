@@ -153,7 +153,7 @@ def stale_in_one_forward(engine: Any) -> None:
         if piece is None or kept[0] is None:
             return forward(*args, **kwargs)
         new = piece.values.clone()
-        piece.values.data.copy_(kept[0])  # autograd does not hear of it
+        piece.values.data.copy_(kept[0])  # without autograd noticing it
         try:
             return forward(*args, **kwargs)
         finally:

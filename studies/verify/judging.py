@@ -13,7 +13,7 @@ from studies.verify.defects import Defect
 from studies.verify.rounds import ROUNDS
 from studies.verify.shapes import KINDS, shapes_of
 
-LATE = 2  # steps later than it was made, a defect may rise above rounding
+LATE = 2  # number of steps in which the effect of a defect may grow beyond rounding
 
 
 @dataclass(frozen=True)

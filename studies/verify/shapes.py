@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from studies.bench.byte_gpt import SIZES, ByteGPTConfig
 
-SUBGROUP = 20_000  # elements
+SUBGROUP = 20_000  # elements of a subgroup
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ RIGHT = (
     Shape("resumed", resumed=3),
     Shape("ZeRO-1", stage=1),
 )
-KINDS = ("stock", "plan", "torch", "torch flipped")  # runs of each shape
+KINDS = ("stock", "plan", "torch", "torch flipped")  # kinds of runs for each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:

@@ -27,8 +27,8 @@ from studies.verify.shapes import KINDS, SUBGROUP, TINY, Shape, shapes_of
 
 RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 STEPS = 6
-TIMED = 15  # steps
-# Warm-up as most scripts have it: a rate of its own in every step.
+TIMED = 15  # steps whose time is measured
+# A warm-up as in most scripts: the learning rate differs in every step.
 SCHEDULE = {
     "type": "WarmupLR",
     "params": {"warmup_min_lr": 2e-4, "warmup_max_lr": 1.2e-3, "warmup_num_steps": 10, "warmup_type": "linear"},
@@ -186,7 +186,7 @@ def started(stage: int, *, offload: bool = True, torchs: bool = False, shape: Sh
     if shape.dtype == "fp16":
         from deepspeed.accelerator import get_accelerator
 
-        get_accelerator().is_fp16_supported = lambda: True  # of CPUs it is not said
+        get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed refuses fp16 on CPUs, although torch supports it
         config["fp16"] |= {"initial_scale_power": shape.initial_scale, "hysteresis": 1}
     if torchs:
         config["optimizer"]["params"]["torch_adam"] = True

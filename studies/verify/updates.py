@@ -13,7 +13,7 @@ import torch
 from studies.verify.defects import AT, Defect, Updated, around_updates, lost_names, masters, narrow, of_states, wrap
 from studies.verify.held_out import norm_name, wrong_settings
 
-BOTH = 2  # the second subgroup or parameter group is the one that is wrong
+BOTH = 2  # number of subgroups or parameter groups. The second one gets the defect
 
 
 def scaled_gradient(engine: Any) -> None:

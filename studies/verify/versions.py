@@ -11,7 +11,7 @@ from typing import Any
 from ebbtide.runtime.hardware.launcher import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-# Version, and whether it leaves gradients out of the norm under ZeRO-2 offload with accumulation.
+# (version, whether it leaves gradients out of the norm under ZeRO-2 with offload and accumulation).
 VERSIONS = (("0.18.6", True), ("installed", False))
 STEPS, LIMIT_S = 3, 400
 CONFIG = {

@@ -17,7 +17,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.roles import Role
 from ebbtide.tuner.placements.checkpointing import LEAST_BUDGET_BYTES, Choice, blocks, rated, thriftiest
 
-RESTART_S = 60.0  # as `tune plan --restart` has it
+RESTART_S = 60.0  # the default of `tune plan --restart`
 
 
 def checkpointed(

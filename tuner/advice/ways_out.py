@@ -22,7 +22,7 @@ from ebbtide.tuner.placements.fit import check_bytes
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import with_storage
 
-# Sizes as they are sold. The least that suffices is offered, and of a GPU no more than it has.
+# Sizes of memory that are sold. The smallest sufficient one is offered, but no GPU memory larger than the GPU's.
 DEVICE_GIB = (8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 288)
 STORAGE_TB = (0.5, 1, 2, 4, 8, 16, 32, 64)
 HOST_GIB = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
@@ -76,7 +76,7 @@ class WayOut:
 
 _OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
 _BOUGHT = (*_OF_MACHINE, "storage_bytes")
-# From the cheapest to the dearest: what changes no sample, what changes the samples, what must be there or bought.
+# From cheap to expensive: changes that affect no sample, changes of the samples, memory or GPUs to add or buy.
 PRICES = (
     "zero_stage",
     "recompute",
@@ -121,7 +121,7 @@ class _Tried:
             return None
         try:
             found = decide(question)
-        except (ImpossibleError, RuleError):  # a RuleError: too many micro-batches per step to plan
+        except (ImpossibleError, RuleError):  # RuleError: too many micro-batches per step to plan
             return None
         made, tokens = best_of(found), found.search.workload.tokens_per_iteration
         assert made.prediction is not None
@@ -157,9 +157,9 @@ class _Tried:
             return None
         pieces = bool(self.freedom.get("pieces")) and workload.zero_stage == 3
         if pieces and storage:
-            return None  # a drive holds whole subgroups of DeepSpeed
+            return None  # a drive holds whole subgroups of DeepSpeed, no parts of them
         if self._beyond_share(workload):
-            asked.pop("host_memory_bytes", None)  # the rank gets its whole share
+            asked.pop("host_memory_bytes", None)  # no limit: the rank may use its whole share
         limits, machine, _ = with_storage(workload, machine, storage, **asked)
         try:
             check_bytes(workload, machine, limits)
@@ -177,7 +177,7 @@ class _Tried:
         Args:
             steps: Changes of one kind. Each needs less memory than the one before.
         """
-        # Bytes that fit may not do so in whole subgroups.
+        # Memory that is large enough in bytes may still not hold whole subgroups.
         ways = (self.way(step) for step in self.enough(steps))
         return next((way for way in ways if way is not None), None)
 
@@ -218,7 +218,7 @@ def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = Non
         for steps in _knobs(job, machine, tried.limits, base):
             name = [*steps[-1]][-1] if steps else ""
             if name == "micro_batch" and "accumulation" in found:
-                continue  # as many samples as before fit too
+                continue  # the same number of samples per step fits with more accumulation
             milder = name == "sequence" and name in found
             new = bool(steps) and name not in found and _price(steps[-1]) < least
             if not new and not milder:

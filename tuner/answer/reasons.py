@@ -15,7 +15,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.rows import stock_beside
 from ebbtide.tuner.quantities import told_least, told_seconds
 
-SHOWN_GAP = 5e-4  # what is written with one digit behind the point
+SHOWN_GAP = 5e-4  # relative difference that does not show in numbers with one decimal
 
 
 def reasons(sweep: PlanSweep, plan: Plan, floor: Bound, stock: Workload) -> list[str]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ebbtide.simulator.workload import Workload
 
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
-LONG_S = 1.0  # tables with iterations from here on are in seconds
-UNITS = {"bytes": "GB/s", "params": "G params/s"}  # of a billion a second
+LONG_S = 1.0  # a table shows seconds if its first iteration takes at least this long, otherwise milliseconds
+UNITS = {"bytes": "GB/s", "params": "G params/s"}  # in billions per second
 
 
 def wide_console() -> Console:

@@ -6,7 +6,8 @@ This module imports no simulation, so that commands which only print results sta
 from typing import Literal
 
 Role = Literal["plan", "stock", "no offload", "variant", "peer"]
-SETTING = "stock, "  # begins the labels of DeepSpeed's other settings, which are peers
+# Beginning of the label of a row for DeepSpeed with other settings. Such rows count as other systems.
+SETTING = "stock, "
 BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")
 
 

@@ -20,7 +20,7 @@ from ebbtide.simulator.schedules.strategies import stages
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.roles import BY_KIND, SETTING, Role
 
-# Other systems, each at its best setting.
+# Other systems, each simulated with its best setting.
 PEERS = ("twin_flow", "deep_optimizer_states", "superoffload")
 _LABELS = {
     "twin_flow": "Twin-Flow",
@@ -218,7 +218,7 @@ def _other_settings(offload: Offloading, *, parameters: bool, pinning: bool) -> 
     if parameters:
         device = "none" if offload.parameters == "cpu" else "cpu"
         yield f"offload_param {device}", replace(_alone(offload), parameters=device)
-    if pinning and not offload.superoffload:  # which has pinned buffers of its own
+    if pinning and not offload.superoffload:  # SuperOffload has pinned buffers of its own
         pinned = not offload.pinned
         yield f"pin_memory {str(pinned).lower()}", replace(offload, pinned=pinned, pinned_parameters=pinned)
 

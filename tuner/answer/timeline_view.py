@@ -11,9 +11,9 @@ from ebbtide.simulator.analysis.critical_path import critical_path
 from ebbtide.simulator.schedule import Lane, OpKind, Schedule, Span
 from ebbtide.simulator.timeline import Timeline
 
-MOST_SPANS = 500  # of one timeline
-MOST_SAMPLES = 300  # of a memory curve
-# What the eye should tell apart; each group has a colour and a pattern of its own on the page.
+MOST_SPANS = 500  # most ops that are drawn of one timeline
+MOST_SAMPLES = 300  # most samples that are drawn of a memory curve
+# Groups of ops that must look different. The web page has a color and a pattern for each group.
 GROUPS: dict[OpKind, str] = {
     OpKind.FORWARD: "forward",
     OpKind.BACKWARD: "backward",

@@ -13,8 +13,8 @@ from ebbtide.simulator.prediction import Prediction
 from ebbtide.tuner.answer.roles import SETTING, Role, role_of
 from ebbtide.tuner.quantities import told_seconds
 
-LITTLE = 5e-3  # above the lower bound: nearer than any measurement could tell
-ROUNDED = 1e-6  # of a percent
+LITTLE = 5e-3  # relative distance from the lower bound that is smaller than any measurement error
+ROUNDED = 1e-6  # in percent
 WORTH = 1e-3  # relative difference below which two iterations count as equally long
 
 
@@ -42,7 +42,7 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
         problem: Reason that no plan fits into memory, if so.
     """
     rows = list(predicted)
-    by_role = dict(reversed(rows))  # of the same role the first counts
+    by_role = dict(reversed(rows))  # of several rows with the same role, the first one is taken
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
     runs = stock if stock is not None and stock.fits else None
     settings = [other for _, other in rows if other.strategy.startswith(SETTING) and other.fits]
@@ -83,7 +83,7 @@ def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:
     if plain is None or plain.fits or not _no_slower(plain, plan) or not differs(plan, plain.iteration_s):
         return ""
     if any(lacking > plain.limits.get("device", lacking) for lacking in plain.missing.values()):
-        return ""  # more than twice of what there is
+        return ""  # more than twice the memory of the GPU is needed
     return f". Not offloading would be {_times(plan, plain)} faster than this plan, but {plain.note}"
 
 

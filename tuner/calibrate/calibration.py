@@ -20,28 +20,29 @@ from ebbtide.tuner.calibrate.knobs import Floats, Knob, knobs_of, turned
 from numpy.typing import NDArray
 
 PHASES = ("forward", "backward", "step", "iteration")
-# Of one measured phase, in log units: repeats, and what the model leaves out of it. Chosen on the
-# published runs in the repository, by what random triples of them predict of the others
-# (`studies.published_runs.left_out`): 0.08 is better for the campaign that they are of, 0.12 for
-# others.
+# Standard deviation of one measured phase, in log units: variation between repeats, and effects that the model leaves
+# out. Chosen on the published runs in the repository by how well random triples of runs predict the other runs
+# (`studies.published_runs.left_out`): 0.08 is better for the campaign of the triple, 0.12 for other campaigns.
 NOISE = 0.1
-# Root mean square of the phases' errors, in log units, from which on a fit helps. Published H100 runs are predicted
-# better than this, and a fit to one or three of them made the p90 error of others 10% instead of 7%.
+# Root mean square of the phases' errors, in log units, above which rates are fitted. The errors of published H100 runs
+# are smaller, and fitting one or three of these runs raised the p90 error of the others from 7% to 10%.
 WITHIN = 0.075
-CONTRADICTION = 0.3  # between two runs' errors of a phase: no one set of rates gives both
-# Of a knob's prior width: above it, the runs said nothing. No stricter: all knobs are sought
-# together, and one that is put back leaves what it explained to none.
+CONTRADICTION = 0.3  # difference between two runs' errors of a phase that no single set of rates can explain
+# A knob counts as identified if its standard deviation is below this fraction of its prior width. A smaller fraction
+# would be worse: all knobs are fitted together, and resetting a knob leaves its share of the errors unexplained.
 IDENTIFIED = 0.97
-# Median error of a phase over all runs, in log units, above which the phase is reported as unexplained. One node's days
-# lie up to 0.23 from their middle (SHARE_WIDTH), and a phase has its NOISE.
+# Median error of a phase over all runs, in log units, above which the phase is reported as unexplained. Runs of one
+# node on different days lie up to 0.23 from their mean (SHARE_WIDTH), and NOISE is added to that.
 UNEXPLAINED = 0.35
-# Median error of a phase, in log units, from which on wider corrections are tried. Below it, they make predictions
-# worse: with published A100 runs, each calibrated on one other run of its campaign, the p90 error was 24%, not 20%.
+# Median error of a phase, in log units, above which wider corrections are tried. Below it, wider corrections make
+# predictions worse: with published A100 runs, each calibrated on one other run of its campaign, the p90 error was 24%
+# instead of 20%.
 FAR = 0.5
-WIDER = (2.0, 4.0, 8.0)  # times the knobs' widths, for a machine that is FAR
-WORTH = 0.05  # of that error, what is worth the next wider one
-FURTHEST = 2.0  # a knob's turn, in log units: seven times
-MODEL_SPREAD = 0.05  # standard deviation of what no rate explains, in log units: `ebbtide.tuner.calibrate.interval`
+WIDER = (2.0, 4.0, 8.0)  # factors on the knobs' prior widths, for a machine with an error above FAR
+WORTH = 0.05  # a wider prior must lower this error by so much
+FURTHEST = 2.0  # largest correction of a rate in log units: a factor of about seven
+# Standard deviation of errors that no rate explains, in log units. See `ebbtide.tuner.calibrate.interval`.
+MODEL_SPREAD = 0.05
 LEAST_LOOP_S = 1e-4
 
 
@@ -193,7 +194,7 @@ def _fit(start: Machine, knobs: Sequence[Knob], observations: Sequence[Observati
 
 
 def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observations: Sequence[Observation]) -> _Fit:
-    from scipy.optimize import least_squares  # takes 0.6 s to import, and most processes calibrate nothing
+    from scipy.optimize import least_squares  # the import takes 0.6 s, and most processes calibrate nothing
 
     own = np.array([knob.width for knob in knobs])
     width = wider * own
@@ -205,8 +206,8 @@ def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observation
     result = least_squares(
         residuals,
         np.zeros(len(knobs)),
-        # From both sides: where two rates bind at once, neither alone makes a phase shorter, and no rate that is at its
-        # physical limit does.
+        # Central differences, because one-sided ones can be zero: if two rates limit a phase, raising one of them does
+        # not shorten it, and neither does raising a rate that is at its physical limit.
         "3-point",
         x_scale=0.2,
         diff_step=np.full(len(knobs), 1e-3),
@@ -218,7 +219,7 @@ def _fit_within(start: Machine, knobs: Sequence[Knob], wider: float, observation
     phases = len(result.fun) - len(knobs)
     sigma = _sigma(np.asarray(result.jac)[:phases], np.asarray(result.fun)[:phases], width)
     identified = sigma < IDENTIFIED * width
-    if wider > 1.0:  # of a machine far from its sheet, what moved beyond its own width explains it
+    if wider > 1.0:  # corrections beyond the usual width explain why the machine is far from its data sheet
         identified |= np.abs(x) > own
     x = np.where(identified, x, 0.0)
     return _Fit(x, sigma, identified, _worst(turned(start, knobs, x), observations))

@@ -19,16 +19,17 @@ from datetime import datetime
 from itertools import pairwise
 
 WARM_UP = 2  # iterations that compile, allocate and trace
-# Two levels: nothing lies between them, by this factor, and neither is a stray iteration or two.
+# Iteration times lie on two levels if a gap of at least this factor separates them, and each level has at least the
+# given number and share of the iterations.
 LEVEL_FACTOR = 1.25
 LEAST_OF_A_LEVEL, LEAST_SHARE_OF_A_LEVEL = 2, 0.2
-# DeepSpeed's timers at every accumulation boundary: all micro-batches together.
-# A number that another process wrote into, or that was cut, is none.
+# DeepSpeed's timers at an accumulation boundary, which cover all micro-batches of the step. A number that is cut off,
+# or mixed with another process's output, does not match.
 _TIMER = re.compile(r" \| (\w+): (\d+(?:\.\d+)?)(?![\w.])")
 _GLOBAL = re.compile(rf"time \(ms\)((?:{_TIMER.pattern})+)")
-# Versions before 0.9 wrote the names of the phases whole.
+# DeepSpeed before 0.9 did not abbreviate the names of phases.
 _NAMES = ({"fwd": "forward", "bwd": "backward", "step": "step"}, {n: n for n in ("forward", "backward", "step")})
-# What torchrun prints where it sets the variable, and how environments are written elsewhere.
+# The message of torchrun when it sets the variable, and other ways to print an environment variable.
 _THREADS = re.compile(r"OMP_NUM_THREADS(?: environment variable for each process to be |\W{1,5})(\d+)\b")
 _STEP = re.compile(
     r"(?:\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3})\][^\n]*)?"

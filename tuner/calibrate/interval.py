@@ -32,7 +32,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.calibration import MODEL_SPREAD, predicted_s
 from ebbtide.tuner.calibrate.knobs import Knob, knobs_of, turned
 
-# Rates that are uncertain independently of each other.
+# Rates with independent errors.
 APART = (
     Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s"), 0.2),
     Knob("issuing a layer", ("layer_issue_s",), 0.3),
@@ -42,25 +42,26 @@ APART = (
     Knob("host updates on one thread", ("stock_host_adam_thread_params_per_s",), 0.3),
     Knob("network", ("network_bytes_per_s",), 0.5),
 )
-# Rates that no run of offloaded training tells, and that predictions depend on all the same.
+# Rates that matter for predictions, but that runs with offloaded state cannot reveal.
 BESIDE = (Knob("DRAM", ("dram_bytes_per_s",), 0.1), Knob("device updates", ("device_adam_params_per_s",), 0.1))
-# Of the products' spread, what a layer's estimated time has: products and what the host needs to
-# issue them are uncertain by as much, independently, and neither is the whole of it.
+# Part of the spread of matrix products in the spread of a layer's estimated time. Products and the host's time to
+# launch them are equally uncertain, and their errors are independent.
 ESTIMATE_PART = math.sqrt(0.5)
-# Standard deviation from one campaign of runs to another, of what all runs of a campaign share, in
-# log units: that of nodes of several makers with the same A100s in the same benchmarks with the
-# same batch, in MLPerf Training 2.0 (`studies.published_runs.makers`: 0.0615, of 40 degrees of
-# freedom; 0.03 of SXM4 nodes, 0.11 of PCIe nodes, pooled since an offloaded step goes over PCIe on
-# either). They share one maker's code: what other software makes is not in it. None of the
-# published runs that intervals are judged by is in it either.
+# Standard deviation, in log units, of the error that all runs of a campaign share, between campaigns. Measured on nodes
+# of several makers with the same A100s, benchmarks and batch size in MLPerf Training 2.0
+# (`studies.published_runs.makers`: 0.0615 with 40 degrees of freedom. SXM4 nodes have 0.03 and PCIe nodes 0.11. We pool
+# them, because offloaded steps use PCIe on both). All of these runs use one maker's code, so differences between
+# software are not included. Intervals are tested on other published runs.
 CAMPAIGN_SPREAD = 0.06
-# Standard deviation, in log units, that stock DeepSpeed's offload adds on a preset whose host has no published run: the
-# host's cores and memory, copies, threads and builds of the software differ. Over the training rows of
-# `studies.published_runs`, eight sources, the errors' logarithms have a root mean square of 0.22. An interval for nine
-# in ten sources may miss none of eight. The largest error, of a source that publishes neither launcher nor optimizer,
-# makes 0.5 of it (`studies.published_runs.families.spread`).
+# Standard deviation, in log units, of the additional error for DeepSpeed's offload on a preset whose host has no
+# published run: cores, memory, copies, threads and builds of the software differ between hosts. In the training rows of
+# `studies.published_runs`, from eight sources, the log errors have a root mean square of 0.22. An interval for nine in
+# ten sources should contain all eight. The largest error, from a source that publishes neither its launcher nor its
+# optimizer, requires 0.5 (`studies.published_runs.families.spread`).
 OFFLOAD_SPREAD = 0.5
-STEP = 0.5  # of a rate's sigma: sensitivities are secants, as rates bind or do not
+# Step of the numerical derivatives, in sigmas of the rate. It is large, because a rate may limit training at one value
+# and not at another.
+STEP = 0.5
 
 
 def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[float, float]:

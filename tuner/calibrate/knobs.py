@@ -34,8 +34,8 @@ class Knob:
     varies: float = 0.0
 
 
-# One knob for each kind of work. Seven finer ones with wider priors predicted runs that were left out of the
-# published ones no better on A100, and worse on H100.
+# One knob for each kind of work. With seven finer knobs and wider priors, predictions of left-out published runs were
+# no better on A100, and worse on H100.
 KNOBS = (
     Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s"), 0.15),
     Knob(
@@ -48,10 +48,10 @@ KNOBS = (
     ),
     Knob("network", ("network_bytes_per_s",), 0.5),
 )
-# Of DRAM among ranks: it depends on how they were bound that day, which the next runs may not
-# share. Of one node, 0.475 and 0.75 G params/s a rank are published: the middle and 1.28 sigma,
-# which is 0.18; two days differ by the root of two of it. The prior is narrower, so that runs of
-# one day do not spoil what is predicted for the next: chosen as NOISE was, on visible rows.
+# Width and variation of the DRAM bandwidth that each rank gets. It depends on how the ranks were bound, which may
+# differ between runs. One node has two published rates, 0.475 and 0.75 G params/s per rank. If they are the ends of an
+# interval of 80%, sigma is 0.18, and the difference of two days has 1.41 times this sigma. The prior is narrower, so
+# that runs of one day do not spoil predictions for the next day. It was chosen on the fitted rows, like NOISE.
 SHARE_WIDTH, SHARE_VARIES = 0.08, 0.25
 
 

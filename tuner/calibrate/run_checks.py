@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from ebbtide.simulator.machine import Machine
 from ebbtide.tuner.calibrate.calibration import CalibrationError, Observation, predicted_s
 
-SHORTFALL = 0.05  # of a whole below its phases: medians of each are not the median of the sum
-# Time between the phases that is longer than the phases themselves is rare enough to be told.
+# The total may be smaller than the sum of its phases by this share, because the sum of medians is not the median of the
+# sum.
+SHORTFALL = 0.05
+# Time between the phases, as a multiple of the phases, above which a note is shown.
 LONG_LOOP = 1.0
-# Without times of day, samples per second may count the wait for data, but hardly this much.
+# Without times of day in a log, samples per second may include waiting for data. The total time is at most this
+# multiple of the phases.
 LONG_WAIT = 2.0
-# Ten times what a preset may miss by; milliseconds taken for seconds are a thousand.
+# Factor between measured and predicted times that suggests a wrong unit. Presets are wrong by a tenth of it at most,
+# and a mistake of milliseconds for seconds is a factor of a thousand.
 WRONG_UNIT = 100.0
 FLAGS_OF_THE_BATCH = "--micro-batch, --accumulation, --data-parallel or the batch in --ds-config"
 

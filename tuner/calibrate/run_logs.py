@@ -208,7 +208,7 @@ def _from_csv(name: str, text: str, described: Described) -> list[Observation]:
 
 
 def _row(where: str, row: Mapping[str | None, Any], described: Described) -> Observation:
-    beyond = row.get(None) or ()  # where `csv` puts cells that have no column
+    beyond = row.get(None) or ()  # key under which `csv` puts cells without a column
     if any(cell.strip() for cell in beyond):
         raise CalibrationError(
             f"{where}: a row must have the header's {len(row) - 1} cells at most, but has {len(row) - 1 + len(beyond)}"

@@ -22,5 +22,5 @@ def sampled_machines(machine: Machine, seed: int) -> list[Machine]:
 
 
 def _drawn(quantity: Quantity, rng: random.Random) -> float:
-    # Four sigma or a quarter of the median: a rate is never negative.
+    # A rate is at least a quarter of its median, so it is never negative.
     return max(quantity.median / 4, rng.gauss(quantity.median, quantity.sigma))

@@ -27,7 +27,7 @@ from ebbtide.tuner.candidates.moves import (
 )
 from numpy.typing import NDArray
 
-Row = NDArray[np.float64]  # of the simulator's results for a plan
+Row = NDArray[np.float64]  # the simulator's results for a plan
 _WITHOUT_EARLY = bytes(code & ~EARLY for code in range(2**8))
 _SUMMED_CODES = {placement: code + SUMMED for placement, code in PLACEMENT_CODES.items()}
 _HAS = {bit: bytes(bool(code & bit) for code in range(2**8)) for bit in (EARLY, SUMMED, PARAMETERS_ON_HOST)}
@@ -136,12 +136,13 @@ class Candidate:
     def _hash(self) -> int:
         return hash((self.ways, self.order, self.staging_slots, self.prefetch, self.threads))
 
-    def __hash__(self) -> int:  # a search asks for each plan several times
+    def __hash__(self) -> int:  # cached, because a search hashes each plan several times
         return self._hash
 
     @cached_property
     def codes(self) -> Codes:
-        return np.frombuffer(bytearray(self.ways), dtype=np.int8)  # one that may be written to: numba compiles it once
+        # Writable, because numba would compile a second version for read-only arrays.
+        return np.frombuffer(bytearray(self.ways), dtype=np.int8)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -198,7 +199,7 @@ def evenly(
     there = [p for p in PLACEMENTS if numbers.get(p)]
     stay = [p for p in there if RECIPES[p].state == "device" for _ in range(numbers[p])]
     moving = [p for p in there if RECIPES[p].state != "device"]
-    # The k-th of n stands at (k + 1) / n; of equals the first of RECIPES.
+    # Number k of n subgroups with a placement is sorted by (k + 1) / n. Ties are in the order of RECIPES.
     mixed = sorted(((k + 1) / numbers[p], rank, p) for rank, p in enumerate(moving) for k in range(numbers[p]))
     placements = [*stay, *(p for _, _, p in mixed)]
     for subgroup, placement in sorted((fixed or {}).items()):

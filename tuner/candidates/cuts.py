@@ -18,12 +18,12 @@ from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.candidates.moves import ALLOWED, STAGED
 
 SIZES = (10**9, 5 * 10**8, 2 * 10**8, 10**8, 5 * 10**7, 2 * 10**7, 10**7)
-LARGE = 2 * 10**8  # elements: above it smaller subgroups may be worth a sentence
-QUICK_COUNTS = (32, 110)  # of subgroups: of the cuts those nearest to them, for an answer that somebody waits for
+LARGE = 2 * 10**8  # elements. Smaller subgroups may be worth a note only above this size
+QUICK_COUNTS = (32, 110)  # a quick answer tries the subgroup sizes that give about these numbers of subgroups
 MOST_SUBGROUPS = 400
-FINER = 1.3  # times as many subgroups: else a smaller size is not tried
-WORTH = 0.995  # smaller subgroups must bring half a percent
-TOLD = 0.97  # and where others were asked for, this to be told
+FINER = 1.3  # a smaller size is tried only if it gives at least this many times as many subgroups
+WORTH = 0.995  # smaller subgroups must save half a percent of the time
+TOLD = 0.97  # a note names a better subgroup size if it saves at least 3%
 
 
 def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = False) -> list[Workload]:

@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 Codes = NDArray[np.int8]  # `Way.code` of each subgroup
 PLACEMENTS: tuple[Placement, ...] = tuple(RECIPES)
-# What a search may choose where all state is in memory.
+# The placements that a search may choose if all state is in memory.
 CHOICES: tuple[Placement, ...] = tuple(p for p in RECIPES if RECIPES[p].state != "storage")
 QUEUES = tuple(Queue)
-NEAR = 4  # positions apart
-_PLACED = SUMMED - 1  # of a code: the bits of its placement
+NEAR = 4  # largest distance in positions of a move within the update order
+_PLACED = SUMMED - 1  # bits of a code that hold the placement
 _QUEUE_OF = [QUEUES.index(recipe.queue) for recipe in RECIPES.values()]
-# By code, whatever its bits: a search asks for each of its plans.
+# A search asks for the way of each of its plans, so the ways are kept in a dict.
 _PLAIN = {way.code: way for way in plain_ways()}
 CAN_BE_EARLY = np.array([code in _PLAIN and _PLAIN[code].can_be_early for code in range(2**7)])
 CAN_SUM = np.array([code in _PLAIN and _PLAIN[code].can_sum_on_device for code in range(2**7)])
@@ -55,7 +55,7 @@ def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
 
 STAGED = frozenset(placement for placement, recipe in RECIPES.items() if is_staged(recipe))
 STORED = frozenset(p for p, recipe in RECIPES.items() if recipe.state == "storage")
-HOST = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # nothing moves
+HOST = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # this placement copies no state
 _STAGED_CODES = {PLACEMENT_CODES[placement] for placement in STAGED}
 
 
@@ -74,10 +74,10 @@ def _allowed(code: int) -> int:
     return plain(code) | (code & bits)
 
 
-PLAIN = bytes(plain(code) for code in range(2**8))  # by code
-# By code: the code without the bits that its placement does not allow.
+PLAIN = bytes(plain(code) for code in range(2**8))  # indexed by code
+# For each code, the code without the bits that its placement does not allow.
 ALLOWED = bytes(_allowed(code) if code < 2**7 else 0 for code in range(2**8))
-# By code: the position in `QUEUES` of the queue that updates a subgroup.
+# For each code, the position in `QUEUES` of the queue that updates the subgroup.
 QUEUE_NUMBERS = bytes(_QUEUE_OF[code & _PLACED] if code & _PLACED < len(RECIPES) else 0 for code in range(2**8))
 _PLACEMENT_OF = {code: PLACEMENTS[code & _PLACED] for code in range(2**7) if code & _PLACED < len(RECIPES)}
 _STAGED_OR_NOT = bytes(code & _PLACED in _STAGED_CODES for code in range(2**8))

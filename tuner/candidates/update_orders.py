@@ -132,7 +132,7 @@ class UpdateOrders:
 
         If no remaining subgroup has its gradient there yet, the next update waits for the next gradient that arrives.
         """
-        coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # the next one last
+        coming = sorted(arrived, key=lambda s: arrived[s], reverse=True)  # popped from the end, so the next one is last
         there: list[int] = []
         sequence: list[int] = []
         now_s = 0.0
@@ -164,7 +164,8 @@ def _end_s(sequence: Ints, arrived_s: Floats, update_s: Floats, copy_s: Floats, 
     """Compute `UpdateOrders.end_s`. For each subgroup, ``behind_s`` are the seconds of forward that follow."""
     host_s = copied_s = before_s = end_s = 0.0
     for s in sequence:
-        # The slot that the update writes to is free when the copy before the last has left.
+        # An update begins when the previous update has ended, its gradient is on the host, and the slot that it writes
+        # to is free.
         host_s = max(host_s, before_s, arrived_s[s]) + update_s[s]
         before_s = copied_s
         copied_s = max(copied_s, host_s) + copy_s[s]

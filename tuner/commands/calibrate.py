@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from ebbtide.tuner.calibrate.calibration import Calibrated, Change
     from ebbtide.tuner.calibrate.run_logs import Described
 
-LARGE_MISS = 1.5  # as a factor: above it, what ran is in doubt rather than the rates
+# Factor between measured and predicted time above which the description of the run is doubted, not the machine's rates.
+LARGE_MISS = 1.5
 
 
 @click.command(epilog="Example: tune calibrate h200 --runs train.log --model config.json -o machine.json")

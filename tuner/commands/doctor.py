@@ -50,7 +50,7 @@ def doctor(plan_file: str | None, ranks: int, checkpoint_dir: str | None, ds_con
         config = read_file(ds_config)
         check_contents("--ds-config", ds_config, config, DEEPSPEED_CONFIG)
     folder = checkpoint_dir or (plan.checkpoint.dir if plan is not None else None)
-    with redirect_stdout(sys.stderr):  # DeepSpeed logs there as it is imported
+    with redirect_stdout(sys.stderr):  # DeepSpeed logs to standard output while it is imported
         findings = whole(plan, ranks, folder, config)
     if as_json:
         click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
@@ -64,7 +64,7 @@ def show(findings: Sequence[Finding], *, err: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(stderr=err, soft_wrap=True)  # knows NO_COLOR, TERM=dumb and pipes
+    console = Console(stderr=err, soft_wrap=True)  # rich handles NO_COLOR, TERM=dumb and pipes
     for finding in findings:
         line = Text(f"{finding.state:5}", style=_COLOURS[finding.state])
         line.append(f"{finding.name:18} {finding.detail}", style="default")

@@ -133,7 +133,7 @@ def plan(
     measured = _writing_at(checkpoint_rate, read_machine(machine))
     trained = read_trained(measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
     check_distinct("--emit-deepspeed", emit_deepspeed)
-    check_distinct("--output", output)  # after the inputs are read: the default plan.json may be given as a machine
+    check_distinct("--output", output)  # after the inputs are read: they may include the default plan.json
     check_offloading(trained)
     tell_unread(trained)
     _tell_device(trained, emit_deepspeed)
@@ -198,7 +198,7 @@ def _with_ways_out(error: ImpossibleError, work: Workload, machine: Machine, opt
         return f"{error.fact}. {error.advice}"
     from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, freedom_of, ways_out
 
-    # Changes take seconds to try. The refusal is known at once, so it is printed at once.
+    # Trying changes takes seconds, so the error is printed first.
     click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)
     names = ("device_memory_bytes", "host_memory_bytes", "storage")
     asked = {name: options[name] for name in names} | {"margin": options["memory_margin"]}
@@ -219,7 +219,7 @@ def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> No
     if path is None:
         return
     work = trained.workload
-    plan_path = str(Path(plan_file).resolve())  # a script may run in any folder
+    plan_path = str(Path(plan_file).resolve())  # absolute, because the script may run in any folder
     config = emitted_config(found, plan_path, trained.config, work.wire_dtype, work.zero_stage)
     with written("--emit-deepspeed", path):
         write_config(config, path)

@@ -33,7 +33,7 @@ def machine_profile(
 
     stages = []
 
-    # DeepSpeed logs to standard output as it is imported; that is the result's alone.
+    # DeepSpeed logs to standard output while it is imported, but standard output is for the result only.
     with told_after(0.0) as tell, redirect_stdout(sys.stderr):
 
         def progress(done: int, total: int, stage: str) -> None:

@@ -15,8 +15,10 @@ NO_ENGINE = (
     'ebbtide: no DeepSpeed engine on this node had the key "ebbtide" in its config. If anything trained, it was '
     "DeepSpeed alone.\n"
 )
-TOOK = "EBBTIDE_TOOK"  # a file that `ebbtide.runtime.frontdoor.initialize` makes for an engine with the key
-ALONE = "EBBTIDE_ALONE"  # read by `ebbtide.runtime.frontdoor.hook`
+# Variable with a file that `ebbtide.runtime.frontdoor.initialize` creates when it builds an engine with the key
+# "ebbtide".
+TOOK = "EBBTIDE_TOOK"
+ALONE = "EBBTIDE_ALONE"  # variable that `ebbtide.runtime.frontdoor.hook` reads
 
 
 @click.command(
@@ -85,7 +87,7 @@ def _watch_for_engines() -> None:
         os.close(watched)
         os.wait()
         return
-    if os.fork():  # the watcher is no child of the command, which may wait for its children
+    if os.fork():  # the watcher must not be a child of the command, which may wait for all its children
         os._exit(0)
     os.setsid()
     os.close(held)

@@ -152,6 +152,6 @@ def _space(question: Question, asked: Mapping[str, Any], free: str | None, globa
     fixed = fixed_knobs(asked, question.ds_config, global_batch)
     usual = Configuration(
         gpus=asked["gpus"] or question.machine.gpus_per_node,
-        offload="optimizer" if asked["ds_config"] is None else "none",  # a config that says nothing of it
+        offload="optimizer" if asked["ds_config"] is None else "none",  # a config without offload keys does not offload
     )
     return Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch)

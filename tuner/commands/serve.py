@@ -95,7 +95,7 @@ def _load(service: Any, show: str) -> None:
     folder = Path(show)
     if show == "demo" and not folder.is_dir():
         demo = Path("runs/demo")
-        # A demo that was interrupted leaves some of its files.
+        # An interrupted demo leaves only some of its files.
         whole = all((demo / f"{name}.json").exists() for name in ("machine", "workload", "trace"))
         folder = demo if whole else shipped_example()
     try:

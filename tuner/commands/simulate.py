@@ -209,7 +209,7 @@ def _planned(plan_file: str, trained: Trained) -> tuple[Workload, str, dict[str,
     check_offloading(trained)
     plan, work = read_plan(plan_file, "--plan"), trained.workload
     if plan.subgroups and plan.subgroups != work.subgroups and work.parameters:
-        work = work.cut_by(plan)  # as training under the plan would be
+        work = work.cut_by(plan)  # with the subgroups that training under the plan would have
     return work, "ebbtide", {"plan": plan}
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from ebbtide.tuner.configurations.evaluation import Outcome
 from ebbtide.tuner.configurations.space import Space
 
-NEAR = 0.05  # of the best: close enough to be named for what it saves
-SAME = 0.01  # of the best, at least: a simulation does not tell these apart
+NEAR = 0.05  # a slower configuration within this share of the best is named for the GPUs that it saves
+SAME = 0.01  # simulated times that differ by less than this share count as equal
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ from ebbtide.tuner.configurations.evaluation import PLANNED, Outcome, Question
 from ebbtide.tuner.configurations.space import Configuration, Space
 from ebbtide.tuner.placements.decision import QUICK
 
-MOST = 3000  # simulations
-SLACK = 0.002  # of the leader's speed and of missing memory: a smaller gain is not simulated
-SHOWN = 0.005  # of the fastest of all: the table rounds to percents
-APART = 0.03  # of the fastest, and of memory: closer ones are one point of the front
+MOST = 3000  # most simulations of a search
+SLACK = 0.002  # share of the best speed, or of the missing memory. A configuration that may gain less is not simulated
+SHOWN = 0.005  # share of the highest speed that the table does not show, because it rounds to percent
+APART = 0.03  # configurations that differ by less than this share in speed and memory are one point of the front
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,10 @@ def promise(question: Question, c: Configuration) -> Promise:
     except ModelError as error:
         return Promise(refused=str(error))
     busy_s = work.pipeline_idle_s + work.forward_s + work.backward_s
-    if name == "zero_infinity":  # the baseline computes nothing beside the update
+    if name == "zero_infinity":  # DeepSpeed runs nothing else during its updates
         busy_s += work.params * Bytes.of(work).adams / question.machine.rate("host_adam_params_per_s")
-    if options.get("optimizer") == "nvme" and not options["pipelined"]:  # reads, updates and writes in turn
+    # Without pipelining, reads, updates and writes follow one after the other.
+    if options.get("optimizer") == "nvme" and not options["pipelined"]:
         rates = capacities(question.machine, work.ranks_per_node)
         state_bytes = work.params * work.optimizer_state.state_bytes
         busy_s += (state_bytes + work.params * FP32_BYTES) / rates["storage_read"] + state_bytes / rates["storage"]
@@ -90,7 +91,7 @@ def tightened(question: Question, c: Configuration, loose: Promise) -> Promise:
     work = question.workload(c)
     try:
         bound = lower_bound(work, question.machine, question.limits(work))
-    except ValueError:  # the workload alone does not fit: its simulation says how much is missing
+    except ValueError:  # the workload alone does not fit. Its simulation reports how much memory is missing
         return replace(loose, tight=True)
     best = (work.tokens_per_iteration or 0) / bound.iteration_s
     return replace(loose, tokens_per_s=min(loose.tokens_per_s, best), tight=True)

@@ -22,8 +22,8 @@ from ebbtide.tuner.placements.decision import Question as Decided
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.storage import named, with_storage
 
-PLANNED = ("optimizer", "parameters")  # offloads that train under a plan
-_PLANNED_MICRO_BATCHES = 3  # the first, one like the others, the last
+PLANNED = ("optimizer", "parameters")  # offloads that can train under a plan
+_PLANNED_MICRO_BATCHES = 3  # the first one, one that is like all others, and the last one
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ModelError: DeepSpeed or the simulator cannot use a value. The message names its key.
     """
-    # Batches are checked against flags and GPUs, by whom knows those.
+    # Batch sizes are checked elsewhere, together with the flags and the number of GPUs.
     deepspeed_fields({k: v for k, v in loaded(config).items() if k not in BATCHES}, hidden=1)
     size = at(config, f"{ZERO}.sub_group_size")
     if size == 0:
@@ -124,7 +124,7 @@ def _of_config(config: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
     result["sub_group_size"] = ("zero_optimization.sub_group_size", size)
     moved = offloading(config)
     if moved.optimizer is None and moved.parameters != "none":
-        moved.strategy(3)  # says what is missing
+        moved.strategy(3)  # raises an error that says what is missing
     if moved.optimizer is not None:
         result["offload"] = ("zero_optimization.offload_optimizer.device", _word(moved))
         if result["offload"][1] is None:

@@ -7,13 +7,13 @@ from typing import Any, Literal, get_args
 
 from ebbtide.simulator.rules import RuleError
 
-Offload = Literal["none", "optimizer", "parameters", "nvme"]  # `job.OFFLOADS`
+Offload = Literal["none", "optimizer", "parameters", "nvme"]  # keys of `job.OFFLOADS`
 SUBGROUP_SIZES = (10**9, 2 * 10**8, 5 * 10**7)
 POWERS = tuple(2**i for i in range(8))
-# Without a global batch more accumulation is always a little faster, as steps get rarer; from here
-# on by a few percent, and it is the batch that is asked about.
+# Without a global batch, more accumulation is always a little faster, because steps become rarer. Beyond these values
+# the gain is a few percent, and the question would only be how large the batch is.
 ACCUMULATIONS = POWERS[:5]
-MOST_ACCUMULATION = 1024  # micro-batches of a step: each one is simulated
+MOST_ACCUMULATION = 1024  # micro-batches per step, each of which is simulated
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 from ebbtide.tuner.doctor.finding import Finding, ok, slow
 
 TIMED_ELEMENTS, TIMED_S = 2**23, 0.2
-GAIN = 1.05  # of a rate, from which on more threads are worth setting
+GAIN = 1.05  # a larger number of threads is recommended if it raises the rate by this factor
 
 
 def numa() -> Finding:
@@ -77,7 +77,7 @@ def links() -> list[Finding]:
 
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
-    except Exception as error:  # no driver, no library: all mean that there is no GPU
+    except Exception as error:  # without a driver or a library there is no usable GPU
         return [ok("PCIe", f"no NVIDIA GPU ({error})")]
     return [_link(pynvml, index) for index in range(count)]
 
@@ -87,9 +87,10 @@ def _link(nvml: Any, index: int) -> Finding:
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         width, widest = (nvml.nvmlDeviceGetCurrPcieLinkWidth(handle), nvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
-        # An idle link falls back to generation 1: only what slot and card allow can be compared.
+        # An idle link falls back to PCIe generation 1, so its present speed says nothing. Only the limits of slot and
+        # card are compared.
         newest = nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)
-    except Exception as error:  # virtual machines hide it
+    except Exception as error:  # virtual machines hide these values
         return ok(name, f"the driver does not report it ({error})")
     return link_finding(name, width, widest, newest, _card_generation(nvml, handle))
 
@@ -97,7 +98,7 @@ def _link(nvml: Any, index: int) -> Finding:
 def _card_generation(nvml: Any, handle: Any) -> int | None:
     try:
         return int(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(handle))
-    except Exception:  # older drivers do not know the call
+    except Exception:  # older drivers lack this function
         return None
 
 

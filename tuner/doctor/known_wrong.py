@@ -158,7 +158,7 @@ TABLE = (
         "the script gives Accelerate its own optimizer and scheduler and resumes with load_state",
     ),
     KnownWrong(
-        "0.19.8",  # older ones were not tried
+        "0.19.8",  # older versions were not tested
         "",
         0,
         "below ZeRO-3 safe_get_full_optimizer_state finds the state of the first parameter group only, and raises "

@@ -10,7 +10,7 @@ from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 if TYPE_CHECKING:
     from ebbtide.runtime.hardware.usable import Usable
 
-LEAST_SHARED_BYTES = 256 * MIB  # a rank's buffers of DeepSpeed on CPUs take 69 MB
+LEAST_SHARED_BYTES = 256 * MIB  # DeepSpeed's buffers of one rank on CPUs take 69 MB
 
 
 def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:

@@ -52,7 +52,7 @@ def known_results(config: Mapping[str, Any]) -> list[Finding]:
     try:
         installed = version("deepspeed")
     except PackageNotFoundError:
-        return []  # `versions` says so
+        return []  # the check `versions` reports this
     rows = known_wrong(installed, config)
     if not rows:
         return [

@@ -14,7 +14,7 @@ from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 TRIALS = 8
 BLOCK = b"\0" * 4096
-# No medium takes a block and says so in less: the fastest flash behind a capacitor needs this long.
+# A shorter fsync writes nothing to the medium: the fastest flash drives with capacitors take this long for a block.
 LEAST_FSYNC_S = 5e-6
 _VOLATILE = ("tmpfs", "ramfs")
 _UNSAFE = {"nobarrier", "barrier=0"}
@@ -86,6 +86,6 @@ def _mount_of(folder: Path) -> tuple[str, set[str]]:
     around = [mount for mount in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(mount.mountpoint)]
     if not around:
         return "unknown file system", set()
-    # Of several at one place the last one, which hides the others.
+    # If several file systems are mounted at the same place, the last one hides the others.
     nearest = max(reversed(around), key=lambda mount: len(mount.mountpoint))
     return nearest.fstype, set(nearest.opts.split(","))

@@ -8,7 +8,7 @@ from typing import Any
 from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 NAME = "DeepSpeed config"
-# What DeepSpeed's own offloading needs to know, and a plan says itself.
+# Keys for DeepSpeed's own offloading. A plan replaces them.
 _HINTS = (
     "zero_optimization.sub_group_size",
     "zero_optimization.cpu_offload_use_pin_memory",
@@ -86,7 +86,7 @@ def _deepspeeds_own(given: Mapping[str, Any]) -> str:
     config = {k: v for k, v in given.items() if v != "auto" and k not in BATCHES}
     try:
         DeepSpeedConfig({**config, "train_micro_batch_size_per_gpu": 1})
-    except Exception as error:  # it raises whatever its parts do
+    except Exception as error:  # DeepSpeed's own checks may raise any error
         lines = [line.strip() for line in str(error).splitlines()]
         return ": ".join(lines[:3]) or type(error).__name__
     return ""

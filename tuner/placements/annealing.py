@@ -16,13 +16,14 @@ from ebbtide.tuner.candidates.candidate import Candidate
 from ebbtide.tuner.candidates.moves import PLAIN, STAGED, STORED, Moved
 from ebbtide.tuner.placements.search import Search
 
-CLOSE = 1.001  # times the bound: a better plan would not be worth the search
+CLOSE = 1.001  # factor on the lower bound. Closer to it, a better plan would not be worth the search
 BETTER = 1e-6
-EVALUATIONS_EACH, MOST_EVALUATIONS = 400, 10_000  # for each subgroup; in all
-MOST_OPS = 4_000_000  # evaluations times an iteration's ops, with which grows what one takes
-HEAT = 0.08  # of a mean subgroup's update on the host: the first temperature
+EVALUATIONS_EACH, MOST_EVALUATIONS = 400, 10_000  # evaluations per subgroup, and largest total
+# Largest number of evaluations times ops of an iteration, because an evaluation's time grows with the ops.
+MOST_OPS = 4_000_000
+HEAT = 0.08  # first temperature, as a fraction of the CPU update of an average subgroup
 MOST_SLOTS = 8
-HOST_SLOTS = [1, 2, 3, 4, 6, 8, 12, 16]  # that are tried
+HOST_SLOTS = [1, 2, 3, 4, 6, 8, 12, 16]  # the values that are tried
 DIRECTIONS: tuple[Direction, ...] = ("forward", "arrival")
 LEAST_STARTS, MOST_STARTS, STARTS_TIMES_SUBGROUPS = 3, 16, 200
 
@@ -86,7 +87,8 @@ def settings(search: Search) -> None:
 def _starts(search: Search, most: int) -> list[Candidate]:
     known = [c for c, score in search.scores.items() if not math.isinf(score.iteration_s)]
     known.sort(key=lambda c: search.scores[c].iteration_s)
-    slots, numbers = dict[int, Candidate](), dict[bytes, Candidate]()  # a dict keeps the order: the fastest first
+    # Dicts keep the order, so the fastest plans are first.
+    slots, numbers = dict[int, Candidate](), dict[bytes, Candidate]()
     for c in known:
         slots.setdefault(c.staging_slots, c)
         numbers.setdefault(bytes(sorted(c.ways.translate(PLAIN))), c)
@@ -121,7 +123,7 @@ class _Walk:
     def _try(self, tried: Moved, heat_s: float, rng: Random) -> None:
         codes, issue = tried.arrays()
         options = (tried.slots, tried.prefetch, tried.threads, self.base.overlap_forward)
-        most_s = self.state_s - heat_s * math.log(1.0 - rng.random())  # as Metropolis accepts
+        most_s = self.state_s - heat_s * math.log(1.0 - rng.random())  # acceptance rule of Metropolis
         seconds = self.search.seconds(codes, *options, issue, tried.host_slots, most_s)
         if seconds > most_s:
             return

@@ -31,11 +31,11 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.quantities import LONGEST_S, told_seconds
 
 LEAST_BUDGET_BYTES = 256 * 2**20
-CAP_SHARES = (None, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)  # of what storage takes from one rank
-BUDGET_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)  # of a checkpoint
-ROUNDS = 3  # of budgets, then caps, each with the best of the other
-LEAST_GOODPUT = 0.01  # below it a job makes no progress worth planning
-SAME = 1e-4  # relative goodput that is not worth more memory
+CAP_SHARES = (None, 0.75, 0.5, 0.35, 0.25, 0.15, 0.1)  # shares of the write rate of storage per rank
+BUDGET_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)  # shares of a checkpoint's size
+ROUNDS = 3  # rounds that try all budgets with the best cap, and then all caps with the best budget
+LEAST_GOODPUT = 0.01  # a job with less goodput makes no useful progress
+SAME = 1e-4  # relative gain of goodput that is not worth more memory
 
 
 @dataclass(frozen=True)

@@ -36,19 +36,20 @@ from ebbtide.tuner.placements.speculation import fewest, try_early
 from ebbtide.tuner.placements.storage import with_storage
 from ebbtide.tuner.progress import Told, silently
 
-FULL, QUICK = 1.0, 0.1  # of a search's evaluations; no more than QUICK: first plans only
-SKETCH = 0.05  # no more: simple plans only, to compare hundreds of jobs
-FINALISTS = 2  # cuts that a full answer improves
-MOST_PASSES = 2**15  # of layers in a step: hundreds of such steps are simulated, twelve at once
-NEAR = 1.05  # times the first plan of the best subgroup size: a slower size is no finalist
-FEW_STEPS = 4  # micro-batches: a longer step takes longer to simulate, and fewer cuts are compared
-LONG_OPS = 60_000  # simulated ops of an iteration: above, a full answer tries a quick one's subgroup sizes only
-GLANCED = 1.02  # times the first plan of the best subgroup size, for a quick answer
+FULL, QUICK = 1.0, 0.1  # fractions of a full search's evaluations. Up to QUICK, only first plans are tried
+SKETCH = 0.05  # up to this effort, only simple plans are tried, to compare hundreds of jobs
+FINALISTS = 2  # number of subgroup sizes that a full answer improves
+MOST_PASSES = 2**15  # largest number of layer passes in a step. Hundreds of such steps are simulated, twelve at a time
+NEAR = 1.05  # factor on the time of the best subgroup size's first plan. Slower sizes are no finalists
+FEW_STEPS = 4  # micro-batches. Longer steps take longer to simulate, so that fewer subgroup sizes are compared
+LONG_OPS = 60_000  # ops of an iteration. Above, a full answer tries only the subgroup sizes of a quick answer
+GLANCED = 1.02  # as NEAR, for a quick answer
 GLANCE = 250  # evaluations of a quick answer
-GLANCED_OPS = 1_500_000  # evaluations of a quick answer, times an iteration's ops
-MERGED = (4, 2)  # neighbouring subgroups that are planned as one first, if the subgroup size must stay
-DESCENT, DESCENT_OPS = 100, 500_000  # evenly spread plans from each start; times an iteration's ops
-AT_FIRST, AT_LAST = 0.2, 0.9  # of the evaluations, for each finalist and for the best of them
+GLANCED_OPS = 1_500_000  # largest product of a quick answer's evaluations and the ops of an iteration
+MERGED = (4, 2)  # numbers of neighboring subgroups that are first planned as one, if the subgroup size is fixed
+# Evenly spread plans from each start, and largest product of them and the ops of an iteration.
+DESCENT, DESCENT_OPS = 100, 500_000
+AT_FIRST, AT_LAST = 0.2, 0.9  # fractions of the evaluations for each finalist, and for the best of them
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Question:
         if not 0 < effort <= 1:
             raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 is the full search")
         subgroup_sizes = SIZES if subgroup_sizes is None else subgroup_sizes
-        pieces = pieces and workload.zero_stage == 3  # below, DeepSpeed's own size means nothing
+        pieces = pieces and workload.zero_stage == 3  # ZeRO-1 and 2 ignore sub_group_size
         if pieces and storage:
             raise ValueError(
                 "--subgroup-size=pieces must not be given if optimizer state is stored on a drive, because a drive "
@@ -249,7 +250,7 @@ def decide(question: Question, progress: Told = silently) -> Decision:
     if question.effort <= QUICK:
         return _quickly(question, progress, found)
     within, quick = replace(question, effort=QUICK), None
-    with suppress(ImpossibleError):  # whole subgroups of other sizes may fit
+    with suppress(ImpossibleError):  # plans with whole subgroups of another size may fit
         quick = _quickly(within, lambda share, what: progress(0.2 * share, what), found, last=False)
     finalists = _finalists(_searches(question, lambda share, what: progress(0.2 + 0.4 * share, what), found))
     for number, search in enumerate(finalists):
@@ -341,7 +342,7 @@ def _searches(question: Question, progress: Told, found: _Found, *, last: bool =
             number += step
         if math.isinf(best_s(number)) and last:
             best_s(len(cuts) - 1)
-    # While training runs, joined subgroups only show the way.
+    # While training runs, subgroups cannot be joined. Plans for joined ones only guide the search.
     own = [searches[number] for number in (sorted(searches) if question.running is None else [len(cuts) - 1])]
     fitting = [search for search in own if search.fits]
     if fitting:

@@ -12,11 +12,11 @@ from ebbtide.tuner.candidates.moves import HOST, STORED
 from ebbtide.tuner.placements.fit import Fit, roomiest
 from ebbtide.tuner.placements.search import Search
 
-MOST_OUTLIERS = 4  # of the large subgroups; they are tried here and there
-MOST_POINTS = 28  # of a grid of numbers
-ROUNDED = (-2, -1, 0, 1, 2)  # subgroups around a division of fractions
-FEWEST_WITH_LITTLE_EFFORT = 10  # points of a grid
-SPILLED_POINTS = 91  # numbers of what is not on storage
+MOST_OUTLIERS = 4  # most of the large subgroups that are tried with every placement
+MOST_POINTS = 28  # most points of a grid of numbers of subgroups
+ROUNDED = (-2, -1, 0, 1, 2)  # numbers of subgroups around the one that a fraction gives
+FEWEST_WITH_LITTLE_EFFORT = 10  # points of a grid in a quick search
+SPILLED_POINTS = 91  # numbers of subgroups in memory that are tried if the others are on a drive
 FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 
 
@@ -39,9 +39,9 @@ def try_first(search: Search, locations: tuple[ParameterLocation, ...] | None = 
     best_s = search.try_(search.evenly({HOST: count}))
     if len(search.choices) == 1:
         return best_s
-    if least.device_peak_bytes > search.limits.device_bytes:  # nothing takes less of it
+    if least.device_peak_bytes > search.limits.device_bytes:  # no other plan takes less GPU memory
         return best_s
-    # Elsewhere state takes as many bytes, or more; only the parameters' slots may go.
+    # Other placements take at least as many bytes of state. Only the buffers of parameters can be saved.
     slots = PARAMETER_SLOTS * max(search.workload.subgroups) * search.workload.wire_bytes
     both = least.device_peak_bytes + least.host_peak_bytes - slots
     best_s = min(best_s, _grid_s(search, MOST_POINTS, (2, 4)))

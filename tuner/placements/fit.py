@@ -64,7 +64,8 @@ def roomiest(workload: Workload, machine: Machine, limits: Limits, away: float |
     """
     program = _program(workload, machine, limits, away)
     found = program.solved([1.0], [[1.0]] * len(program.rows), None)
-    if found.x[-1] > 0:  # no division fits: then the one that lacks the fewest bytes, GPU memory counted twice
+    # No division fits. Find the one that lacks the fewest bytes, where those of GPU memory count twice.
+    if found.x[-1] > 0:
         each_its_own = np.eye(len(program.rows)).tolist()
         found = program.solved([2.0] + [1.0] * (len(program.rows) - 1), each_its_own, 0.0)
     x, params = np.array(found.x)[: len(program.used) + 1], float(workload.params)

@@ -81,7 +81,8 @@ def move_parameters(search: Search) -> None:
     fewest = 0 if search.fits else _fewest(search, count)
     numbers = {fewest, *(fewest + round(share * (count - fewest)) for share in SHARES)} - {0}
     for locations in (spaced(count, n) for n in sorted(numbers)):
-        if math.isinf(best_s) or search.may_take_less(locations, best_s):  # else none can be better
+        # Otherwise no plan with these locations can be faster.
+        if math.isinf(best_s) or search.may_take_less(locations, best_s):
             seconds = try_first(search, locations)
             best, best_s = (locations, seconds) if seconds < best_s else (best, best_s)
     search.locations = best

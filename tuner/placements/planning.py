@@ -39,7 +39,7 @@ from ebbtide.tuner.quantities import told_seconds
 from pydantic import BeforeValidator
 
 FINALISTS = 8
-# A number of bytes. It may be given with a fraction, such as 23.6 * 2**30.
+# A number of bytes, which may have a fraction, such as 23.6 * 2**30.
 Bytes = Annotated[
     int, BeforeValidator(lambda given: int(given) if isinstance(given, float) and math.isfinite(given) else given)
 ]

@@ -63,9 +63,9 @@ def quick_plan(
     limits = _limits(workload, machine, current, device_bytes, host_bytes)
     question = Question(workload, machine, limits, effort=effort, running=current)
     try:
-        # The updates are too small a part of a longer step to be worth a minute of search.
+        # In a longer step, updates are too small a part to be worth a minute of search.
         found = decide(question) if workload.gradient_accumulation_steps <= most_micro_batches(workload) else None
-    except ImpossibleError:  # less memory than the plan in force takes
+    except ImpossibleError:  # the present plan takes more memory
         found = None
     search = Search(workload, machine, limits) if found is None else found.search
     current_s = search.seconds_anyhow(Candidate.of_plan(current))
@@ -86,7 +86,7 @@ def _as_plan(current: Plan, best: Candidate, search: Search) -> Plan:
         reasons=(),
         host_slots=best.host_slots,
     )
-    # The runtime pauses early updates by the times that are predicted.
+    # The runtime pauses early updates by the predicted times.
     return made.model_copy(update={"prediction": predict(search.workload, search.machine, made, search.limits)})
 
 

@@ -26,7 +26,7 @@ class Room:
     def __init__(self, workload: Workload, machine: Machine, limits: Limits, sweep: PlanSweep, *, sums: bool) -> None:
         self.workload, self.machine, self.limits, self.sums = workload, machine, limits, sums
         self._sweep = sweep
-        self._gone: dict[bytes, int] = {}  # bytes, by parameter locations
+        self._gone: dict[bytes, int] = {}  # bytes, keyed by parameter locations
         self._active_bytes = workload.activation_bytes
 
     def fitted(self, codes: Codes, slots: int, host_slots: int = HOST_SLOTS) -> tuple[Codes, int]:

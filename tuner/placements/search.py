@@ -34,8 +34,8 @@ from ebbtide.tuner.candidates.update_orders import UpdateOrders
 from ebbtide.tuner.placements.room import Room
 from numpy.typing import NDArray
 
-MOST_REMEMBERED = 4096  # rows of plans
-LONG, WARM_UP = 12, 5  # iterations of a longer simulation, and those of them that do not count
+MOST_REMEMBERED = 4096  # most cached rows of results
+LONG, WARM_UP = 12, 5  # iterations of a longer simulation, and how many of them are not measured
 _STORED_CODES = [PLACEMENT_CODES[placement] for placement in STORED]
 
 
@@ -100,21 +100,22 @@ class Search:
         self.locations: tuple[ParameterLocation, ...] = ()
         self.early = may_update_early(workload, machine)
         self.spread: Any = None  # `Shares` of the fastest evenly spread plan
-        self.spread_plans: dict[Any, Candidate] = {}  # by what describes them in `Shares`
+        self.spread_plans: dict[Any, Candidate] = {}  # keyed by the description of the plan in `Shares`
         self.fixed = dict(fixed or {})
         if workload.zero_stage < 3:
             self.fixed["overlap_forward"] = False
         self.scores: dict[Candidate, Score] = {}
-        self._best: tuple[tuple[float, int], Candidate] | None = None  # with its rank
+        self._best: tuple[tuple[float, int], Candidate] | None = None  # the best plan with its rank
         self._ordered: dict[Candidate, Candidate] = {}
         self.sweep: PlanSweep = PlanSweep(workload, machine) if like is None else like.sweep
         self.room = Room(workload, machine, limits, self.sweep, sums=self.sums)
         self._longer = self.sweep.longer(LONG, WARM_UP)
         self._orders: UpdateOrders = UpdateOrders(workload, machine) if like is None else like._orders
-        # Of the plans that were simulated last.
+        # Rows of the plans that were simulated most recently.
         self._rows: dict[tuple[Any, ...], Row] = {} if like is None else like._rows
         self._bounds = Bounds() if bounds is None else bounds
-        # Of the best, of the best that waits for the norm, and of the best with parameters on the device.
+        # Times of the best plan, of the best plan without early updates, and of the best plan with all parameters on
+        # the GPU.
         self.best_s = self.plain_s = self.whole_s = math.inf
 
     @property
@@ -353,7 +354,7 @@ class Search:
             left = self.limits.host_bytes - self.room.taken(c.codes, c.staging_slots, c.host_slots)[1]
             many = early_updates_worth(self.workload, self.machine, self.sweep.held, sizes, left, placement)
             made = self.ordered(turned(c, able[len(able) - many :].tolist(), EARLY))
-            if many and self.holds(made):  # slots with room for new parameters fit too
+            if many and self.holds(made):  # the buffers for their new parameters fit too
                 c = made
         return c
 

@@ -20,18 +20,18 @@ from ebbtide.tuner.candidates.moves import PLACEMENTS, STAGED, STORED
 from ebbtide.tuner.placements.first_plans import MOST_OUTLIERS
 from ebbtide.tuner.placements.search import Search
 
-# Of the parameters: the first step of a descent, from plans of a search itself, of one with larger subgroups,
-# and with parameters in host memory. Which one leads to the best plan is not known beforehand.
+# First steps of the descents, as fractions of the parameters: from the search's own plans, from plans for larger
+# subgroups, and with parameters in host memory. It is not known beforehand which one leads to the best plan.
 FIRST_STEPS, NEAR_STEPS, FREED_STEPS = (0.25,), (0.12, 0.03), (0.25, 0.06)
 COARSE = 0.06
-FEW, MANY = 60, 100  # changes
-SHARES = (0.25, 0.5, 1.0)  # of the subgroups that could move their parameters to host memory
-FREED = SHARES[:2]  # where all could stay on the GPU
-WORTH = 0.99  # times the seconds with all parameters on the GPU
-MOST_SLOTS = 16  # for stored subgroups, in host memory
-LAST_STEP = 0.5  # subgroups
+FEW, MANY = 60, 100  # most changes in a descent
+SHARES = (0.25, 0.5, 1.0)  # shares of the subgroups that could move their parameters to host memory
+FREED = SHARES[:2]  # if all parameters could stay on the GPU
+WORTH = 0.99  # factor on the time with all parameters on the GPU that a plan must beat
+MOST_SLOTS = 16  # buffers in host memory for stored subgroups
+LAST_STEP = 0.5  # smallest step, in subgroups
 FEWER_LOCATIONS = 0.2
-MOST_SPREAD = 256  # mixtures that are remembered: many changes leave the mixture as it is
+MOST_SPREAD = 256  # most cached mixtures. Many changes leave the mixture as it is
 
 
 def spread(sizes: Sequence[int], shares: Mapping[Placement, float]) -> list[Placement]:
@@ -159,7 +159,7 @@ class Shares:
             self.host_slots,
             self.locations,
         )
-        if described not in search.spread_plans:  # several descents come to the same plans
+        if described not in search.spread_plans:  # several descents reach the same plans
             search.spread_plans[described] = self.plan(search)
         return search.score(search.spread_plans[described]).iteration_s
 
@@ -187,7 +187,7 @@ class Shares:
             freeing = [n for n in moves if n.of.get("resident", 0) < self.of.get("resident", 0)]
             yield from (replace(n, slots=self.slots + 1) for n in freeing)
 
-        if search.moves_parameters and step > FEWER_LOCATIONS:  # each choice of locations is recorded anew
+        if search.moves_parameters and step > FEWER_LOCATIONS:  # each choice of locations needs a new recording
             count = len(search.workload.subgroups)
             now = self.locations.count("host")
             for away in {max(0, now - round(step * count)), min(count, now + round(step * count))} - {now}:
@@ -320,7 +320,7 @@ def _descended(search: Search, now: Shares, step: float, least: float, most: int
             tried += 1
             seconds = other.seconds(search)
             if seconds < now_s:
-                # The next change is of the same kind.
+                # Next, try a change of the same kind.
                 now, now_s, first = other, seconds, number % len(others)
                 break
         else:

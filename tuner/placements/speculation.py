@@ -17,11 +17,11 @@ from ebbtide.tuner.candidates.moves import STAGED
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.quantities import told_seconds
 
-FEW = 3  # of the best plans without early updates, with which the search begins
-ROOM = 3  # subgroups that no longer stay on the device, at the most, for early staged updates
-PARTS = 8  # of the best plan's early updates: how fine their number is chosen
-SPREADS = 4  # likewise of how far apart they are
-LITTLE = 5e-4  # of an iteration: early updates and sums on the device that save no more are left out
+FEW = 3  # number of best plans without early updates from which the search starts
+ROOM = 3  # most GPU-resident subgroups that may leave the GPU to make room for early staged updates
+PARTS = 8  # number of steps from no early update to all of them
+SPREADS = 4  # number of steps from neighboring early updates to evenly spread ones
+LITTLE = 5e-4  # share of an iteration. Early updates and on-device sums that save less are left out
 
 
 def try_early(search: Search) -> None:

@@ -59,15 +59,15 @@ from ebbtide.tuner.service.scenario import (
     storage_of,
 )
 
-# What of a workload and of limits is told as it is.
+# Fields of a workload that an answer contains unchanged.
 WORKLOAD_FACTS = ("name", "params", "ranks_per_node", "nodes", "tokens_per_iteration", "provenance")
 LIMITS = ("device_bytes", "host_bytes", "storage_bytes", "unified")
-SAME = 1e-9  # relative difference of two simulations of the same iteration
+SAME = 1e-9  # relative difference of two simulations of the same iteration that counts as none
 OTHERS = (
     "the plan file's own prediction is for another machine, training job or version of ebbtide: all figures here are "
     "new predictions"
 )
-TEMPLATES = Templates(build_strategy)  # a worker answers one request after the other
+TEMPLATES = Templates(build_strategy)  # shared, because a worker answers one request at a time
 
 
 def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
     try:
         plan = _plan(request, machine, workload, limits, progress)
     except ImpossibleError as error:
-        problem = error.fact  # advice that was tried: `ways_out`
+        problem = error.fact  # without the advice, which `ways_out` gives
     rows = compare(workload, machine, limits, plan, others=request.peers, compile_=TEMPLATES.compiled)
     if request.plan is not None:
         plan = _judged(request.plan, rows, workload, machine, limits)

@@ -28,10 +28,10 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 LOG = logging.getLogger("uvicorn.error")
 API = "/api/v1"
-MOST_ERRORS = 8  # of one request
-SENT = "ebbtide.sent"  # of a request's scope: its body, parsed
+MOST_ERRORS = 8  # most errors in the answer to one request
+SENT = "ebbtide.sent"  # key of a request's scope that holds the parsed body
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
-# No inline script or style anywhere, nothing from another host, nobody may frame the page.
+# No inline scripts or styles, nothing from other hosts, and no other site may show the page in a frame.
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -232,7 +232,7 @@ class Guard:
                 scope, send = {**scope, "method": "GET"}, _without_body(send)
         except Refusal as refusal:
             response = problem(refusal.status, refusal.error)
-            response.headers["connection"] = "close"  # what is left of the body is not read
+            response.headers["connection"] = "close"  # the rest of the body is not read
             await response(scope, receive, _with_headers(send))
             return
         await self._answer(scope, receive, _with_headers(send))
@@ -255,8 +255,8 @@ class Guard:
             await problem(500, broken_rule("", rule))(scope, receive, send)
 
     def _check_head(self, scope: Scope, headers: dict[bytes, str]) -> None:
-        # A page elsewhere that resolves its own name to this machine must not reach the service.
-        if scope["path"] == "/healthz":  # a probe asks by address, and is told nothing of anybody
+        # Refuse requests of a web page on another site whose host name resolves to this machine (DNS rebinding).
+        if scope["path"] == "/healthz":  # a health probe asks by IP address, and its answer contains no data
             return
         host = re.sub(r":\d+$", "", headers.get(b"host", "")).strip("[]").lower()
         if "*" not in self._service.hosts and host not in self._service.hosts:
@@ -278,7 +278,7 @@ class Guard:
         if not length.isdecimal() or int(length) > most:
             raise Refusal(413, "Content-Length", f"the request body must have at most {most} bytes", length)
         kind = headers.get(b"content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a form on another site can send only other types
+        if kind != "application/json":  # a form on another site can send only other content types
             raise Refusal(415, "Content-Type", "the request's Content-Type header must be application/json", kind)
         try:
             async with asyncio.timeout(quota.body_s):

@@ -17,14 +17,14 @@ from ebbtide.tuner.service.pool import BusyError, InvalidError, Pool, WorkerErro
 from ebbtide.tuner.service.quota import Quota
 from ebbtide.tuner.service.store import Store
 
-# Kind of job -> the worker's call (`ebbtide.tuner.service.worker.calls`); a new kind is one line in each.
+# Kind of job -> the worker's call (`ebbtide.tuner.service.worker.calls`). A new kind needs a line in both.
 KINDS = {"plan": "job/plan", "what-if": "job/what-if", "search": "job/search"}
 T = TypeVar("T")
 LOG = logging.getLogger("uvicorn.error")
 KEEP_ALIVE_S = 15.0
 RETRY_S = 5.0
 EXPIRE_EVERY_S = 600.0
-REMEMBERED = 512  # events for streams that fell behind
+REMEMBERED = 512  # events that are kept for streams that fell behind
 
 
 class Feed:
@@ -149,7 +149,7 @@ class Jobs:
 
     async def _dispatch(self) -> None:
         while True:
-            self._wake.clear()  # before looking: what is added from here on wakes again
+            self._wake.clear()  # before the lookup, so that a job that is added later sets it again
             job = await _kept(self._store.claim)
             if job is None:
                 with contextlib.suppress(TimeoutError):
@@ -157,7 +157,7 @@ class Jobs:
                 continue
             task = asyncio.create_task(self._run(job))
             self._running[job["id"]] = task
-            await asyncio.wait([task])  # its errors are the job's; this loop goes on
+            await asyncio.wait([task])  # the job stores its own errors, so the loop goes on
             self._running.pop(job["id"], None)
             self._progress.pop(job["id"], None)
 
@@ -165,7 +165,7 @@ class Jobs:
         name = job["id"]
         await self.feed.tell("job", job)
         if (self._store.job(name) or {}).get("state") != "running":
-            return  # cancelled behind its claim, before there was a task to cancel
+            return  # cancelled after it was claimed, before it had a task
         state, note, result = "failed", "", None
         try:
             request = json.loads(self._store.request(name) or "{}")
@@ -183,7 +183,7 @@ class Jobs:
         live = {"share": step["share"], "note": step["note"]}
         self._progress[job["id"]] = live
         task = asyncio.get_running_loop().create_task(self.feed.tell("job", {**job, **live}))
-        self._telling.add(task)  # a task that nobody holds may be collected before it ran
+        self._telling.add(task)  # Python may delete a task without references before it has run
         task.add_done_callback(self._telling.discard)
 
     async def _expire(self) -> None:

@@ -97,7 +97,7 @@ class Worker:
         worker = cls(process)
         try:
             await worker._frame()
-        except BaseException:  # cancelled while it starts: it must not stay behind
+        except BaseException:  # a worker that is cancelled while it starts must not stay behind
             worker.kill()
             raise
         return worker
@@ -184,13 +184,13 @@ class Lane:
         self._waiting = 0
         self._all: set[Worker] = set()
         for _ in range(size):
-            self._free.put_nowait(None)  # started by its first call
+            self._free.put_nowait(None)  # its first call starts the worker
 
     async def warm(self) -> None:
         """Start all worker processes of this queue of requests now, so that the first request need not wait
         for a start.
         """
-        for _ in range(self.size):  # one by one: the first compiles for all, the others read that
+        for _ in range(self.size):  # one after the other: the first one compiles, and the others load what it compiled
             worker = await self._free.get()
             try:
                 worker = await self._living(worker)
@@ -228,7 +228,7 @@ class Lane:
         try:
             return await asyncio.shield(serving)
         except asyncio.CancelledError:
-            if self._patient:  # it ends soon anyway, and a new worker would take longer
+            if self._patient:  # it ends soon anyway, and starting a new worker would take longer
                 serving.add_done_callback(_unheard)
             else:
                 serving.cancel()
@@ -266,7 +266,7 @@ class Lane:
                 "was not: ask for less (fewer cells, layers, subgroups or accumulation steps)"
             ) from None
         except asyncio.CancelledError:
-            worker.kill()  # nobody waits for the rest of its work
+            worker.kill()  # the client is gone, so the result is not needed
             raise
 
     def close(self) -> None:

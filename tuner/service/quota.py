@@ -57,7 +57,8 @@ class Quota:
     cells: int = 64
     job_cells: int = 4096
     light_s: float = 10.0
-    heavy_s: float = 180.0  # of wall time, at low priority: on a busy machine many times its CPU time
+    # Wall time. The process has low priority, so on a busy machine this is a multiple of its CPU time.
+    heavy_s: float = 180.0
     job_s: float = 900.0
     worker_bytes: int = 2048 * MIB
     light_waiting: int = 512
@@ -86,7 +87,7 @@ def _ops(scenario: Scenario) -> tuple[int, int, int]:
     if isinstance(scenario.workload, Workload):
         layers, subgroups = len(scenario.workload.layers), len(scenario.workload.subgroups)
         micro, params = scenario.workload.gradient_accumulation_steps, scenario.workload.params
-    elif scenario.workload is not None:  # a name that nobody has filled in: refused later
+    elif scenario.workload is not None:  # a name that was not replaced by its workload, which is refused later
         return 0, 0, 0
     else:
         job = job_of(scenario)
@@ -114,7 +115,7 @@ def check_search_ops(asked: Scenario, quota: Quota) -> None:
         RuleError: The step has too many micro-batches. The message says how many are allowed.
     """
     batch = asked.global_batch if isinstance(asked, SearchJob) and "accumulation" in asked.free else None
-    if batch is not None:  # the search may accumulate all of it
+    if batch is not None:  # if accumulation is free, a step may accumulate the whole batch
         asked = asked.model_copy(update={"accumulation": batch})
     fixed, each, micro = _ops(asked)
     if fixed + each * micro <= quota.searched_ops or not _searches(asked):

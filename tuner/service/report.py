@@ -30,8 +30,8 @@ from ebbtide.tuner.service.requests import Planned, Run, Scenario
 from ebbtide.tuner.service.scenario import resolve
 from pydantic import BaseModel, ValidationError
 
-# In the order in which the one script of the report is put together.
-SHORTEST_S = 1e-6  # of a run's iteration: nothing shorter can be drawn
+# Order of the modules in the report's single script.
+SHORTEST_S = 1e-6  # shorter measured iterations cannot be drawn
 SCRIPTS = ("format.js", "timeline.js", "kinds.js", "memory.js", "table.js", "report.js")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
@@ -55,7 +55,8 @@ def html_of_call(call: ReportCall, progress: Told) -> str:
     """Return the web page about a plan as HTML. Worker processes of the planning service call this
     function.
     """
-    from ebbtide.tuner.placements.planning import about  # loads the compiled simulator, which the server never needs
+    # Loads the compiled simulator, which the server itself never needs.
+    from ebbtide.tuner.placements.planning import about
 
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]
@@ -76,7 +77,8 @@ def trace(call: Planned, progress: Told) -> dict[str, Any]:
 
 def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timeline]:
     """Return two simulated timelines of a training job: with DeepSpeed alone, and under a plan."""
-    from ebbtide.tuner.answer.rows import stock_beside  # loads the compiled simulator, which the server never needs
+    # Loads the compiled simulator, which the server itself never needs.
+    from ebbtide.tuner.answer.rows import stock_beside
 
     name, setting = stock_beside(workload, plan, plan.limits_on(workload, machine))
     return [simulate(build_strategy(name, workload, **setting), machine), _under(plan, workload, machine)]
@@ -247,7 +249,7 @@ def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
         "HEADLINE": html.escape(headline(plan)),
         "DATA": _data(plan, timelines, told or plan.about),
     }
-    # In one pass: what is put in is never searched for another placeholder.
+    # In one pass, so that inserted text is never searched for placeholders.
     return re.sub(r"\{\{([A-Z]+)\}\}", lambda m: fields[m.group(1)], text["report.html"])
 
 
@@ -263,7 +265,7 @@ def _data(plan: Plan, timelines: list[Timeline], about: str) -> str:
         "measured": None if measured is None else {"iteration_s": measured.iteration_s, **measured.phases()},
         "timelines": [view(timeline) for timeline in timelines],
     }
-    # No "</script>" and no "<!--" can stand in it, whatever a plan's texts say.
+    # So a plan's texts cannot end the script element by "</script>" or begin a comment by "<!--".
     return json.dumps(data).replace("<", "\\u003c")
 
 

@@ -50,7 +50,7 @@ Positive = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
-# An empty one would leave open whether DeepSpeed's own default, fp32, is meant.
+# Not empty, because an empty config could mean DeepSpeed's default, fp32, or a missing config.
 DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(min_length=1, max_length=300)]
 Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
 KNOBS: tuple[Knob, ...] = get_args(Knob)

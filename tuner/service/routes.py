@@ -24,10 +24,10 @@ from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
-MACHINE_NAME = re.compile(r"(?=.*\w)[\w .,:()+-]{1,80}")  # it is part of a path: no dots only
+MACHINE_NAME = re.compile(r"(?=.*\w)[\w .,:()+-]{1,80}")  # it is a part of a path, so it must not consist of dots only
 Id = Annotated[str, Path(pattern=r"^[0-9a-f]{32}$")]
-PEERS_TRIED = 24  # simulations behind an answer's table: settings of every system
-FULL_COST = 1500  # what the search for a plan costs, in simulations
+PEERS_TRIED = 24  # simulations for an answer's table: the settings of all other systems
+FULL_COST = 1500  # cost of a plan search, in simulations
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -70,7 +70,7 @@ def _response(result: Result) -> Response:
 
 def routes(service: Service) -> APIRouter:
     """Build the router with all routes of the planning service under /api/v1."""
-    # Told to readers of the schema; `app.Guard` checks the token, of servers that have one.
+    # For readers of the schema. On servers with a token, `app.Guard` checks it.
     token = HTTPBearer(
         auto_error=False, description="The token of the server. Only a server that listens beyond loopback has one."
     )
@@ -340,7 +340,7 @@ def _event(kind: str, data: dict[str, Any]) -> bytes:
 async def _all_events(service: Service) -> AsyncIterator[bytes]:
     service.feed.streams += 1
     try:
-        events = service.feed.listen()  # before the client is told that nothing is missed from here on
+        events = service.feed.listen()  # before the client gets its first answer, so that it misses no event
         yield b": open\n\n"
         async for event in events:
             yield b": still here\n\n" if event is None else _event(*event)
@@ -351,7 +351,7 @@ async def _all_events(service: Service) -> AsyncIterator[bytes]:
 async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
     service.feed.streams += 1
     try:
-        events = service.feed.listen()  # before the state is read: no change between them is missed
+        events = service.feed.listen()  # before the state is read, so that no change in between is missed
         state = service.jobs.state(job)
         while state is not None:
             yield _event("job", state)

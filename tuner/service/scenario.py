@@ -24,7 +24,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
 from pydantic import ValidationError
 
-ITERATIONS = 3  # that a prediction simulates
+ITERATIONS = 3  # iterations that a prediction simulates
 _SHAPE = {
     *("tensor_parallel", "clip_rate", "launcher", "omp_threads"),
     *("recompute_share", "kernels", "flash_version", "fused_loss", "flash_attention"),
@@ -211,7 +211,7 @@ def job_of(scenario: Scenario) -> Job:
     config = scenario.ds_config
     if config is not None and (kind := kind_of(config)) not in ("", DEEPSPEED_CONFIG):
         raise RuleError(f"ds_config must be a DeepSpeed config, but is {kind}. Send a DeepSpeed config", "ds_config")
-    if isinstance(scenario, SearchJob) and config is not None:  # the batches that it varies may differ
+    if isinstance(scenario, SearchJob) and config is not None:  # a search may vary the batch sizes
         varied = {WHOLE_BATCH, *(key for knob, key in BATCH_KEYS.items() if knob in scenario.free)}
         config = {key: value for key, value in config.items() if key not in varied}
     model = model_of(scenario)

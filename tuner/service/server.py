@@ -32,8 +32,8 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
     class Patient(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            # asyncio sets it on sockets that name their protocol, and uvicorn's do not: the second
-            # packet of an answer would wait for the client's delayed acknowledgement, 40 ms.
+            # asyncio sets TCP_NODELAY only on sockets that name their protocol, which uvicorn's sockets do not. Without
+            # it, the second packet of an answer waits 40 ms for the client's delayed acknowledgement.
             transport.get_extra_info("socket").setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
             self._head_timer: asyncio.TimerHandle | None = None
             self._await_head()
@@ -43,7 +43,7 @@ def protocol(head_s: float) -> type[HttpToolsProtocol]:
                 self._head_timer = asyncio.get_running_loop().call_later(head_s, self._give_up)
 
         def data_received(self, data: bytes) -> None:
-            if self.cycle is None or self.cycle.response_complete:  # the first bytes of a further request
+            if self.cycle is None or self.cycle.response_complete:  # these are the first bytes of another request
                 self._await_head()
             super().data_received(data)
 
@@ -103,7 +103,7 @@ def run(service: Service, host: str, port: int) -> None:
     """Run the planning service's HTTP server until it is interrupted or terminated."""
     server = _Server(service, config(service, host, port))
     socket = server.config.bind_socket()
-    socket.listen(BACKLOG)  # before it is told where: who comes at once waits, and is not refused
+    socket.listen(BACKLOG)  # before the address is printed, so that an immediate client waits instead of being refused
     shown = f"[{host}]" if ":" in host else host
     secret = f"#token={service.token}" if service.token else ""
     print(f"open http://{shown}:{socket.getsockname()[1]}/{secret}  (Ctrl-C ends it)", flush=True)

@@ -79,7 +79,7 @@ class Store:
 
     @staticmethod
     def _connected(path: str | Path) -> sqlite3.Connection:
-        if str(path) != ":memory:":  # it holds the configs of everybody who asked
+        if str(path) != ":memory:":  # the file holds the configs that clients sent
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         db.row_factory = sqlite3.Row
@@ -117,7 +117,7 @@ class Store:
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException:
-                if self._writer.in_transaction:  # a full disk has ended it in most cases
+                if self._writer.in_transaction:  # a full disk usually ends the transaction by itself
                     self._writer.execute("ROLLBACK")
                 raise
 
@@ -162,7 +162,8 @@ class Store:
                 (attempt, now_s, row["id"]),
             )
             db.execute("INSERT INTO attempts (job, number, started_s) VALUES (?, ?, ?)", (row["id"], attempt, now_s))
-        return self.job(row["id"]) or self.claim()  # cancelled and forgotten since: the next one
+        # If the job was cancelled and forgotten meanwhile, claim the next one.
+        return self.job(row["id"]) or self.claim()
 
     def finish(self, job: str, state: str, note: str, result: bytes | None = None, is_json: bool = True) -> bool:
         """Mark a queued or running background job as ended. Return False if the job had already ended.

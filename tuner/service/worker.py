@@ -29,8 +29,8 @@ from pydantic import ValidationError
 HEAD = struct.Struct(">cI")
 RESULT, TEXT, INVALID, BROKEN, PROGRESS = b"r", b"t", b"i", b"b", b"p"
 PROGRESS_EVERY_S = 0.2
-# Answered once when a worker starts, which loads and compiles what every answer needs. A larger model needs the same
-# code, and the search for its plan takes seconds.
+# A worker computes this answer when it starts, which imports and compiles everything that answers need. A larger model
+# would need the same code, and its plan search would take seconds.
 FIRST = {"call": "answer", "body": {"model": {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}, "gpus": 4}}
 
 
@@ -106,11 +106,12 @@ def run(call: dict[str, Any], table: dict[str, Any], progress: Callable[..., Non
     except MemoryError:
         rule = "accumulation, layers and subgroups must fit into a worker's memory, but take more: lower accumulation"
         return _invalid(Broken("accumulation", rule, str(call["body"].get("accumulation"))))
-    except (ValueError, ArithmeticError, RecursionError):  # of a library: its text helps nobody
+    # Raised by a library, with a text that would not help the user.
+    except (ValueError, ArithmeticError, RecursionError):
         traceback.print_exc()
         rule = "the numbers must stay within what can be computed, but these do not"
         return _invalid(Broken("", rule))
-    except Exception:  # told to the client and to the log; the worker lives
+    except Exception:  # reported to the client and in the log. The worker goes on
         traceback.print_exc()
         return BROKEN, b"an error of ebbtide's own, which the server's log tells"
 
@@ -140,15 +141,15 @@ def main() -> None:
     """Run a worker process of the planning service: answer requests until stdin ends."""
     niceness, extra_bytes = int(sys.argv[1]), int(sys.argv[2])
     os.nice(niceness)
-    # What libraries print must not end up between the frames.
+    # Libraries may print. Their output must not get between the frames of the protocol.
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(sys.stdin.buffer, inbox), daemon=True).start()
     table = calls()
     run(FIRST, table, lambda *_: None)
-    # What the libraries made lives as long as the process: looking through it for garbage after
-    # every few schedules would take a fifth of the time.
+    # The objects that libraries made live as long as the process. Scanning them for garbage after every few schedules
+    # would take a fifth of the time.
     gc.collect()
     gc.freeze()
     if sys.platform == "linux":

@@ -12,9 +12,8 @@ from statistics import median
 from ebbtide.tuner.verify.differences import Difference, common_steps, differences, moved
 from ebbtide.tuner.verify.run import MASTER, Run
 
-# Of what the first step that differs has moved a tensor by. Sums in another order flip the few
-# elements of Adam's first update whose gradient is about zero, a tenth of it in 16 bits; another
-# batch, another dropout make most of it another.
+# Fraction of a step's change of a tensor. Sums in another order change the few elements of Adam's first update whose
+# gradient is about zero (in 16 bits a tenth of the elements). Another batch or other dropout changes most of them.
 ANOTHER = 0.25
 
 

@@ -40,7 +40,7 @@ def evidence(run: Run, step: int, other: Run) -> Iterator[Evidence]:
         for text in _certain(run, other, step, name):
             yield Evidence(run.name, step, name, text, certain=True)
         if _stands_still(run, other, step, name):
-            # Momentum moves a master that has moved, in any step but a skipped one.
+            # With momentum, a master that has moved before moves in every step that is not skipped.
             lost = goes_on and name.endswith(MASTER) and _moves(run, name, step - 1)
             yield Evidence(run.name, step, name, "it is as it was a step before", certain=lost)
 

@@ -16,19 +16,19 @@ from ebbtide.tuner.verify.differences import Difference, common_steps, differenc
 from ebbtide.tuner.verify.evidence import Evidence, evidence
 from ebbtide.tuner.verify.run import MASTER, Run
 
-# "untold": two runs of one side train so differently that a comparison says nothing.
+# "untold": two runs of one side differ so much that a comparison shows nothing.
 Verdict = Literal["identical", "rounding", "nondeterministic", "untold", "defect"]
 RATE = "learning rate"
-FACTOR = 10.0  # times what a flipped bit explains
-# What rounding may do to a step's sums where a flipped bit happens to do nothing.
+FACTOR = 10.0  # a difference above this multiple of the flipped bit's effect is a defect
+# Rounding error of a step's sums that is allowed even if the flipped bit happens to have no effect.
 FLOORS = {"bf16": 2.0**-8, "fp16": 2.0**-10, "fp32": 1e-5}
-# Losses and norms are sums over everything: what a flipped bit makes of them is known from all
-# steps and micro-batches together, and where so many tell it, they need less of a floor.
+# Losses and norms are sums over all elements. The effect of a flipped bit on them is known from all steps and
+# micro-batches together. With at least LEAST_SAMPLES of these, a smaller share of FLOORS (SAMPLED_FLOOR) suffices.
 LEAST_SAMPLES, SAMPLED_FLOOR = 4, 1 / 64
-SAME_SUM = 1e-6  # of fp32 numbers added up in another order
-ANOTHER = 0.01  # of a step's update, where its gradients are the same
-ALONE = 0.25  # of a step's update, in a few tensors: more than sums in another order make of it
-ULPS = 16.0  # of a tensor's largest element: more than one update's rounding moves anything by
+SAME_SUM = 1e-6  # relative difference of fp32 sums in another order
+ANOTHER = 0.01  # share of a step's update by which masters differ although the gradients are the same
+ALONE = 0.25  # share of a step's update by which a few tensors differ: more than sums in another order can explain
+ULPS = 16.0  # in units of the last place of a tensor's largest element: more than the rounding of one update
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Noise:
 
     def _of_sums(self, kind: str) -> float:
         if kind == RATE:
-            return 0.0  # a schedule rounds nothing
+            return 0.0  # a learning-rate schedule has no rounding error
         found = [
             d.relative
             for run in self.others

@@ -14,7 +14,7 @@ from ebbtide.tuner.verify.run import Run, read_run
 
 STARTUP = Path(__file__).resolve().parents[2] / "runtime" / "frontdoor" / "startup"
 SHOWN_LINES = 25
-# The sentences of torch about an operation: of most, and of attention's backward.
+# Two forms of torch's message about an operation: the usual one, and the one for the backward of attention.
 _NAMED = re.compile(
     r"(\S+) does not have a deterministic implementation|(\w[\w ]*) defaults to a non-deterministic algorithm"
 )
@@ -138,13 +138,13 @@ def has_gpu() -> bool:
 def _clean_up(run: Run) -> None:
     from ebbtide.runtime.hardware.launcher import remove_shared_buffers
 
-    with suppress(TypeError, ValueError):  # a script of one rank has no port
+    with suppress(TypeError, ValueError):  # the script of a single rank has no port
         remove_shared_buffers(int(run.about["port"]))
 
 
 def _environment(job: Mapping[str, object]) -> dict[str, str]:
     given = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
-    # cuBLAS reads this when its library is loaded; without it torch raises at the first product.
+    # cuBLAS reads this variable when its library is loaded. Without it, torch raises an error at the first product.
     products = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if job.get("strict") else {}
     return {
         **products,

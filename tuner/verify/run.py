@@ -13,8 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-LANES = 16  # of a sketch
-_LAYOUT = f"<QQQq{2 + LANES}d"  # `ebbtide.runtime.kernels.digest.Digest.packed`
+LANES = 16  # number of random sums in a digest
+_LAYOUT = f"<QQQq{2 + LANES}d"  # layout of `ebbtide.runtime.kernels.digest.Digest.packed`
 _MASK = (1 << 64) - 1
 MASTER = "/fp32"
 

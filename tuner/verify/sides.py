@@ -12,7 +12,7 @@ from ebbtide.tuner.verify.run import Run
 
 PLAN, STOCK, NO_OFFLOAD = "plan", "stock", "no-offload"
 AGAIN = "the same again"
-NEARER = 4.0  # times: whoever is so much nearer to a third side agrees with it
+NEARER = 4.0  # a side that is nearer to a third side by this factor agrees with it
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _sides(against: Sequence[str], made: Callable[[Side], Run]) -> tuple[Run, ..
         runs.append(made(Side(STOCK)))
     if NO_OFFLOAD in against and first.about.get("offload"):
         runs.append(made(Side(NO_OFFLOAD)))
-    if len(runs) == 1:  # nothing to compare with but itself
+    if len(runs) == 1:  # there is no other run to compare with
         runs.append(replace(made(Side(PLAN)), name=AGAIN))
     return tuple(runs)
 

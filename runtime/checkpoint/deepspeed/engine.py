@@ -44,7 +44,7 @@ from ebbtide.runtime.hardware.background import fail_at_the_end
 from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan
 
 logger = logging.getLogger("ebbtide.checkpoint")
-_LAST = -1000  # of what a process of `multiprocessing` does at its end: libraries use priorities from -100 on
+_LAST = -1000  # priority of a finalizer: after those of libraries, which use -100 and more
 
 
 class LazyCheckpointEngine(CheckpointEngine):
@@ -83,15 +83,15 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._means = Means.reserve(plan, live, self._files, block_bytes)
         self._loading = Loading(self._engine, live, self._peers, restore_random=plan.restore_random)
         self._job: Job | None = None
-        self._save: Save | None = None  # between begin and end of save_checkpoint
-        self._note: Note | None = None  # of the last save, while its trainer completes the folder
-        self._saved: tuple[Any, ...] = ()  # what the last save was given
+        self._save: Save | None = None  # set while save_checkpoint runs
+        self._note: Note | None = None  # note of the last save, while its trainer still writes to the folder
+        self._saved: tuple[Any, ...] = ()  # the arguments of the last save
         self._closed = False
         self._pid = os.getpid()
         self._before_save: Callable[[], None] = lambda: None
         self._at_exit = _weak_close(self)
         atexit.register(self._at_exit)
-        if multiprocessing.parent_process() is not None:  # a fork ends without its atexit functions
+        if multiprocessing.parent_process() is not None:  # such a process runs no atexit functions
             multiprocessing.util.Finalize(None, self._at_exit, exitpriority=_LAST)
 
     # -- what the training loop calls
@@ -145,7 +145,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         Raises:
             CheckpointError: A checkpoint failed, and this error has not been raised before.
         """
-        if self._closed or self._pid != os.getpid():  # a forked child has no part in it
+        if self._closed or self._pid != os.getpid():  # a forked child does not own this checkpoint engine
             return
         self._closed = True
         atexit.unregister(self._at_exit)
@@ -155,9 +155,9 @@ class LazyCheckpointEngine(CheckpointEngine):
         finally:
             if not by_an_error:
                 if self._note is not None and self._note.waiting and not self._note.failed:
-                    self._note.remove()  # no checkpoint of the Trainer's, after all
+                    self._note.remove()  # the Trainer does not complete this checkpoint any more
                 trainers_folder.settle(over=True)
-            deleted_first.settle(committed=True)  # nothing comes in their place any more
+            deleted_first.settle(committed=True)  # no new checkpoint will replace the deleted ones
             self._means.close()
             self._peers.close()
 
@@ -219,7 +219,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         steps = self._engine.global_steps, self._engine.micro_steps
         state = (str(folder), name, *steps, exclude_frozen_parameters, save_latest)
         if state == self._saved and not client_state and foreign_trainer() is not None:
-            return True  # Trainer saves each of its checkpoints twice: nothing has changed since
+            return True  # the Trainer saves each of its checkpoints twice, and nothing has changed since the first time
         verdict = self._begin(folder, name)
         if verdict is None:
             return False
@@ -248,8 +248,8 @@ class LazyCheckpointEngine(CheckpointEngine):
                 name,
             )
             return None
-        # Of another engine of this process, too: one attempt at a time in a folder, since what is
-        # left over there is removed first.
+        # Also wait for jobs of another engine in this process. A folder allows one attempt at a time, because an
+        # attempt first removes leftovers.
         wait_for_jobs(folder)
         self._files.point("save_begun")
         self._before_save()
@@ -297,14 +297,14 @@ class LazyCheckpointEngine(CheckpointEngine):
         if latest is not None and self._peers.rank == 0:
             self._files.write_durably(latest, tag.encode(), "latest")
         deleted_first.settle(committed=True)
-        self._peers.concat([])  # as with stock, all is there when any rank goes on
+        self._peers.concat([])  # as in DeepSpeed, all files exist when any rank continues
 
     def _returns_in_place(self) -> bool:
         mode = self._plan.mode
         if mode in ("in_place", "sync") or foreign_trainer() is None:
             return mode == "in_place"
-        # A trainer looks for its newest checkpoint before it builds an engine: only the front door
-        # ends there what a kill has left.
+        # A trainer looks for its newest checkpoint before it builds an engine. Leftovers of a killed run are resolved
+        # at that moment only if ebbtide wraps `deepspeed.initialize`.
         return mode == "auto" or not hasattr(deepspeed.initialize, "_ebbtide_original")
 
     def _agree_to_begin(self, target: str) -> Verdict:
@@ -399,14 +399,14 @@ class LazyCheckpointEngine(CheckpointEngine):
         `Loading.load`).
         """
         self.wait()
-        wait_for_jobs()  # another engine of this process may be writing what is to be loaded
+        wait_for_jobs()  # another engine of this process may be writing the checkpoint to load
         self._before_save()
         deleted_first.remember(Path(load_dir))
         return self._loading.load(original, load_dir, tag, options)
 
 
 def _over(job: Job) -> None:
-    # Of two engines that save together, the last to commit: what was deleted held both's state.
+    # If two engines save together, the last one to commit settles deletions, which concern the state of both.
     if job.failure is not None or not others_in_flight(job):
         deleted_first.settle(committed=job.failure is None)
     release(job)
@@ -441,10 +441,10 @@ def _weak_close(lazy: LazyCheckpointEngine) -> Callable[[], None]:
         try:
             engine.close()
             return
-        except CheckpointError:  # too late to raise: the interpreter is going
+        except CheckpointError:  # too late to raise, because the interpreter is ending
             logger.exception("a checkpoint failed while the program ended, so the exit code is 1")
             fail_at_the_end()
         if multiprocessing.parent_process() is not None and not _by_an_error():
-            raise SystemExit(1)  # a fork ends before `fail_at_the_end` has an effect
+            raise SystemExit(1)  # a forked process ends before `fail_at_the_end` has an effect
 
     return close

@@ -73,8 +73,8 @@ class Resumption:
             CheckpointError: The checkpoint is not complete. The message names the newest complete one.
         """
         self._needed = needed
-        # Rank 0 writes `latest` last, when the others have seen their commit already: one that went
-        # by what it finds before that would load nothing, and wait for ever for those that do.
+        # Wait for rank 0, which writes `latest` last, after the others have seen the commit. A rank that read the older
+        # `latest` would load nothing, and wait forever for the ranks that load.
         self._peers.concat([])
         settle(load_dir)
         restore_deleted(load_dir)
@@ -109,7 +109,7 @@ class Resumption:
             return "there is no such folder"
         if (folder / RANKS_FOLDER).exists():
             return f"it has no file {GLOBAL_NAME}: it was never committed, or was damaged later"
-        return ""  # DeepSpeed's own: nothing tells whether it is whole
+        return ""  # DeepSpeed's own checkpoint, which has no sign that it is complete
 
     def _problems(self, directory: Path, tag: str) -> list[Problem]:
         share = (self._peers.rank, self._peers.world_size)

@@ -178,7 +178,7 @@ def check_replaceable(target: Path) -> None:
         )
 
 
-@cache  # once: the next checkpoint says nothing new
+@cache  # cached, so that the warning is shown once
 def _say_unreadable(name: str, what: str) -> None:
     warnings.warn(
         f"{name} holds an object that torch.load(weights_only=True) will refuse to load: {what}. "

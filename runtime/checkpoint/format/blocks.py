@@ -11,10 +11,10 @@ from ebbtide.runtime.checkpoint.format.skeleton import Layout
 
 
 class State(Enum):
-    PENDING = "pending"  # its bytes are still in the live buffers, or in a slot
-    COPYING = "copying"  # on its way into a slot
-    WRITING = "writing"  # a writer reads its bytes
-    READY = "ready"  # hashed, and waits for its turn at the disk: its bytes may be copied
+    PENDING = "pending"  # the bytes are still in the live buffers, or in a slot
+    COPYING = "copying"  # the bytes are being copied into a slot
+    WRITING = "writing"  # a writer reads the bytes
+    READY = "ready"  # hashed, and waiting for the disk. The bytes may be copied
     DONE = "done"
 
 

@@ -16,7 +16,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 FORMAT = 1
 GLOBAL_NAME = "ebbtide.json"
 RANKS_FOLDER = "ebbtide"
-MAX_BYTES = 256 * 2**20  # a larger manifest is not ours; with 4 MiB blocks about 30 TB per rank
+# A larger file is no manifest of ours. With 4 MiB blocks, this is enough for about 30 TB per rank.
+MAX_BYTES = 256 * 2**20
 
 
 def block_hash(data: Any) -> str:

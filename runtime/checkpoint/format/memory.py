@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from ebbtide.runtime.hardware.pages import lock, unlock
 
-ALIGNMENT = 4096  # of O_DIRECT: address, length and file offset
+ALIGNMENT = 4096  # required by O_DIRECT for addresses, lengths and file offsets
 
 
 def padded(size_bytes: int) -> int:
@@ -153,7 +153,7 @@ class Slots:
         self._pinned = False
         self._start = start
         if count and torch.cuda.is_available():
-            self._pinned = lock(start, count * slot_bytes) == 0  # else they are slower, no more
+            self._pinned = lock(start, count * slot_bytes) == 0  # without page-locking, copies are slower
 
     def close(self) -> None:
         """Unpin and release the host buffers through which checkpoints are written.
@@ -168,7 +168,7 @@ class Slots:
             if len(self._free) < self.count or self._memory.closed:
                 return
             self._free = []
-            del self._view  # nothing can be unmapped while it is shown
+            del self._view  # the memory cannot be unmapped while a view of it exists
             self._memory.close()
 
     def take(self) -> int | None:

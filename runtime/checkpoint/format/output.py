@@ -43,8 +43,8 @@ class OutputFile:
                     raise self._explain(error) from error
                 written = 0
             data, offset = data[written:], offset + written
-        # All of it where the filesystem takes no O_DIRECT; else what a short write left over,
-        # which need not be aligned any more.
+        # The whole block if the file system does not support O_DIRECT. Otherwise the rest of a short write, which may
+        # be unaligned.
         if len(data):
             try:
                 self._files.write_all(self._open_buffered(), data, offset)

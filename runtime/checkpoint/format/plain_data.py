@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-Allowed = Any  # what torch.serialization.add_safe_globals takes: an object, or (object, "its.name")
+Allowed = Any  # an argument of torch.serialization.add_safe_globals: an object, or (object, "its.name")
 
 
 @cache
@@ -39,7 +39,7 @@ def _deepspeed_classes() -> list[Allowed]:
     return [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
-ON_STORAGE = "ebbtide"  # key of an `OnStorage`
+ON_STORAGE = "ebbtide"  # key of a checkpoint's dict that holds an `OnStorage`
 
 
 class OnStorage:
@@ -68,15 +68,15 @@ def _library_classes() -> Iterator[Allowed]:
     yield from (dt.timezone, decimal.Decimal, fractions.Fraction, collections.deque)
     yield from (collections.defaultdict, codecs.encode, OnStorage)
     yield (_on_storage, "torch._assert")
-    # Python 3.13 alone pickles paths under another module's name.
+    # Python 3.13 pickles paths under another module's name.
     for kind in (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath):
         yield from _under((f"{m}.{kind.__name__}" for m in ("pathlib", "pathlib._local")), kind)
-    # torch.save pickles with protocol 2, in which `builtins` has Python 2's name.
+    # torch.save uses pickle protocol 2, which calls `builtins` by its Python 2 name.
     for builtin in (int, float, complex, bool, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice):
         names = (f"{m}.{builtin.__name__}" for m in ("builtins", "__builtin__"))
         yield from _under(names, builtin)
     yield (range, "__builtin__.xrange")
-    # Python 3.11.0 to 3.11.3, Debian 12's among them, pickles a member of an enum as `getattr`.
+    # Python 3.11.0 to 3.11.3 (as in Debian 12) pickles a member of an enum as a call of `getattr`.
     yield from _under((f"{m}.getattr" for m in ("builtins", "__builtin__")), enum_member)
 
 
@@ -98,7 +98,7 @@ def _numpy_classes() -> Iterator[Allowed]:
     yield from (np.ndarray, np.dtype)
     yield from {type(np.dtype(code)) for code in np.typecodes["All"]}
     yield from {np.dtype(code).type for code in np.typecodes["All"] if code != "O"}
-    # numpy 2 renamed the module; files of either are read by either.
+    # numpy 2 renamed the module. Both versions read files of the other one.
     from numpy._core import multiarray
 
     for name in ("_reconstruct", "scalar"):
@@ -137,7 +137,8 @@ class WatchingPickler(pickle.Pickler):
 
     def reducer_override(self, item: Any) -> Any:
         kind = type(item)
-        # These are filled item by item, which loading allows for lists and dicts only.
+        # pickle fills objects of these classes item by item, which weights_only loading allows for lists and dicts
+        # only.
         if kind is collections.deque:
             return kind, (list(item), item.maxlen)
         if kind is collections.defaultdict:

@@ -25,7 +25,7 @@ def safe_globals() -> Iterator[None]:
     """Allow ``torch.load(weights_only=True)`` to read DeepSpeed's own files and plain data inside the
     ``with`` block.
     """
-    # At its end torch's context forbids all that it was given, whoever allowed it before.
+    # When torch's context ends, it forbids all classes that were passed to it, even those that were allowed before.
     allowed = torch.serialization.get_safe_globals()
     missing = [c for c in plain_classes() if c not in allowed]
     with torch.serialization.safe_globals(missing):
@@ -92,7 +92,7 @@ def refused_names(path: str | Path | io.BytesIO) -> str:
 
     The string is empty if loading would accept the file.
     """
-    with contextlib.suppress(Exception), only_weights():  # a damaged file names none
+    with contextlib.suppress(Exception), only_weights():  # a damaged file has no names
         return ", ".join(sorted(torch.serialization.get_unsafe_globals_in_checkpoint(_from_the_start(path))))
     return ""
 
@@ -103,12 +103,13 @@ def unreadable(path: str | io.BytesIO) -> str:
     if names:
         return names
     try:
-        # Reads no tensors. A FakeTensorMode would import torch's compiler, which takes over a second.
+        # Read no tensors. A FakeTensorMode would import torch's compiler, which takes over a second.
         with only_weights(), torch.serialization.skip_data():
             torch.load(_from_the_start(path), map_location="meta", weights_only=True)
-    except NotImplementedError:  # loading makes this tensor in host memory, where torch can: a nested one, for example
+    # Loading creates this tensor in host memory, which torch supports, for example a nested tensor.
+    except NotImplementedError:
         return ""
-    except Exception as error:  # whatever it is, loading would end with it
+    except Exception as error:  # loading would fail with any of these errors
         return _gist(error)
     return ""
 
@@ -131,9 +132,9 @@ def _load(path: Path, into: dict[tuple[Any, ...], torch.Tensor]) -> Any:
         return _load_in_parallel(path, into)
     except CheckpointError:
         raise
-    except Exception:  # a FakeTensorMode cannot make all tensors: compressed sparse ones, for example
+    except Exception:  # a FakeTensorMode cannot create all tensors, for example no compressed sparse ones
         tree = torch.load(path, map_location="cpu", weights_only=True)
-        if any(t.device.type == "meta" for _, t in tensors_of(tree)):  # on a drive, not in the file
+        if any(t.device.type == "meta" for _, t in tensors_of(tree)):  # the tensor is on a drive, not in the file
             raise
         return tree
 
@@ -188,8 +189,8 @@ class _Reader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._storages: dict[int, torch.UntypedStorage] = {}  # by file offset
-        self._chunks: list[tuple[torch.Tensor, int]] = []  # bytes to fill, file offset
+        self._storages: dict[int, torch.UntypedStorage] = {}  # keyed by file offset
+        self._chunks: list[tuple[torch.Tensor, int]] = []  # (bytes to fill, file offset)
 
     def tensor(self, fake: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
         storage: Any = fake.untyped_storage()

@@ -22,7 +22,7 @@ from ebbtide.runtime.checkpoint.live_state import EVERY_SUBGROUP, LiveState
 from torch.serialization import get_crc32_options, set_crc32_options, skip_data
 from torch.utils.serialization import config as serialization
 
-_torch_save = threading.Lock()  # the options of torch.save are global
+_torch_save = threading.Lock()  # because the options of torch.save are global
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,9 @@ def lay_out(state: Any, live: LiveState, *, stream_device: bool) -> Layout:
     try:
         try:
             offsets, refused = _save_with_holes(tree, descriptor)
-        except RuntimeError:  # torch saves a nested tensor only with its data
+        except RuntimeError:  # torch saves a nested tensor only together with its data
             return _whole(state)
-        if not stand_ins.cover(offsets):  # a tensor hides in an object: the whole file, by value
+        if not stand_ins.cover(offsets):  # a tensor is hidden in an object, so the whole file is written by value
             return _whole(state)
         holes = [extent for key, sources in stand_ins.sources.items() for extent in _in_a_row(offsets[key], sources)]
         holes = sorted((e for e in holes if e.source.size_bytes), key=lambda e: e.offset)
@@ -112,10 +112,10 @@ class _StandIns:
         self._live = live
         self._stream_device = stream_device
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._kept: list[torch.Tensor] = []  # an address stays taken while its tensor is here
+        self._kept: list[torch.Tensor] = []  # keeps tensors alive, so that their addresses are not reused
         self._empty: set[int] = set()
-        self.sources: dict[int, tuple[Source, ...]] = {}  # by the stand-in's storage
-        self.stored = False  # some lie on storage
+        self.sources: dict[int, tuple[Source, ...]] = {}  # keyed by the dummy's storage
+        self.stored = False  # True if some tensors are on drives
 
     def replace(self, tree: Any) -> Any:
         return replace_tensors(tree, lambda t: of_the_kind(t, self._stand_in(t)))
@@ -148,7 +148,7 @@ class _StandIns:
         first, size = sources[0], sum(source.size_bytes for source in sources)
         if isinstance(first, HostBytes):
             raw = torch.frombuffer(memory_at(first.start, size), dtype=torch.uint8)
-        else:  # never touched: skip_data reads no bytes
+        else:  # the memory is never touched, because skip_data reads no bytes
             raw = torch.empty(size, dtype=torch.uint8)
         made = raw.view(tensor.dtype).view(tensor.shape)
         self.sources[made.untyped_storage()._cdata] = sources
@@ -182,10 +182,10 @@ def _save_with_holes(tree: Any, descriptor: int) -> tuple[dict[int, int], str]:
     with _torch_save:
         alignment, crc = serialization.save.storage_alignment, get_crc32_options()
         serialization.save.storage_alignment = ALIGNMENT
-        set_crc32_options(False)  # the manifest has the hashes
+        set_crc32_options(False)  # the manifest has stronger hashes
         try:
             with skip_data(), warnings.catch_warnings():
-                # What lies on storage is written as its shape: that is what it has here.
+                # Tensors on drives are written with their shapes only, so torch's warning about that is not needed.
                 warnings.filterwarnings("ignore", "Serializing tensors on the meta device")
                 torch.save(tree, path, pickle_module=pickler)
         finally:

@@ -39,7 +39,7 @@ from ebbtide.runtime.checkpoint.protocol.retention import committed, named_lates
 from ebbtide.runtime.checkpoint.protocol.rotation import Note
 
 OWNER_NAME = "owner.json"
-OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that nobody else decides before it has
+OUTCOME_GRACE_S = 10.0  # rank 0 gives up first, so that no other rank decides before it
 LATEST_GRACE_S = 10.0
 
 
@@ -81,7 +81,7 @@ class Commit:
         self._deadline_s = deadline_s
         self._publishing = False
         self.note = Note(attempt.save_dir, attempt.tag, attempt.nonce, files, save_latest=attempt.save_latest)
-        self._grown: list[Path] = []  # folders that got a new folder
+        self._grown: list[Path] = []  # folders in which a new folder was created
 
     def begin(self) -> None:
         """Make the hidden folder for the checkpoint's files, without waiting for the disk.
@@ -135,8 +135,8 @@ class Commit:
         try:
             self._files.write_durably(path, dump(manifest), "vote")
         except FileNotFoundError:
-            # Counted as soon as it has its name: the commit, which makes the names in this folder
-            # durable first, may have moved it meanwhile. `conclude` sees what became of it.
+            # A vote counts as soon as the file has its name. The commit may meanwhile have moved it, because it first
+            # makes the names in this folder durable. `conclude` reports the outcome.
             if a.rank == 0:
                 raise
         self._files.point("voted")
@@ -197,7 +197,7 @@ class Commit:
         for rank in range(1, self._attempt.world_size):
             with contextlib.suppress(OSError):
                 self._files.unlink(self._attempt.target / synced_name(rank))
-        with contextlib.suppress(OSError):  # what is left over, the next resume ends
+        with contextlib.suppress(OSError):  # the next resume resolves leftovers
             self.note.close(committed=committed)
 
     def abort(self, error: BaseException) -> None:
@@ -211,11 +211,12 @@ class Commit:
         note = json.dumps(page).encode()
         with contextlib.suppress(OSError):
             self._files.write_durably(a.abort_note(a.rank), note)
-        # Once the names are being swapped, the hidden folder may hold the earlier checkpoint.
+        # While names are swapped, the hidden folder may hold the earlier checkpoint.
         if a.world_size == 1 and not self._publishing:
             with contextlib.suppress(OSError):
                 self._files.remove_tree(a.staging)
-        # Placed but not synced is not committed: what was deleted for its sake comes back.
+        # A checkpoint with its final name that is not synced is not committed, so the checkpoints that were deleted for
+        # it are restored.
         synced = self._publishing and not isinstance(self._files, Deferred)
         self.close(committed=synced and self.is_committed())
 
@@ -279,7 +280,7 @@ class Commit:
         a = self._attempt
         self._publishing = True
         self._files.unlink(a.staging / OWNER_NAME)
-        # What a placed checkpoint replaces stays until that one is durable.
+        # The replaced checkpoint is kept until the new one is durable.
         deferred = isinstance(self._files, Deferred)
         aside = (lambda folder: self.note.adopt(folder, a.target)) if deferred else None
         publish_folder(a.staging, a.target, self._files, aside)
@@ -339,7 +340,7 @@ class Commit:
         for rank in range(a.world_size):
             with contextlib.suppress(FileNotFoundError):
                 page = json.loads(self._files.read(a.abort_note(rank)))
-                # One that was ready may wait for one that still could give way: no fault either.
+                # A rank that was ready may have waited for a rank that was cancelled. That is not an error either.
                 kind = Cancelled if page["cancelled"] else CheckpointError
                 raise kind(f"checkpoint {a.tag!r} was abandoned: rank {rank} reports {page['reason']}")
 

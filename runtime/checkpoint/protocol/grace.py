@@ -3,7 +3,7 @@
 import threading
 import time
 
-GRACE_S = 20.0  # launchers kill after 30: torchrun, SLURM and Kubernetes, unless told otherwise
+GRACE_S = 20.0  # torchrun, SLURM and Kubernetes kill a process 30 s after SIGTERM by default
 
 sigterm_came = threading.Event()
 _came_s = 0.0

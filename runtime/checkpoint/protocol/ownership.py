@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-LEASE_S = 4.0  # a note is renewed this often
-LEASES = 3  # a note not renewed for so many is nobody's
+LEASE_S = 4.0  # interval at which a note is renewed
+LEASES = 3  # after this many intervals without renewal, the owner of a note counts as dead
 
 
 def owner() -> dict[str, Any]:
@@ -46,9 +46,9 @@ def _is_renewed(path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         before = path.stat().st_mtime_ns
         if _now_ns(path.parent) - before > LEASES * LEASE_S * 1e9:
-            return False  # silent for long enough already: a resume after a crash does not wait
+            return False  # not renewed for long enough, so that a resume after a crash need not wait
         for _ in range(LEASES):
-            time.sleep(LEASE_S)  # nothing tells that a machine is gone, but that it is silent
+            time.sleep(LEASE_S)  # whether a process on another machine has died shows only by its silence
             if path.stat().st_mtime_ns != before:
                 return True
     return False
@@ -58,5 +58,5 @@ def _now_ns(folder: Path) -> int:
     try:
         os.utime(folder)
         return folder.stat().st_mtime_ns
-    except OSError:  # not ours to change
+    except OSError:  # the folder belongs to another user
         return time.time_ns()

@@ -51,6 +51,6 @@ def recover_replaced(save_dir: Path, files: Files) -> None:
     for folder in save_dir.glob(f".*{REPLACED}"):
         tag = folder.name[1:].removesuffix(REPLACED).rpartition(".")[0]
         if (folder / GLOBAL_NAME).exists() and not (save_dir / tag).exists():
-            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            with contextlib.suppress(FileNotFoundError):  # another rank has already done it
                 files.rename(folder, save_dir / tag)
                 files.fsync_folder(save_dir)

@@ -143,7 +143,7 @@ def siblings(directory: Path) -> list[Path]:
 
 def holds_checkpoint(folder: Path) -> bool:
     """Return whether a folder or one of its direct subfolders holds a checkpoint of ebbtide or DeepSpeed."""
-    for depth in ("", "[!.]*/"):  # notes come and go
+    for depth in ("", "[!.]*/"):  # hidden folders are left out, because notes in them come and go
         for name in (GLOBAL_NAME, "*_states.pt"):
             if next(folder.glob(depth + name), None) is not None:
                 return True

@@ -30,10 +30,10 @@ from ebbtide.runtime.checkpoint.protocol.retention import committed, newest_besi
 NOTES = ".ebbtide"
 KEPT = "kept_"
 UNCOMMITTED = ".uncommitted_"
-MAKING = ".making"  # a Trainer's folder that has not got its name yet
+MAKING = ".making"  # suffix of the name of a Trainer's folder until it gets its final name
 PER_CHECKPOINT = re.compile(r"(checkpoint|ckpt|step|epoch|iter)\w*[-_=]?\d+|\.ckpt$", re.IGNORECASE)
 _ATTEMPTS = 5
-# The Trainer writes this one last, after the save: without it, it cannot resume from the folder.
+# The Trainer writes this file last, after the save. Without it, the Trainer cannot resume from the folder.
 TRAINERS_LAST, TRAINERS_FOLDER = "trainer_state.json", re.compile(r"checkpoint-\d+")
 
 
@@ -48,9 +48,9 @@ class Note:
         self._files = files
         self._path = save_dir / NOTES / f"{nonce}.json"
         self._over = threading.Event()
-        self._keeping = threading.Lock()  # what is kept must not slip in behind the end
-        self._awaits = ""  # a file that others write later
-        self.failed = False  # then it stays in a folder that never became whole: see `settle`
+        self._keeping = threading.Lock()  # `keep` must not add a folder after the save has ended
+        self._awaits = ""  # name of a file that the trainer writes later
+        self.failed = False  # True if the save failed. The note then stays in the incomplete folder: see `settle`
 
     def write(self) -> None:
         """Write a file to the checkpoint's folder to note that a checkpoint is being saved there. Do not wait for the
@@ -88,9 +88,10 @@ class Note:
             "save_latest": self._save_latest,
             "awaits": self._awaits,
         }
-        whole = path.with_name(f".{path.name}.{os.getpid()}")  # another rank may read it meanwhile
+        # A temporary name, because another rank may read the note meanwhile.
+        whole = path.with_name(f".{path.name}.{os.getpid()}")
         for _ in range(_ATTEMPTS - 1):
-            with contextlib.suppress(FileNotFoundError):  # another note's end took the empty folder away
+            with contextlib.suppress(FileNotFoundError):  # the end of another note has removed the empty folder
                 return self._replace(path, whole, page)
         return self._replace(path, whole, page)
 
@@ -144,7 +145,8 @@ class Note:
     def _name_kept(self, temporary: Path, origin: Path) -> None:
         path = os.path.relpath(origin, self._save_dir)
         (temporary / "where.json").write_text(json.dumps({"path": path, "nonce": self._nonce}), encoding="utf-8")
-        temporary.rename(temporary.with_name(temporary.name.removeprefix(".")))  # whole or not there
+        # The rename is atomic, so the folder is complete or absent.
+        temporary.rename(temporary.with_name(temporary.name.removeprefix(".")))
 
     def adopt(self, folder: Path, origin: Path) -> None:
         """Move an older checkpoint to ``.ebbtide``, after a newer one has taken its path.
@@ -287,7 +289,7 @@ def _is_whole(origin: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(notes: Path) -> Iterator[Path | None]:
-    # Its own listings come back here through the audit hooks that call it.
+    # A listing by this code also triggers the audit hook that calls it.
     if _settling.busy or not notes.is_dir():
         yield None
         return
@@ -298,13 +300,13 @@ def _alone(notes: Path) -> Iterator[Path | None]:
             descriptor = os.open(notes, os.O_RDONLY)
             held.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield notes if notes.is_dir() else None  # None: another rank was faster
+        yield notes if notes.is_dir() else None  # None: another rank has already done it
 
 
 def _anybody(notes: Path) -> bool:
     try:
         return any(lives(_read(path), path) for path in list(notes.glob("*.json")))
-    except FileNotFoundError:  # its commit has just taken them away, while this looked
+    except FileNotFoundError:  # the commit has just removed the notes
         return True
 
 
@@ -318,11 +320,12 @@ _settling = _Settling()
 def _settle(save_dir: Path, notes: Path) -> None:
     if _anybody(notes):
         return
-    recover_replaced(save_dir, Files())  # what `latest` names must not be missing below
+    recover_replaced(save_dir, Files())  # so that the checkpoint that `latest` names exists below
     pages = [_read(path) for path in notes.glob("*.json")]
     done = [_became_whole(save_dir, page) for page in pages]
     complete = all((save_dir / str(page.get("awaits", ""))).exists() for page in pages)
-    # Without a note: what an attempt kept that ended while it did, or whose note a machine lost.
+    # Without a note, the kept folders come from a save that ended meanwhile, or the note was lost in a crash of the
+    # machine.
     good = all(done) and complete if pages else bool(committed(save_dir))
     origins = []
     for place in kept(save_dir):
@@ -355,7 +358,7 @@ def settle_below(directory: Path) -> None:
 
 def _became_whole(save_dir: Path, page: dict[str, Any]) -> bool:
     tag = str(page.get("tag", ""))
-    if not tag and page.get("awaits"):  # written when the folder was made: the trainer's alone
+    if not tag and page.get("awaits"):  # a note from the creation of the folder, so only the trainer's file matters
         return (save_dir / str(page["awaits"])).exists()
     mine = [c for c in committed(save_dir) if c.manifest.nonce == page.get("nonce")]
     return bool(mine) and not verify(save_dir, tag)
@@ -376,14 +379,14 @@ def _forget(save_dir: Path, page: dict[str, Any]) -> None:
             recover_replaced(save_dir, Files())
     latest = save_dir / "latest"
     if "latest" not in page or not latest.exists():
-        return  # a note that the crash tore knows of no former one
+        return  # a note that the crash cut off does not name the former checkpoint
     if (save_dir / latest.read_text(encoding="utf-8").strip()).exists():
         return
     former = str(page["latest"])
     if former:
         Files().write_durably(latest, former.encode())
     else:
-        latest.unlink()  # the very first one never came: a run starts anew
+        latest.unlink()  # there was no former checkpoint: the run starts from the beginning
 
 
 def _hide(save_dir: Path, beside: Path | None) -> None:
@@ -392,13 +395,13 @@ def _hide(save_dir: Path, beside: Path | None) -> None:
     if beside is None:
         beside = newest_beside(save_dir)
     if beside is None and TRAINERS_FOLDER.fullmatch(save_dir.name):
-        beside = save_dir.parent  # without an older one a run starts anew, and does not stumble
+        beside = save_dir.parent  # without an older checkpoint, a run starts from the beginning instead of failing
     if beside is not None and beside != save_dir:
         hidden = beside / f"{UNCOMMITTED}{save_dir.name}"
-        shutil.rmtree(hidden, ignore_errors=True)  # killed at the same step before
+        shutil.rmtree(hidden, ignore_errors=True)  # an earlier run was killed at the same step
         with contextlib.suppress(OSError):
             save_dir.rename(hidden)
-            # Last: as long as it is in sight, its note must say what it is.
+            # Last, because the note must describe the folder as long as the folder is visible.
             shutil.rmtree(hidden / NOTES, ignore_errors=True)
 
 

@@ -63,14 +63,14 @@ class Job:
         self._live = live
         self._files = files
         self._keep = keep
-        self._durably = durably  # set: placed under its name first, made durable behind
+        self._durably = durably  # if set, the checkpoint first gets its final name, and is synced to disk afterwards
         self._when_over = when_over
         self._stored = stored
         self._placed = threading.Event()
         self._over = threading.Event()
         self._pid = os.getpid()
-        # No daemon: the end of a process, also of a multiprocessing child, which runs no atexit,
-        # waits for it; all that it waits for itself has a deadline.
+        # Not a daemon thread, so that the process waits for it before it ends (also a child of multiprocessing, which
+        # does not run atexit functions). All waits of this thread have a deadline.
         self._thread = threading.Thread(target=self._run, name=f"ebbtide-checkpoint-{attempt.tag}", daemon=False)
 
     def start(self) -> None:
@@ -144,7 +144,7 @@ class Job:
             self._commit.tidy()
             records = self._writer.finish()
             self._live.attach(None)
-            if self._stored is not None:  # before the vote, which says that all of it is there
+            if self._stored is not None:  # before the vote, which says that all of this rank's state is durable
                 self._stored.prepare()
                 self._files.point("stored_prepared")
             persisted = time.monotonic()
@@ -166,11 +166,11 @@ class Job:
             )
             if self._keep and self.attempt.rank == 0:
                 prune(self.attempt.save_dir, self._keep, self._files)
-            if self._stored is not None:  # last: no checkpoint that is still there misses its state
+            if self._stored is not None:  # last, so that the state of every existing checkpoint is still there
                 self._stored.settle(committed=True)
                 self._files.point("stored_settled")
             self._files.point("done")
-        except BaseException as error:  # the foreground raises it at the next step
+        except BaseException as error:  # the training thread raises it at the next step
             self.failure = error
             self._commit.abort(error)
             self._give_up_stored()
@@ -178,13 +178,13 @@ class Job:
             self._live.attach(None)
             self._placed.set()
             try:
-                self._when_over()  # first: whoever waited finds the deletions settled, too
+                self._when_over()  # first, so that deletions are settled when a waiting thread continues
             finally:
                 self._over.set()
 
     def _give_up_stored(self) -> None:
         if self._stored is not None:
-            with contextlib.suppress(Exception):  # a failed store says so at its next write
+            with contextlib.suppress(Exception):  # a failed store reports its error at its next write
                 self._stored.settle(committed=self._commit.is_committed())
 
     @property

@@ -15,7 +15,7 @@ from ebbtide.runtime.checkpoint.format.memory import Slots, view_at
 from ebbtide.runtime.checkpoint.format.output import OutputFile, Pace
 from ebbtide.simulator.plan import READY_BLOCKS
 
-_LAST = 1 << 30  # blocks without live bytes are written after all others
+_LAST = 1 << 30  # key of blocks without live bytes, which are written last
 
 
 class BlockWriter:
@@ -64,7 +64,7 @@ class BlockWriter:
         self._block_bytes = budget.slot_bytes
         self._blocks = cut(planned, self._block_bytes)
         self._queues = self._queue({subgroup: turn for turn, subgroup in enumerate(turns)})
-        self._urgent: dict[int, int] = {}  # subgroup -> updates that wait for it
+        self._urgent: dict[int, int] = {}  # subgroup -> number of updates that wait for it
         self._left = len(self._blocks)
         self._failure: BaseException | None = None
         self._progress_s = time.monotonic()
@@ -74,8 +74,8 @@ class BlockWriter:
             threading.Thread(target=self._work, name=f"ebbtide-writer-{i}", daemon=True)
             for i in range(writers + READY_BLOCKS)
         ]
-        self.copied_bytes = 0  # by copy on update
-        self.waited_s = 0.0  # of updates, for copies and for the disk
+        self.copied_bytes = 0  # bytes copied because an update came before the write
+        self.waited_s = 0.0  # time that updates waited for copies and for the disk
 
     def _queue(self, turns: dict[int, int]) -> dict[int, deque[Block]]:
         queues: dict[int, deque[Block]] = {}
@@ -84,7 +84,7 @@ class BlockWriter:
                 queues.setdefault(subgroup, deque()).append(block)
 
         def turn(subgroup: int) -> tuple[int, int]:
-            # Bytes that any update may overwrite are due with the first one.
+            # Bytes that any update may overwrite are due before the first update.
             return turns.get(subgroup, -1 if subgroup < 0 else len(turns)), subgroup
 
         return {subgroup: queues[subgroup] for subgroup in sorted(queues, key=turn)}
@@ -120,7 +120,7 @@ class BlockWriter:
         if not blocks:
             return
         begin = time.monotonic()
-        # What nobody writes yet is copied first; meanwhile the writers end what they are at.
+        # First copy the blocks that no thread is writing. Meanwhile the writers finish their present blocks.
         for patient in (False, True):
             for block in blocks:
                 self._release_block(block, subgroup, patient=patient)
@@ -164,7 +164,8 @@ class BlockWriter:
                 while not self._free_of(block):
                     unread = block.state in (State.PENDING, State.READY)
                     if self._failure is not None and unread:
-                        return None  # abandoned: `on_step` tells; nobody reads the bytes
+                        # The checkpoint is abandoned, and its bytes are not needed. `on_step` reports the error.
+                        return None
                     slot = self._budget.take() if unread else None
                     if slot is not None:
                         block.state = State.COPYING
@@ -199,8 +200,8 @@ class BlockWriter:
                 return
             try:
                 self._write(block)
-            except BaseException as error:  # the foreground raises it
-                self._put_back(block)  # an update that waits for this thread may go on
+            except BaseException as error:  # the training thread raises it
+                self._put_back(block)  # so that an update that waits for this block continues
                 self._fail(error)
                 return
 
@@ -265,7 +266,7 @@ class BlockWriter:
             self._condition.notify_all()
         self._at_disk.acquire()
         with self._condition:
-            # One that was copied meanwhile may be with another thread again, from its slot.
+            # If the block was copied meanwhile, another thread may already write it from its slot.
             mine = block.state is State.READY and block.slot == slot
             if mine:
                 block.state = State.WRITING if self._failure is None else State.PENDING
@@ -280,7 +281,7 @@ class BlockWriter:
             slot, block.slot = block.slot, None
             if slot is not None:
                 self._budget.give(slot)
-            block.pieces = ()  # lets go of the tensors
+            block.pieces = ()  # releases the tensors
             self._left -= 1
             left, self._progress_s = self._left, time.monotonic()
             self._condition.notify_all()
@@ -337,9 +338,9 @@ class BlockWriter:
             if thread.ident is not None:
                 thread.join(timeout=self._deadline_s)
         if any(thread.is_alive() for thread in self._threads):
-            return  # stuck in the kernel: what it may still read and write stays as it is
+            return  # a thread is stuck in the kernel, so the buffers that it may still use stay as they are
         for output in self._outputs:
-            with contextlib.suppress(OSError):  # synced already, or abandoned
+            with contextlib.suppress(OSError):  # the file is already synced, or abandoned
                 output.close()
         with self._condition:
             for block in self._blocks:

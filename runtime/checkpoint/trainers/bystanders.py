@@ -26,7 +26,7 @@ from ebbtide.runtime.checkpoint.trainers import deleted_first, trainers_folder
 if TYPE_CHECKING:
     from ebbtide.runtime.checkpoint.stream.job import Job
 
-# They look for the files themselves, right after a save, and rotate older checkpoints away.
+# These trainers look for checkpoint files right after a save, and delete older checkpoints.
 TRAINERS = ("transformers", "accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
 
 _READS = {"open", "os.truncate", "shutil.copyfile", "shutil.copytree"}
@@ -40,9 +40,9 @@ _HEARD = _READS | _LISTS | _MOVES | _STARTS | _DELETES | _MAKES
 _mine = threading.local()
 _lock = threading.Lock()
 _jobs: list[Job] = []
-_settled: dict[str, int] = {}  # folders looked at, with their time of change
+_settled: dict[str, int] = {}  # folder that was checked -> its modification time then
 _stat_names = ("stat", "lstat", "access")
-watching = False  # `watch` was called: `ebbtide.runtime.frontdoor.hook` leaves listings to it
+watching = False  # True after a call of `watch`. `ebbtide.runtime.frontdoor.hook` then leaves listings to this module
 
 
 def foreign_trainer() -> str | None:
@@ -133,14 +133,14 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
             trainers_folder.being_made(Path(os.path.abspath(os.fsdecode(args[0]))))
         if event in _DELETES and not _jobs and (path := _path(args)) is not None:
             deleted_first.keep(path)
-        for job in _jobs.copy():  # who is over leaves it meanwhile
+        for job in _jobs.copy():  # a copy, because jobs that end remove themselves
             if _concerns(event, args, job):
                 job.wait()
 
 
 def _settle_once(directory: Any) -> None:
     if not isinstance(directory, (str, bytes, os.PathLike)) and directory is not None:
-        return  # a descriptor
+        return  # a file descriptor
     name = os.path.abspath(os.fsdecode(directory) if directory is not None else ".")
     with contextlib.suppress(OSError):
         changed = os.stat(name).st_mtime_ns
@@ -154,7 +154,7 @@ def _settle_once(directory: Any) -> None:
 
 def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
     if event in _STARTS:
-        # One that is told of the folder. DeepSpeed itself starts programs in every step.
+        # Only programs with the folder in their arguments, because DeepSpeed itself starts programs in every step.
         folder = job.attempt.save_dir
         told = str(args[:3])
         return not job.placed and (str(folder) in told or str(_real(folder)) in told)
@@ -168,8 +168,8 @@ def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
     if event in _MOVES and target.is_relative_to(path):
         return True
     if job.placed and event not in _MOVES:
-        # It stands under its name already. But who lists the folder would find the note in it,
-        # which goes with the commit, and may stumble over it next (`Path.rglob`).
+        # The checkpoint already has its final name. But a listing of the folder would show the note, which disappears
+        # with the commit, and code such as `Path.rglob` could fail on it.
         return event in _LISTS and path == folder
     if path.is_relative_to(target) or path == folder / "latest":
         return True
@@ -178,12 +178,12 @@ def _concerns(event: str, args: tuple[Any, ...], job: Job) -> bool:
 
 def _deletes(path: Path, job: Job) -> bool:
     if _real(job.attempt.save_dir).is_relative_to(path):
-        return True  # all of it goes, what is being written included
+        return True  # everything is deleted, including the checkpoint that is being written
     if not path.is_dir() or NOTES in path.parts or not holds_checkpoint(path):
         return False
     try:
         job.note.keep(path)
-    except OSError:  # no hard links here
+    except OSError:  # the file system has no hard links
         return True
     return False
 
@@ -205,8 +205,8 @@ def _path(args: tuple[Any, ...]) -> Path | None:
         return None
 
 
-# `os.stat` and its like are not reported to audit hooks, and `os.path.exists` is often the first
-# that a reader does. They are wrapped only while a checkpoint is in flight.
+# Audit hooks do not see `os.stat` and similar functions, and readers often call `os.path.exists` first. These functions
+# are wrapped only while a checkpoint is being written.
 
 
 def _watch_stat() -> None:

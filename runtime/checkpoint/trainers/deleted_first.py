@@ -19,7 +19,7 @@ from ebbtide.runtime.checkpoint.protocol.rotation import NOTES, Note, twin
 
 _lock = threading.Lock()
 _used: set[Path] = set()  # folders that this process has saved to or loaded from
-_notes: dict[Path, Note] = {}  # by the folder that the kept ones lie in
+_notes: dict[Path, Note] = {}  # keyed by the folder that contains the kept checkpoints
 
 
 def remember(save_dir: Path) -> None:
@@ -61,6 +61,6 @@ def settle(*, committed: bool) -> None:
     with _lock:
         while _notes:
             place, note = _notes.popitem()
-            with contextlib.suppress(OSError):  # what is left over, the next resume ends
+            with contextlib.suppress(OSError):  # the next resume resolves leftovers
                 note.close(committed=committed)
                 place.rmdir()

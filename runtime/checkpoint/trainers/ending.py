@@ -24,7 +24,7 @@ class Saving(Protocol):
 
 
 _savers: weakref.WeakSet[Saving] = weakref.WeakSet()
-_ending = threading.Lock()  # taken for good by whoever ends the process
+_ending = threading.Lock()  # acquired once, by the thread that ends the process, and never released
 
 
 def finish_at_sigterm(saving: Saving) -> None:
@@ -36,7 +36,7 @@ def finish_at_sigterm(saving: Saving) -> None:
     """
     _savers.add(saving)
     if threading.current_thread() is not threading.main_thread():
-        return  # Python lets the main thread alone set handlers
+        return  # Python allows only the main thread to set handlers
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _at_sigterm)
         _watch()
@@ -46,7 +46,7 @@ def _watch() -> None:
     into, out = os.pipe()
     os.set_blocking(out, False)
     others = signal.set_wakeup_fd(out, warn_on_full_buffer=False)
-    if others != -1:  # an event loop's: then the handler alone has to do
+    if others != -1:  # an event loop already uses the descriptor, so only the signal handler can act
         signal.set_wakeup_fd(others)
         os.close(into)
         os.close(out)
@@ -57,7 +57,7 @@ def _watch() -> None:
 
 def _read_signals(descriptor: int) -> None:
     while numbers := os.read(descriptor, 64):
-        # Only where the handler in place is this one: a trainer's may mean to go on.
+        # Only if this handler is installed, because a trainer's handler may continue training.
         if signal.SIGTERM in numbers and signal.getsignal(signal.SIGTERM) is _at_sigterm:
             _end()
 
@@ -75,8 +75,8 @@ def _let_go() -> None:
 
 def _at_sigterm(number: int, frame: FrameType | None) -> None:
     if _package(signal.getsignal(signal.SIGTERM)) in TRAINERS:
-        return  # Lightning puts its own before ours, and ends training itself, which commits
-    # In a thread: what this handler interrupted may hold a lock that the writers need.
+        return  # Lightning's handler runs before this one, ends training itself, and commits the checkpoint
+    # In a thread, because the interrupted code may hold a lock that the writers need.
     threading.Thread(target=_end, daemon=True).start()
 
 
@@ -91,6 +91,6 @@ def _end() -> None:
         return
     for saving in list(_savers):
         saving.finish()
-    # Python would let the main thread alone do this, which may be inside a collective for ever.
+    # Python would allow this only in the main thread, which may hang in a collective.
     ctypes.CDLL(None).signal(signal.SIGTERM, ctypes.c_void_p(0))  # SIG_DFL
     os.kill(os.getpid(), signal.SIGTERM)

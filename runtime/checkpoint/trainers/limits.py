@@ -57,5 +57,5 @@ def _of_trainer(trainer: Any) -> TrainersLimit:
     most = getattr(trainer.args, "save_total_limit", None)
     loads_best = bool(getattr(trainer.args, "load_best_model_at_end", False))
     if most is not None and most > 0 and loads_best:
-        most = max(most, 2)  # the newest and the best one
+        most = max(most, 2)  # the newest checkpoint and the best one
     return TrainersLimit(most if most and most > 0 else None, loads_best, weakref.ref(trainer))

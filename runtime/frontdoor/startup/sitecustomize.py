@@ -24,10 +24,10 @@ def _load(name: str, spec: ModuleSpec | None) -> ModuleType | None:
 
 
 _here = Path(__file__).resolve().parent
-# By its path: most interpreters that start here never import ebbtide.
+# Loaded by path, because most Python processes that run this file never import ebbtide.
 _hook = _load("_ebbtide_hook", spec_from_file_location("_ebbtide_hook", _here.parent / "hook.py"))
 if _hook is not None:
-    if "EBBTIDE_VERIFY" in os.environ:  # this is a run of `tune verify`
+    if "EBBTIDE_VERIFY" in os.environ:  # `tune verify` runs this script
         _place = spec_from_file_location("_ebbtide_verified", _here.parent / "verified.py")
         _verified = _load("_ebbtide_verified", _place)
         assert _verified is not None

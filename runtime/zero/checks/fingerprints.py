@@ -85,7 +85,7 @@ def _fingerprint(
 def _machine_difference(plan: Plan, cuda: bool, machine: Machine | None) -> str:
     if not plan.machine_fingerprint:
         return ""
-    from ebbtide.profiler.hardware import look  # reads what the system says; measures nothing
+    from ebbtide.profiler.hardware import look  # reads system information and measures nothing
 
     here = look(cuda).fields
     if Machine.fingerprint_of(here) == plan.machine_fingerprint:

@@ -105,10 +105,10 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
     for sentence in replaced.values():
         logger.warning("%s", sentence)
     zero = made[ZERO] = dict(made.get(ZERO) or {})
-    if zero.pop("cpu_offload", None):  # the key of old
+    if zero.pop("cpu_offload", None):  # deprecated key
         zero.setdefault(OPTIMIZER, {"device": "cpu"})
     zero[OPTIMIZER] = {k: v for k, v in (zero[OPTIMIZER] or {}).items() if k not in replaced}
-    if stored_at(config) is not None:  # stored by the plan: DeepSpeed's own swapper stays out
+    if stored_at(config) is not None:  # the plan stores the state, so DeepSpeed's swapper is not used
         kept = {k: v for k, v in zero[OPTIMIZER].items() if k not in _SWAPPERS}
         zero[OPTIMIZER] = {**kept, "device": "cpu"}
     return made

@@ -15,9 +15,9 @@ from ebbtide.simulator.plan import ParameterLocation
 from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, gathered
 from packaging.version import Version
 
-BELOW_STAGE_3 = "0.19.8"  # ZeRO-1 and 2 kept their sums of micro-batches in other ways before
-# Before it, Lion's vector loop mangles what it should take the sign of, and Adagrad's scalar loop
-# leaves the weight decay out of the update.
+BELOW_STAGE_3 = "0.19.8"  # earlier versions add up micro-batches in another way under ZeRO-1 and 2
+# Before these versions, Lion's vector loop computed wrong signs, and Adagrad's scalar loop left weight decay out of the
+# update.
 MENDED = {"lion": "0.19.8", "adagrad": "0.19.8"}
 
 

@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-TESTED = ("0.18.6", "0.20")  # first version with stock's bits, first that was not tested
+# First version with results identical to stock DeepSpeed's, and first version that was not tested.
+TESTED = ("0.18.6", "0.20")
 
 
 @dataclass(frozen=True, slots=True)

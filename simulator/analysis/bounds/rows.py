@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Columns = NDArray[np.int64]
-Term = tuple[Columns | int, Floats | float]  # variables and what they are multiplied by
+Term = tuple[Columns | int, Floats | float]  # variables, and the coefficients that they are multiplied by
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Rows:
         names = (n for n, rest in zip(self.names, left, strict=True) if n and rest <= scale)
         return tuple(dict.fromkeys(names))
 
-    def _matrix(self) -> Any:  # scipy's sparse arrays have no types
+    def _matrix(self) -> Any:  # Any, because scipy's sparse arrays have no types
         from scipy.sparse import csr_array
 
         rows = (self._values, self._columns, self._ends)

@@ -40,7 +40,7 @@ from ebbtide.simulator.update.tiers import TIERS, Memory
 from ebbtide.simulator.update.way import Way, plain_ways
 from ebbtide.simulator.workload import Workload
 
-MOST_BLOCKS = 16  # of layers
+MOST_BLOCKS = 16  # largest number of blocks of layers
 LIVE_LAYERS = 2
 NAMES: Mapping[Resource, str] = {
     "dram": "DRAM bandwidth",
@@ -140,7 +140,8 @@ class Problem:
         self.ops = [op for n, way in enumerate(self.ways) for op in work_of(n, way, self.costs, micro)]
         self.forward_s = w.forward_s / micro
         self.rest_s = w.backward_s + w.forward_s - self.forward_s
-        self.late_s = w.backward_s / micro - w.layers[-1].backward_s  # of a backward, behind the last layer's
+        # Seconds of a backward after that of the last layer.
+        self.late_s = w.backward_s / micro - w.layers[-1].backward_s
         self.window, self.waited = self.rows.one(), self.rows.one()
         shape = (len(self.blocks.share), len(self.ways))
         self.x = self.rows.new(shape[0] * shape[1]).reshape(shape)

@@ -27,10 +27,10 @@ class Since(IntEnum):
     Earlier moments are smaller numbers.
     """
 
-    ANY = 0  # in the iteration
-    BACKWARD = 1  # the last micro-batch's backward of the last layer has ended
-    GRADIENT = 2  # the element's gradient of the last micro-batch is complete
-    NORM = 3  # the gradient norm is known
+    ANY = 0  # at any time of the iteration
+    BACKWARD = 1  # after the backward of the last layer in the last micro-batch
+    GRADIENT = 2  # after the element's gradient of the last micro-batch is complete
+    NORM = 3  # after the gradient norm is known
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Costs:
         self.bytes = Bytes.of(w)
         self.machine = machine.model_copy(update={"copy_latency_s": 0.0, "launch_latency_s": 0.0})
         self.limits = capacities(machine, w.ranks_per_node)
-        # Between these numbers of threads an update's rate is linear.
+        # Between the measured numbers of threads, the rate of an update is interpolated linearly.
         measured = machine.host_adam_by_threads or (1,)
         self.threads = sorted({float(machine.cpu_cores), self.limits["cores"], *map(float, measured)})
 
@@ -138,7 +138,7 @@ def work_of(number: int, way: Way, costs: Costs, micro_batches: int) -> Iterator
     new = next(i for i, step in enumerate(recipe.steps) if step.publishes)
     for i, step in enumerate(recipe.steps):
         seconds, held = costs.step(step), step.takes if step.early else None
-        if i < recipe.before_norm:  # of an early update
+        if i < recipe.before_norm:  # only early updates have ops before the norm
             since = Since.GRADIENT if any(Wait.GRADIENT in s.waits for s in recipe.steps[: i + 1]) else Since.BACKWARD
             yield Work(number, seconds, since, published=True)
         elif held is not None:

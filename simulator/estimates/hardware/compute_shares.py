@@ -51,18 +51,20 @@ class Compute:
         return reached / self.attention if reached else None
 
 
-# One constant for all devices was a quarter off: an A100 sustains more of its sheet than an H100, whose clock its power
-# limits, and GeForce cards, whose sheets count their lowest boost, sustain nearly all or more (an RTX 5090 was sampled
-# at 2813 to 2932 MHz under load, github.com/kekzl/imp/issues/1671; its sheet counts 2407). Found on the half of
-# studies/data/published_training_runs.csv that is marked for it.
+# Shares of the data sheet's peak that matrix products reach, per device. One share for all devices was wrong by a
+# quarter: an A100 reaches more of its sheet's peak than an H100, whose power limit lowers its clock. GeForce cards
+# reach nearly all of it or more, because their sheets assume the lowest boost clock (an RTX 5090 ran at 2813 to 2932
+# MHz under load, github.com/kekzl/imp/issues/1671, and its sheet assumes 2407). Fitted to the half of
+# studies/data/published_training_runs.csv that is marked for fitting.
 _MOSAIC = "MosaicML's tables of MPT models"
 _LLMQ = "runs of llmq and LLaMA-Factory with Qwen2.5 models"
 _TINY = "runs of whyNLP/tinyllama"
-# Fractions of the sheet that versions of FlashAttention reach on long sequences, by the abstracts of their papers.
-# Version 2 on A100: 50 to 73% (Dao, arXiv 2307.08691). On H100: 35%, and version 3 is 1.5 to 2 times as fast, up to 75%
-# in forward (Shah et al., arXiv 2407.08608). Version 4 on B200: up to 71% in forward (arXiv 2603.05451), and the mean
-# over forward and backward is assumed to be as far below this as version 3's. MosaicML's runs took the Triton kernel of
-# version 1 (llm-foundry, commit b2a43a14, ``--attn_impl``): there, version 1 counts as fast as they found.
+# Shares of the sheet's peak that versions of FlashAttention reach on long sequences, from the abstracts of their
+# papers. Version 2 on A100: 50 to 73% (Dao, arXiv 2307.08691). On H100: 35%, and version 3 is 1.5 to 2 times as fast,
+# up to 75% in forward (Shah et al., arXiv 2407.08608). Version 4 on B200: up to 71% in forward (arXiv 2603.05451). Its
+# mean over forward and backward is assumed to be lower by the same factor as that of version 3. MosaicML's runs used
+# the Triton kernel of version 1 (llm-foundry, commit b2a43a14, ``--attn_impl``), so version 1 has the speed of their
+# runs.
 _V2_AMPERE, _V2_HOPPER = 0.6, 0.35
 _V3 = 1.75 * _V2_HOPPER
 _V1_AMPERE, _V1_HOPPER = 0.36, 0.22

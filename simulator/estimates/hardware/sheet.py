@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from ebbtide.simulator.estimates.hardware.compute_shares import Compute, compute_of
 from ebbtide.simulator.quantity import Source
 
-_TRIAD = {"DDR4": 0.8, "DDR5": 0.75, "LPDDR5X": 0.8}  # of the data sheet's, what a triad reaches
+_TRIAD = {"DDR4": 0.8, "DDR5": 0.75, "LPDDR5X": 0.8}  # share of the data sheet's bandwidth that a STREAM triad reaches
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ _SAPPHIRE_RAPIDS = "a Sapphire Rapids core"
 
 Fields = Mapping[str, Any]
 _DRIVE: Fields = {"storage": (4e9, "assumed", "one PCIe 4 NVMe drive")}
-# Desktops of 2020 and 2023, and the link of most cards.
+# Desktop computers of 2020 and 2023, and the PCIe link of most cards.
 _AM4: Fields = {
     "gpus": 1,
     "cores": 16,
@@ -34,16 +34,16 @@ _AM5: Fields = {
     "alone": 1.0,
     **_DRIVE,
 }
-# Rates of DeepSpeed's update by ranks that share a socket of eight DDR4-3200 channels. For four ranks two figures are
-# published: how they were bound to cores and memory differs. Their geometric mean is taken, and between both lie eight
-# cases in ten.
+# Rates of DeepSpeed's CPU update per rank if ranks share a socket of eight DDR4-3200 channels. Two rates are published
+# for four ranks, probably because ranks were bound to cores and memory in different ways. We take their geometric mean.
+# The interval between the two rates should contain eight cases in ten.
 _SOCKET = {
     1: (1.4e9, 1.4e9, "1.4 G params/s with one rank"),
     2: (0.95e9, 0.95e9, "1.9 G params/s with two ranks together"),
     4: (0.475e9, 0.75e9, "1.9 G params/s with four ranks together, and 0.75 for each of four"),
 }
-# Two such sockets. Two ranks: iterations of 2.9 s unbound (Qwen2.5-3B) and 1.37 s bound (1.5B), without computation
-# and copies.
+# Two such sockets. With two ranks, an iteration without computation and copies took 2.9 s unbound (Qwen2.5-3B) and 1.37
+# s bound (1.5B).
 _TWO_SOCKETS = {
     1: (1.4e9, 2.8e9, "1.4 G params/s with one rank on one socket, and twice as many on both"),
     2: (
@@ -61,8 +61,8 @@ _ROME: Fields = {
     "stock_update": _TWO_SOCKETS,
     "stock_source": "assumed",
 }
-# Hosts of four cards on one socket and of eight on two, a full slot each (AMD, EPYC 7003 and 9004 data sheets: 128
-# lanes a socket, of which two sockets give up 48 to 64 for the link between them).
+# Hosts of four cards on one socket and of eight cards on two sockets, each card with 16 lanes (data sheets of AMD EPYC
+# 7003 and 9004: a socket has 128 lanes. Of two sockets, each uses 48 to 64 of them for the link to the other one).
 _MILAN: Mapping[int, Fields] = {
     4: {
         "cores": 32,
@@ -100,8 +100,8 @@ _GENOA: Mapping[int, Fields] = {
 }
 _PCIE4: Fields = {"link_raw_bytes_per_s": 31.5e9, "link": (25e9, "assumed", "PCIe 4 x16, 31.5 GB/s raw")}
 _PCIE5: Fields = {"link_raw_bytes_per_s": 63e9, "link": (52e9, "assumed", "PCIe 5 x16, 63 GB/s raw")}
-# Two cards in a desktop divide its 16 lanes (AMD, X570 and X670E: 24 usable lanes of the processor, 8 of them for
-# drives and the chipset).
+# Two cards in a desktop share its 16 lanes (AMD X570 and X670E: the processor has 24 usable lanes, and 8 of them are
+# for drives and the chipset).
 _PCIE4_X8: Fields = {
     "link_raw_bytes_per_s": 15.8e9,
     "link": (12.5e9, "assumed", "PCIe 4 x8, 15.8 GB/s raw: two cards divide a desktop's 16 lanes"),
@@ -110,7 +110,7 @@ _PCIE5_X8: Fields = {
     "link_raw_bytes_per_s": 31.5e9,
     "link": (26e9, "assumed", "PCIe 5 x8, 31.5 GB/s raw: two cards divide a desktop's 16 lanes"),
 }
-# Eight cards that NVSwitch connects, in hosts of two sockets.
+# Eight cards connected by NVSwitch, in hosts with two sockets.
 _EIGHT_A100: Fields = {
     "flops": 312e12,
     "gpus": 8,
@@ -136,7 +136,7 @@ _TWO_XEONS: Fields = {
     "core": (12e9, _SAPPHIRE_RAPIDS),
     "network": (400e9, "datasheet", "eight 400 Gbit/s ports"),
 }
-# The host's memory is that of the H100 node; eight ranks have what four drew together.
+# The host memory is that of the H100 node. Eight ranks together reach the DRAM bandwidth that four ranks reached.
 _EIGHT_HOPPERS: Fields = {
     **_TWO_XEONS,
     "flops": 989e12,
@@ -316,7 +316,7 @@ SHEETS: Mapping[str, Sheet] = {
         dram_kind="LPDDR5X",
         dram_bytes_per_s=384e9,
         dram_detail="480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
-        # Faster than host memory, which is then what a copy reaches.
+        # The link is faster than host memory, so copies run at the speed of host memory.
         link_raw_bytes_per_s=450e9,
         link=(0.8 * 384e9, "datasheet", "NVLink-C2C's 450 GB/s a way, bound by 80% of LPDDR5X"),
         storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),

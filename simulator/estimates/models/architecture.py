@@ -15,7 +15,7 @@ from ebbtide.simulator.estimates.models.modules import built, built_from, is_mod
 from ebbtide.simulator.page import HIDDEN, LAYERS
 from ebbtide.simulator.rules import RuleError, spelled
 
-# Our name -> how configs call it, first found first taken.
+# Our name of a size -> the keys that configs use for it. The first key that a config has is taken.
 KEYS = {
     "layers": LAYERS,
     "hidden": HIDDEN,
@@ -28,7 +28,8 @@ KEYS = {
     "experts_per_token": ("num_experts_per_tok", "experts_per_token"),
 }
 
-Model = Any  # an `Architecture`, a config, a name, a file or a torch module: torch is not imported for a type
+# An `Architecture`, a config, a name, a file or a torch module. Any, so that torch is not imported for a type.
+Model = Any
 
 
 def architecture(model: Model) -> Architecture:
@@ -171,7 +172,7 @@ def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _from_hugging_face(config: Mapping[str, Any]) -> Architecture:
     config = language_model(config)
-    # Last the family's: the same key may mean another thing in it.
+    # The family's numbers come last, because the same key may have another meaning in this family.
     family = family_numbers(config)
     if family is None:
         return built(config)

@@ -176,7 +176,7 @@ def _matrix(rows: Width, columns: Width, bias: str) -> Callable[[DescribedArchit
     def part(arch: DescribedArchitecture) -> Part:
         elements = rows(arch) * columns(arch)
         params = (elements, rows(arch)) if bias in arch.bias else (elements,)
-        # A bias is counted with its product, as it has always been: a thousandth of it.
+        # The work of a bias is counted as if it were a product. It is a thousandth of the product's.
         return Part(params, 2.0 * sum(params))
 
     return part
@@ -219,7 +219,7 @@ _ONLY_WITH = {
     "shared_ffn": ("shared_gate", "shared_up", "shared_down"),
 }
 
-# What a block may be made of, by name.
+# The parts that a block may consist of, by name.
 PARTS: dict[str, Callable[[DescribedArchitecture], Part]] = {
     "q": _matrix(_queries, _hidden, "qkv"),
     "k": _matrix(_keys, _hidden, "qkv"),

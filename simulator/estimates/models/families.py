@@ -23,7 +23,7 @@ _MEGATRON = f"norm qkv o norm {_PLAIN}"
 _LAYER_NORM: Numbers = {"norm_params": 2}
 _GPT2: Numbers = {"layout": _MEGATRON, "bias": ALL, "tied": True, **_LAYER_NORM}
 
-# What a family has unless its config says otherwise.
+# The numbers of each family, unless a config says otherwise.
 FAMILIES: dict[str, Numbers] = {
     "llama": {"layout": _LLAMA},
     "mistral": {"layout": _LLAMA},
@@ -70,7 +70,7 @@ FAMILIES: dict[str, Numbers] = {
     "falcon": {"layout": f"qkv o {_PLAIN} norm", "tied": True, **_LAYER_NORM},
 }
 
-# Flags of a config and the biases that they switch, by family; absent flags leave the family's.
+# Flags of a config and the biases that they switch on or off, by family. Without the flag, the family's value holds.
 _Flags = dict[str, tuple[str, ...]]
 _ATTENTION: _Flags = {"attention_bias": ("qkv", "out")}
 _MLP: _Flags = {"mlp_bias": ("mlp",)}
@@ -101,7 +101,7 @@ _BIAS_FLAGS: dict[str, _Flags] = {
     "falcon": {"bias": ("qkv", "out", "mlp")},
 }
 
-# Settings under which a family has other parameters than its layout: (key, what it must be).
+# Settings that change the parameters of a family's layout. Only the given value is supported: (key, value).
 _MUST_BE: dict[str, tuple[tuple[str, Any], ...]] = {
     "qwen2_moe": (("decoder_sparse_step", 1), ("mlp_only_layers", [])),
     "qwen3_moe": (("decoder_sparse_step", 1), ("mlp_only_layers", [])),
@@ -115,11 +115,11 @@ _MUST_BE: dict[str, tuple[tuple[str, Any], ...]] = {
         ("layer_norm_elementwise_affine", True),
     ),
 }
-# Likewise: (key, the key whose value it must have).
+# Keys that must have the value of another key: (key, other key).
 _MUST_BE_SAME = {"opt": (("word_embed_proj_dim", "hidden_size"),)}
 
-# Sizes for which transformers has a default of the family, by their keys. A config without such a key is built by
-# transformers.
+# Keys of sizes for which transformers has a default that depends on the family. If a config lacks such a key,
+# transformers builds the model.
 _KV, _HEAD, _WIDTH = "num_key_value_heads", "head_dim", "intermediate_size"
 _SIZES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -189,7 +189,7 @@ def _bigcode(config: Config) -> Numbers:
 
 
 def _opt(config: Config) -> Numbers:
-    # The table starts with two rows that are never used.
+    # the first two rows of the table are never used
     return {"positions": 2 + (config.get("max_position_embeddings") or 2048)}
 
 
@@ -242,7 +242,7 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> Any:
     return {**dense, "model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": tied}
 
 
-# The numbers of the models' published config.json files.
+# Numbers from the published config.json files of these models.
 MODELS: Mapping[str, dict[str, Any]] = {
     "GPT-2 1.5B": {
         "model_type": "gpt2",

@@ -10,7 +10,7 @@ from typing import Any
 from ebbtide.simulator.estimates.models.blocks import Architecture, Block, BuiltArchitecture, ModelError
 from ebbtide.simulator.estimates.models.families import FAMILIES, missing_size
 
-# What configs call the experts that a token visits, of all of its layer's.
+# Keys of configs for the number of experts that a token uses in a layer.
 PER_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -25,7 +25,7 @@ PER_TOKEN = (
 )
 DESCRIBE = "describe the model by layers, hidden, heads, vocabulary [, kv_heads, ffn, gated, tied, layout]"
 EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
-MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and would take for ever
+MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and building such a model would take forever
 
 
 def built(config: Mapping[str, Any]) -> Architecture:
@@ -75,7 +75,7 @@ def _built(text: str) -> Architecture:
         return _Reader(model, config).architecture(str(given.get("_name_or_path") or family))
     except ModelError:
         raise
-    except Exception as error:  # whatever its modules raise for a config
+    except Exception as error:  # the model's own code may raise any error
         lines = [*str(error).strip().splitlines(), type(error).__name__]
         raise ModelError(
             "model_type must be that of a language model which transformers can build from its config, "
@@ -109,7 +109,8 @@ def built_from(module: Any) -> Architecture:
     tables = [m for m in module.modules() if isinstance(m, torch.nn.Embedding)]
     outputs = [p.shape[0] for p in held[-1] if p.ndim > 1]
     reader = _Reader(module, None)
-    head = [p for p in held[-1] if p.ndim > 1] or [m.weight for m in tables[:1]]  # tied to the first table
+    # A model without an output matrix uses its first embedding.
+    head = [p for p in held[-1] if p.ndim > 1] or [m.weight for m in tables[:1]]
     return BuiltArchitecture(
         name=type(module).__name__,
         layers=len(layers),
@@ -134,7 +135,7 @@ def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
     """Return lists of a torch model's parameters: those before the first layer, those of each layer, and those
     after the last.
     """
-    owner: dict[int, int] = {}  # of what several layers share, the first one
+    owner: dict[int, int] = {}  # id of a parameter -> number of the first layer that has it
     for number, layer in enumerate(layers, start=1):
         for parameter in layer.parameters():
             owner.setdefault(id(parameter), number)
