@@ -650,8 +650,8 @@ def test_a_plan_file_is_taken_for_a_plan_and_a_profile_for_none(page, server, tm
     page.click("#upload summary")
     with page.expect_response(lambda r: '"ways"' in (r.request.post_data or "")):
         page.set_input_files("#file", path)
-    page.wait_for_function("() => document.querySelector('#effort').textContent === 'The plan of plan.json.'")
-    assert "plan.json is the plan that is shown" in page.inner_text("#file-told")
+    page.wait_for_function("() => document.querySelector('#effort').textContent === 'This plan comes from plan.json.'")
+    assert "The page shows the plan of plan.json" in page.inner_text("#file-told")
     settled(page)
     path = tmp_path / "workload.json"
     path.write_text(json.dumps({"layers": [1], "subgroups": [1]}))

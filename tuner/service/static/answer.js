@@ -48,7 +48,7 @@ export class AnswerView {
     try {
       await this.openPin(query.get("pin"));
       this.plan = await this.place(query);
-      this.planFrom = "The plan that a job found.";
+      this.planFrom = "This plan was found by a job.";
     } catch (error) {
       this.refuse(error);
       return;
@@ -123,9 +123,9 @@ export class AnswerView {
   // A plan file that somebody opened, on the scenario that the controls show; returns what is told of it.
   show(plan, name) {
     this.plan = plan;
-    this.planFrom = `The plan of ${name}.`;
+    this.planFrom = `This plan comes from ${name}.`;
     this.ask();
-    return `${name} is the plan that is shown, for the model and machine above. Move a control to search again.`;
+    return `The page shows the plan of ${name}, for the model and machine above. Move a control to search again.`;
   }
 
   // By hand: what is asked is no longer a job's.
@@ -188,7 +188,7 @@ export class AnswerView {
     }
     if (!searchable(quick, scenario) || this.plan) return;
     this.refining = new AbortController();
-    this.effort("A quick plan. Searching for a better one ...");
+    this.effort("This is a quick plan. Searching for a better one ...");
     try {
       const body = { ...scenario, effort: "full" };
       const answer = await call("/answer", { method: "POST", body, signal: this.refining.signal });
@@ -196,18 +196,18 @@ export class AnswerView {
       this.render(answer, true);
       this.effort(searched(quick, answer));
     } catch (error) {
-      if (error.name !== "AbortError") this.effort(`A quick plan: the search for a better one ended (${error.message}).`);
+      if (error.name !== "AbortError") this.effort(`This is a quick plan. The search for a better one failed: ${error.message}`);
     }
   }
 
   // Where nothing fits: the nearest changes that do, as buttons that make them.
   async findWays(scenario, number) {
     this.refining = new AbortController();
-    this.tell("Looking for changes that would fit ...");
+    this.tell("Looking for changes with which a plan fits ...");
     try {
       const { ways, another_way: another } = await call("/ways-out", { method: "POST", body: scenario, signal: this.refining.signal });
       if (number !== this.asked || this.busy) return;
-      at("ways").replaceChildren(element("p", { class: "hint" }, ways.length ? "These changes fit, the cheapest first:" : "No change that this page can try makes it fit."),
+      at("ways").replaceChildren(element("p", { class: "hint" }, ways.length ? "With one of these changes a plan fits, the cheapest first:" : "No plan fits with any change that this page can try."),
         ...ways.map((way) => this.wayButton(way)), element("p", { class: "hint" }, `${another}.`));
       at("ways").hidden = false;
       this.tell("");
@@ -232,7 +232,7 @@ export class AnswerView {
   }
 
   refuse(error) {
-    at("sentence").textContent = `${error instanceof TypeError ? "The server cannot be reached" : "This cannot be answered"}: ${error.message}`;
+    at("sentence").textContent = `${error instanceof TypeError ? "The server cannot be reached" : "This question cannot be answered"}: ${error.message}`;
     at("answer").classList.add("refused");
     at("table").setAttribute("aria-busy", "false");
     this.shown = null;
@@ -315,7 +315,7 @@ export class AnswerView {
       await navigator.clipboard.writeText(text);
       this.tell(told);
     } catch {
-      this.tell(text.length < 300 ? text : "Not copied: the browser allows it over https only"); // shown, to be copied by hand
+      this.tell(text.length < 300 ? text : "Not copied: the browser allows copying over https only"); // shown, to be copied by hand
     }
   }
 }
@@ -369,7 +369,7 @@ function advisedBy(answer) {
 function context(answer) {
   const w = answer.workload, m = answer.machine;
   const nodes = w.nodes > 1 ? `${w.nodes} nodes, ` : "";
-  const kind = m.unified_memory ? `${m.device_name || m.name}, a machine without a GPU` : m.device_kind === "emulated" ? "a machine without a GPU, emulating one" : m.device_name || m.name;
+  const kind = m.unified_memory ? `${m.device_name || m.name}, a machine without a GPU` : m.device_kind === "emulated" ? "a machine without a GPU, which emulates one" : m.device_name || m.name;
   const source = m.measured_with === "preset" ? "a preset, estimated" : "measured";
   const size = w.model_params && w.model_params !== w.params ? `${params(w.model_params)} parameters, ${params(w.params)} per GPU,` : `${params(w.params)} parameters`;
   const subgroups = (answer.plan && answer.plan.subgroups.length) || w.subgroups;

@@ -24,7 +24,7 @@ function take(controls, view, text, name = "") {
     at("file-told").textContent = isPlan(content) ? view.show(content, name || "pasted plan") : controls.add(content, name.replace(/\.json$/, ""));
     at("pasted").value = "";
   } catch (error) {
-    at("file-told").textContent = `${name || "What is pasted"} must be JSON, but: ${error.message}`;
+    at("file-told").textContent = `${name || "The pasted text"} must be JSON that this page can use: ${error.message}`;
   }
 }
 
@@ -70,7 +70,7 @@ async function start() {
   at("config-gone").addEventListener("click", () => controls.addConfig(null));
   at("search").addEventListener("click", () => submit("plan", { ...controls.scenario(), robust: true }));
   at("search-configurations").addEventListener("click", () => submit("search", controls.search()));
-  at("foot").textContent = workloads.length ? `Opened with ${workloads[0].name}, profiled on ${workloads[0].label}. Presets are estimates from data sheets and published runs.` : "Presets are estimates from data sheets and published runs; a profile of your machine (tune profile) is the better source.";
+  at("foot").textContent = workloads.length ? `Opened with ${workloads[0].name}, profiled on ${workloads[0].label}. Presets are estimates from data sheets and published runs.` : "Presets are estimates from data sheets and published runs. A profile of your machine (tune profile) is more accurate.";
   await Promise.all([route(), work.start()]);
 }
 
@@ -85,6 +85,6 @@ async function submit(kind, body) {
 
 start().catch((error) => {
   at("sentence").textContent = error.status === 401
-    ? "This server asks for a token: open the address that tune serve printed, with #token=..."
+    ? "This server needs a token. Open the address that tune serve printed, which ends with #token=..."
     : `The page cannot start: ${error.message}`;
 });

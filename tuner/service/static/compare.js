@@ -4,8 +4,8 @@ import { link } from "./address.js";
 import { count, element, gib, percent, seconds, times } from "./format.js";
 
 const MEASURES = [
-  ["Iteration", "iteration_s", seconds], ["Against its stock", "speedup", times], ["Tokens per second", "tokens_per_s", count],
-  ["GPU memory taken", "device_peak_bytes", gib], ["Host memory taken", "host_peak_bytes", gib],
+  ["Iteration", "iteration_s", seconds], ["Compared with stock", "speedup", times], ["Tokens per second", "tokens_per_s", count],
+  ["GPU memory in use", "device_peak_bytes", gib], ["Host memory in use", "host_peak_bytes", gib],
 ];
 
 // The row of an answer that its sentence is about.
@@ -17,7 +17,7 @@ export function chosen(answer) {
 export function drawCompared(host, pinned, now) {
   const differing = now.facts.filter(([name, text]) => text !== fact(pinned, name));
   if (!differing.length) {
-    host.replaceChildren(element("p", { class: "hint" }, "Pinned. Move a control, and the two stand here side by side."));
+    host.replaceChildren(element("p", { class: "hint" }, "Pinned. Move a control to compare the two scenarios here."));
     return;
   }
   const rows = differing.map(([name, text]) => line(name, fact(pinned, name), text, ""));
@@ -45,5 +45,5 @@ function change(before, after) {
 }
 
 function short(answer) {
-  return { offload: "offload", "no offload": "do not offload", impossible: "nothing fits" }[answer.verdict];
+  return { offload: "offload", "no offload": "do not offload", impossible: "no plan fits" }[answer.verdict];
 }

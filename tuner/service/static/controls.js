@@ -11,15 +11,15 @@ const HOURS = [1, 2, 4, 8, 12, 24, 48, 96, 168, 336, 720];
 // brief: a stop on a sweep's axis; batch: more of it trains more tokens in an iteration.
 const SLIDERS = [
   { key: "micro_batch", most: 65536, where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, unit: "samples", each: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}`, brief: String, batch: true },
-  { key: "sequence", most: 2 ** 22, where: "model", label: "Sequence", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens`, brief: (v) => (v < 1024 ? `${v}` : `${+(v / 1024).toFixed(1)}k`), batch: true },
+  { key: "sequence", most: 2 ** 22, where: "model", label: "Sequence length", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens`, brief: (v) => (v < 1024 ? `${v}` : `${+(v / 1024).toFixed(1)}k`), batch: true },
   { key: "accumulation", most: 4096, where: "model", label: "Accumulation", steps: [1, 2, 4, 8, 16, 32, 64], start: 1, unit: "micro-batches", each: 1, show: (v) => `${v}×`, brief: String, batch: true },
   { key: "gpus", where: "machine", label: "GPUs", steps: [1, 2, 4, 8, 16, 32, 64, 128, 256], start: 1, unit: "", each: 1, show: (v) => `${v}`, brief: String, batch: true },
   { key: "device_memory_bytes", where: "machine", label: "GPU memory", steps: [8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 288].map((n) => n * GIB), own: "device_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
   { key: "host_memory_bytes", where: "machine", label: "Host memory of a node", steps: [16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096].map((n) => n * GIB), own: "host_memory_bytes", unit: "GiB", each: GIB, show: gib, brief: (v) => `${+(v / GIB).toFixed(1)}` },
-  { key: "link_bytes_per_s", where: "machine", label: "Link, each way", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", unit: "GB/s", each: 1e9, show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s`, brief: (v) => `${+(v / 1e9).toFixed(1)}` },
+  { key: "link_bytes_per_s", where: "machine", label: "CPU-GPU link, each direction", steps: [2, 4, 6, 8, 10, 12, 16, 20, 25, 32, 40, 50, 64, 100, 200, 450].map((n) => n * 1e9), own: "link_bytes_per_s", unit: "GB/s", each: 1e9, show: (v) => `${(v / 1e9).toFixed(v < 1e10 ? 1 : 0)} GB/s`, brief: (v) => `${+(v / 1e9).toFixed(1)}` },
   { key: "omp_threads", most: 65536, where: "more-machine", label: "OMP_NUM_THREADS", steps: [null, 1, 2, 4, 8, 16, 32, 64], start: null, unit: "threads", each: 1, show: (v) => (v === null ? "not set" : `${v}`) },
   { key: "storage_bytes", where: "more-machine", label: "Storage for state, per node", steps: [null, ...[64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384].map((n) => n * GIB)], start: null, unit: "GiB", each: GIB, show: (v) => (v === null ? "none" : gib(v)) },
-  { key: "endurance_bytes", where: "more-machine", label: "The drives' rated endurance", steps: [null, ...[150, 300, 600, 1200, 3000, 7000, 14000, 28000].map((n) => n * 1e12)], start: null, unit: "TB", each: 1e12, show: (v) => (v === null ? "not known" : `${(v / 1e12).toLocaleString("en-US")} TB written`) },
+  { key: "endurance_bytes", where: "more-machine", label: "Rated endurance of the drives", steps: [null, ...[150, 300, 600, 1200, 3000, 7000, 14000, 28000].map((n) => n * 1e12)], start: null, unit: "TB", each: 1e12, show: (v) => (v === null ? "not known" : `${(v / 1e12).toLocaleString("en-US")} TB written`) },
   { key: "mtbf_s", most: 1e10, where: "more-machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
 ];
 // standard: what is not said to the service. from, into: what a DeepSpeed config says of it.
@@ -28,7 +28,7 @@ const CHOICES = [
   { key: "keep_activations", where: "more-model", label: "Activations", values: [[false, "computed again in backward"], [true, "kept"]], standard: false },
   { key: "kernels", where: "more-model", label: "Kernels between products", values: [["fused", "fused or compiled"], ["eager", "PyTorch's own, as in transformers"]], standard: "fused" },
   { key: "precision", where: "more-model", label: "Precision", values: [["bf16", "bf16"], ["fp16", "fp16"], ["fp32", "fp32"]], from: precisionOf, into: withPrecision },
-  { key: "offload", where: "more-model", label: "DeepSpeed offloads", values: [["optimizer", "optimizer state"], ["parameters", "state and parameters"], ["nvme", "state to NVMe, parameters"]], from: offloadOf, into: withOffload },
+  { key: "offload", where: "more-model", label: "DeepSpeed offloads", values: [["optimizer", "optimizer state"], ["parameters", "state and parameters"], ["nvme", "state (to NVMe) and parameters"]], from: offloadOf, into: withOffload },
   { key: "tensor_parallel", where: "more-machine", label: "Tensor parallelism", values: [[1, "none"], [2, "2 GPUs share each layer"], [4, "4 GPUs share each layer"], [8, "8 GPUs share each layer"]], standard: 1 },
   { key: "launcher", where: "more-machine", label: "Launcher", values: ["deepspeed", "torchrun", "accelerate", "srun", "python"].map((n) => [n, n]), standard: "deepspeed" },
 ];
@@ -228,7 +228,7 @@ export class Controls {
     const { workload } = asked;
     this.state.machine = named("machine", asked.machine || "h100-node", (name) => this.machines.has(name));
     this.state.model = workload ? workload.name || workload : named("model", asked.model, (name) => this.models.includes(name));
-    if (workload && !this.workload()) throw new Error(`The profile “${this.state.model}” is no longer with this server`);
+    if (workload && !this.workload()) throw new Error(`The profile “${this.state.model}” is no longer on this server`);
     this.state.ds_config = asked.ds_config || null;
     for (const slider of SLIDERS) this.set(slider, asked[slider.key] || null);
     for (const choice of SAID) this.state[choice.key] = asked[choice.key] === undefined ? choice.standard : asked[choice.key];
@@ -260,9 +260,9 @@ export class Controls {
   // A sentence about a link that cannot be shown as it was meant; empty: it can.
   strange() {
     const named = this.unknown.join(", ");
-    const strange = named ? `This link names ${named}, which this server does not offer (an upload stays in its browser): shown with the nearest it has.` : "";
+    const strange = named ? `This link names ${named}, which this server does not have (an upload stays in its browser). The page shows the nearest values that it has.` : "";
     const kept = Object.entries(this.kept).map(([key, value]) => `${key} ${value}`).join(", ");
-    return [strange, kept && `Also asked, without a control on this page: ${kept}.`].filter(Boolean).join(" ");
+    return [strange, kept && `These settings of the question have no control on this page: ${kept}.`].filter(Boolean).join(" ");
   }
 
   fill() {
@@ -280,7 +280,7 @@ export class Controls {
       this.parts[choice.key].disabled = this.fixed(choice);
     }
     document.getElementById("config").hidden = !config;
-    document.getElementById("config-keys").textContent = !config ? "" : this.workload() ? "not used: a profile has its own" : Object.keys(config).join(", ");
+    document.getElementById("config-keys").textContent = !config ? "" : this.workload() ? "not used, because a profiled workload contains its own settings" : Object.keys(config).join(", ");
     for (const where of ["more-model", "more-machine"]) {
       if (this.changedIn(where)) document.getElementById(`controls-${where}`).parentElement.open = true;
     }
@@ -360,7 +360,7 @@ export class Controls {
   add(content, name) {
     if (content === null || typeof content !== "object" || Array.isArray(content)) throw new Error("it must be an object, as in config.json");
     if (isDeepSpeed(content)) return this.addConfig(content);
-    if (content.layers && content.subgroups) throw new Error("this is a profiled workload, which a server shows that was started with tune serve --show FOLDER");
+    if (content.layers && content.subgroups) throw new Error("this is a profiled workload. To show it, start the server with tune serve --show FOLDER");
     const kind = content.h2d_bytes_per_s ? "machine" : "model";
     const called = String(content.name || content._name_or_path || name || "pasted").slice(0, 60);
     this.keepUpload(kind, called, content);
@@ -376,7 +376,7 @@ export class Controls {
     const numbers = config && numbersOf(config, this.state.gpus);
     if (numbers && numbers.zero_stage) this.state.zero_stage = numbers.zero_stage;
     this.take(numbers || {});
-    return this.workload() ? "The DeepSpeed config waits for a model: a profile has its own." : "The DeepSpeed config is part of the question now.";
+    return this.workload() ? "The DeepSpeed config is used after you choose a model. A profiled workload contains its own settings." : "The DeepSpeed config is now used.";
   }
 
   query() {

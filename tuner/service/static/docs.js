@@ -64,5 +64,5 @@ async function start() {
 }
 
 start().catch((error) => {
-  at("told").textContent = error.status === 401 ? "This server asks for a token: open the address that tune serve printed." : error.message;
+  at("told").textContent = error.status === 401 ? "This server needs a token. Open the address that tune serve printed." : error.message;
 });

@@ -56,7 +56,7 @@ export class WorkView {
     const { machines, unreadable } = await call("/machines");
     const own = machines.filter((m) => !m.preset && !/ \((example|shown)\)$/.test(m.name));
     const cards = [
-      ...unreadable.map((m) => this.machineCard(m.name, `cannot be read: ${m.reason}`)),
+      ...unreadable.map((m) => this.machineCard(m.name, `This machine cannot be read: ${m.reason}`)),
       ...own.map((m) => this.machineCard(m.name, m.device_name)),
     ];
     at("machines-panel").hidden = !cards.length;
@@ -267,7 +267,7 @@ function named(text) {
 
 function tellNone(id, all, shown, none) {
   at(id).hidden = shown.length > 0;
-  at(id).textContent = all.length ? "None of that name." : none;
+  at(id).textContent = all.length ? "No name matches the filter." : none;
 }
 
 // Brings the cards in `host` to `items`, newest first: a card that is there stays where it is.

@@ -30,7 +30,7 @@ export function drawMemory(host, entries, limit) {
   const known = entries.filter((e) => e.view.memory.t_s.length);
   dark.removeEventListener("change", host.redraw);
   if (!known.length) {
-    host.replaceChildren(element("p", { class: "hint" }, "No memory samples are known."));
+    host.replaceChildren(element("p", { class: "hint" }, "There are no memory samples."));
     return;
   }
   const readout = element("p", { class: "hint readout" });

@@ -18,12 +18,12 @@ function showReport() {
   find("planned").append(facts(planned(data)));
   const rows = rowsOf(data);
   if (rows.length) drawTable(find("table"), rows);
-  else find("table").append(element("p", { class: "hint" }, "This plan carries no prediction."));
+  else find("table").append(element("p", { class: "hint" }, "This plan has no prediction."));
   find("reasons").append(...plan.reasons.map((text) => element("li", {}, text)));
   if (data.measured && plan.prediction) showMeasured(find, data);
   showKinds(find, plan);
   if (data.timelines.length) showTimelines(find, data.timelines);
-  find("foot").textContent = "Times are predictions unless they are called measured.";
+  find("foot").textContent = "All times are predictions, except those marked as measured.";
 }
 
 function facts(rows) {
@@ -34,7 +34,7 @@ function planned({ plan, counts }) {
   const placed = Object.entries(counts).filter(([, n]) => n).map(([kind, n]) => `${n} ${kind}`).join(", ");
   const checkpoint = plan.checkpoint.interval_steps ? `every ${plan.checkpoint.interval_steps} steps` : "only when the training script saves";
   const rows = [
-    ["Subgroups", `${placed}; of ${plan.subgroup_size.toLocaleString("en-US")} parameters each`],
+    ["Subgroups", `${placed}, of ${plan.subgroup_size.toLocaleString("en-US")} parameters each`],
     ...(plan.staging_slots ? [["Staging buffers on the GPU", `${plan.staging_slots}, ${plan.prefetch} filled during backward`]] : []),
     ["Updates while the next forward runs", plan.overlap_forward ? "yes" : "no"],
     ["Checkpoints", checkpoint],
@@ -60,7 +60,7 @@ function rowsOf({ plan, fits }) {
 function showMeasured(find, { plan, measured }) {
   find("measured-panel").hidden = false;
   // A measured iteration has no op for what the script does between its phases: it is in forward.
-  const loop = plan.prediction.loop_s ? [["loop_s", "Training loop (measured: in forward)"]] : [];
+  const loop = plan.prediction.loop_s ? [["loop_s", "Training loop (measured as a part of forward)"]] : [];
   const rows = [...loop, ...PHASES].map(([key, name]) => {
     return element("tr", {}, element("th", { scope: "row" }, name),
       element("td", { class: "number" }, seconds(plan.prediction[key])),

@@ -43,7 +43,7 @@ export function drawSweep(host, control, points, there, pick) {
     mark.append(shape("line", { x1: 0, x2: 26, y1: 5, y2: 5, class: lineClass(role) }));
     return element("span", { class: "key" }, mark, name);
   }), element("span", { class: "key" }, "○ does not fit"));
-  const readout = element("p", { class: "hint readout", role: "status" }, `${control.batch ? "Tokens per second" : "Iteration"}; choose a value to go there.`);
+  const readout = element("p", { class: "hint readout", role: "status" }, `${control.batch ? "Tokens per second" : "Iteration"}. Choose a value to apply it.`);
   const chart = element("div", { class: "chart" });
   host.replaceChildren(legend, chart, readout);
   const told = (point) => `${control.show(point.value)}: ${point.refused || roles.filter(([role]) => point.rows[role]).map(([role, name]) => `${name} ${show(point.rows[role][key])}${point.rows[role].fits ? "" : ` (${point.rows[role].reason})`}`).join(", ")}`;

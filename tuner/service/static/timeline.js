@@ -57,7 +57,7 @@ function onPath(view) {
 class Timelines {
   constructor(host) {
     this.host = host;
-    this.chart = element("div", { class: "timelines", tabindex: 0, role: "group", "aria-label": "Timelines: the arrows go from op to op, plus and minus zoom, 0 shows all" });
+    this.chart = element("div", { class: "timelines", tabindex: 0, role: "group", "aria-label": "Timelines. The arrow keys move from op to op, plus and minus zoom, and 0 shows the whole timeline" });
     this.readout = element("p", { class: "hint readout", role: "status" });
     const button = (text, label, action) => {
       const made = element("button", { type: "button", "aria-label": label, title: label }, text);
@@ -80,7 +80,7 @@ class Timelines {
     const end = Math.max(...entries.map((e) => e.view.duration_s)) || 1; // of a run whose ops take no time
     if (end !== this.end) [this.from, this.to] = [0, end];
     [this.entries, this.end, this.selected] = [entries, end, null];
-    this.rest = "Drag over a stretch to zoom; point at an op, or press the arrows, to read it.";
+    this.rest = "Drag to zoom. Point at an op or press the arrow keys to show its name and time.";
     this.readout.textContent = this.rest;
     atWidth(this.host, (width) => this.draw(width));
   }
