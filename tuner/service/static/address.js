@@ -1,4 +1,4 @@
-// Where the page is: its query names a view, a job, a run, or the scenario that is asked.
+// The page's address: its query names a view, a job, a run, or the scenario that is shown.
 
 import { element } from "./format.js";
 
@@ -6,13 +6,13 @@ export function here() {
   return new URLSearchParams(location.search);
 }
 
-// A new place, with the old one behind the browser's Back.
+// Goes to a new address, from which the browser's Back returns to the old one.
 export function go(query) {
   history.pushState(null, "", `?${query}`);
   dispatchEvent(new Event("popstate"));
 }
 
-// A link within the page; with a key held it opens as any link does.
+// A link within the page. With a modifier key, it opens in a new tab or window like any other link.
 export function link(query, ...content) {
   const made = element("a", { href: `?${query}` }, ...content);
   keepHere(made);

@@ -1,4 +1,5 @@
-// The right side: the sentence, the tiles, the pictures, the table; asks quickly, then refines.
+// The right side of the page: sentence, tiles, pictures and table. It first shows a quick answer, and then a refined
+// one.
 
 import { here } from "./address.js";
 import { call, save } from "./api.js";
@@ -11,7 +12,7 @@ import { around, drawSweep, sweep } from "./sweep.js";
 import { drawTable } from "./table.js";
 import { difference, drawLegend, drawTimelines } from "./timeline.js";
 
-const REST_MS = 900; // without a move, before the slower search starts
+const REST_MS = 900; // time without a move after which the slower search starts
 const SLOW_MS = 3000;
 const SLOW = "Still computing. A server's first answer takes a minute, because it compiles the simulator ...";
 const at = (id) => document.getElementById(id);
@@ -23,8 +24,8 @@ export class AnswerView {
     this.asked = 0; // number of the latest question
     this.busy = false;
     this.pending = false;
-    this.at = null; // the address of what is asked
-    this.plan = null; // a job's, which is shown in the place of a search
+    this.at = null; // the address of the scenario that is shown
+    this.plan = null; // the plan of a job or a file, which is shown instead of the plan of a search
     this.pinned = null; // {query, facts, answer}
     at("pin").addEventListener("click", () => this.pin());
     at("sweep").addEventListener("toggle", () => this.sweep());
@@ -40,11 +41,11 @@ export class AnswerView {
     }
   }
 
-  // What an address names: a scenario, or a job's result (`from`, and the `row` of a search's).
+  // Shows what an address names: a scenario, or a job's result (`from`, and `row` for a search job).
   async open(query) {
     if (query.toString() === this.at) return;
     this.at = query.toString();
-    at("table").setAttribute("aria-busy", "true"); // what stands there is another address's answer
+    at("table").setAttribute("aria-busy", "true"); // the table still shows the answer of another address
     try {
       await this.openPin(query.get("pin"));
       this.plan = await this.place(query);
@@ -58,7 +59,7 @@ export class AnswerView {
     await this.ask();
   }
 
-  // Brings the controls to what an address names; the plan of the job that it names, or null.
+  // Sets the controls to what an address names. Returns the plan of the job that it names, or null.
   async place(query) {
     if (!query.has("from")) {
       if (query.toString() !== this.controls.query()) this.controls.read(query);
@@ -71,7 +72,7 @@ export class AnswerView {
     return result.plan || null;
   }
 
-  // The scenario to compare with, which a link names too.
+  // The scenario to compare with, which is a part of the address too.
   async openPin(address) {
     if (address === (this.pinned && this.pinned.query)) return;
     this.pinned = null;
@@ -96,14 +97,14 @@ export class AnswerView {
   compare(answer) {
     const query = here();
     query.delete("pin");
-    if (this.pinned && query.toString() === this.pinned.query) this.pinned.answer = answer; // it may be refined by now
+    if (this.pinned && query.toString() === this.pinned.query) this.pinned.answer = answer; // the answer may be a refined one by now
     at("pin").textContent = this.pinned ? "Unpin" : "Pin to compare";
     at("pin").ariaPressed = String(Boolean(this.pinned));
     at("compared").hidden = !this.pinned;
     if (this.pinned) drawCompared(at("comparison"), this.pinned, { facts: this.controls.facts(), answer });
   }
 
-  // Around the scenario on the page, while the panel is open.
+  // Shows the values around the scenario on the page, while the panel is open.
   sweep() {
     if (this.sweeping) this.sweeping.abort();
     const known = this.controls.sweepable();
@@ -120,7 +121,7 @@ export class AnswerView {
     });
   }
 
-  // A plan file that somebody opened, on the scenario that the controls show; returns what is told of it.
+  // Shows a plan file that the user opened, for the scenario of the controls. Returns a sentence about it.
   show(plan, name) {
     this.plan = plan;
     this.planFrom = `This plan comes from ${name}.`;
@@ -128,19 +129,19 @@ export class AnswerView {
     return `The page shows the plan of ${name}, for the model and machine above. Move a control to search again.`;
   }
 
-  // By hand: what is asked is no longer a job's.
+  // The user moved a control, so the scenario is no longer that of a job.
   moved() {
     this.at = here().toString();
     this.plan = null;
     this.ask();
   }
 
-  // The server is there again.
+  // Called when the server can be reached again.
   again() {
     if (!this.shown && this.at !== null) this.ask();
   }
 
-  // One quick question at a time; of the moves meanwhile only the last one is asked.
+  // Asks one quick question at a time. Of the moves during a question, only the last one is asked.
   async ask(moved = performance.now()) {
     this.movedAt = moved;
     clearTimeout(this.timer);
@@ -179,7 +180,7 @@ export class AnswerView {
     }
   }
 
-  // The search that `tune plan` does, in the background; given up at the next move.
+  // Searches like `tune plan`, in the background. The next move cancels the search.
   async refine(scenario, number) {
     const quick = this.shown;
     if (quick.verdict === "impossible") {
@@ -200,7 +201,7 @@ export class AnswerView {
     }
   }
 
-  // Where nothing fits: the nearest changes that do, as buttons that make them.
+  // If no plan fits: shows the nearest changes with which a plan fits, as buttons that make the changes.
   async findWays(scenario, number) {
     this.refining = new AbortController();
     this.tell("Looking for changes with which a plan fits ...");
@@ -242,12 +243,12 @@ export class AnswerView {
     this.tell("");
   }
 
-  // What can be done with the answer that is shown; nothing while there is none.
+  // Enables the buttons that the present answer allows.
   offer() {
     const plan = Boolean(this.shown && this.shown.plan);
     at("pin").disabled = !this.shown;
     for (const id of ["save-plan", "save-trace", "save-report", "search"]) at(id).disabled = !plan;
-    // A profile cannot tell what another micro-batch would take.
+    // A profiled workload does not show how other micro-batch sizes would perform.
     at("search-configurations").disabled = Boolean(this.controls.workload());
   }
 
@@ -315,14 +316,14 @@ export class AnswerView {
       await navigator.clipboard.writeText(text);
       this.tell(told);
     } catch {
-      this.tell(text.length < 300 ? text : "Not copied: the browser allows copying over https only"); // shown, to be copied by hand
+      this.tell(text.length < 300 ? text : "Not copied: the browser allows copying over https only"); // shown, so that the user can copy it by hand
     }
   }
 }
 
 const NEAR_BOUND = "Within 0.5% of a lower bound: a longer search cannot find a plan that is much faster.";
 
-// As `told_least`: a lower bound holds as it is printed.
+// Rounds down, like `told_least`, so that the printed lower bound is still a lower bound.
 function roundedDown(value) {
   const digit = value >= 100 ? 1 : value >= 1 ? 1e-2 : value >= 0.0995 ? 1e-3 : 1e-4;
   return Math.floor(value / digit) * digit;
@@ -336,7 +337,7 @@ function planned(answer) {
   return answer.rows.find((row) => row.role === "plan");
 }
 
-// Whether a longer search could find anything.
+// Returns true if a longer search could find a better plan.
 function searchable(answer, scenario) {
   return answer.plan && (scenario.mtbf_s || (answer.verdict === "offload" && !isNearBound(answer)));
 }
@@ -361,7 +362,7 @@ function entriesOf(answer, pinned) {
   return [entry("Stock", answer, "stock"), advised && entry(advised === "plan" ? "Plan" : "Not offloading", answer, advised), beside].filter(Boolean);
 }
 
-// The role of the timeline that the sentence is about; nothing fits: none.
+// The role of the timeline that the sentence is about. None if no plan fits.
 function advisedBy(answer) {
   return ["no offload", "plan"].find((role) => answer.timelines[role] && (role === "plan" || answer.verdict === role));
 }
@@ -404,7 +405,7 @@ function stockReason(answer) {
   return stock ? stock.reason : "";
 }
 
-// With failures: what checkpoints, lost work and restarts leave of the time, for whom.
+// If failures are simulated: shows the share of time that checkpoints, lost work and restarts leave for training.
 function failures(answer) {
   if (!answer.goodput) return [];
   const named = [["plan", "the plan"], ["stock", "DeepSpeed alone, which waits for its checkpoints,"], ["no offload", "not offloading, with the same waits,"]];

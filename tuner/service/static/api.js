@@ -1,4 +1,4 @@
-// The service's routes: JSON both ways, the token if there is one, errors as sentences.
+// Calls of the service's routes, with JSON in both directions, the token if there is one, and errors as sentences.
 
 const KEY = "ebbtide-token";
 
@@ -35,13 +35,13 @@ async function errorsOf(response) {
     const { errors } = await response.json();
     if (Array.isArray(errors)) return errors;
   } catch {
-    // not JSON: a proxy's page, or a connection that ended
+    // the body is not JSON: it is the page of a proxy, or the connection ended
   }
   return [{ key: "", rule: `the server answered ${response.status}`, value: null }];
 }
 
-// Calls `tell(kind, data)` for each server-sent event; reconnects until the signal ends it.
-// fetch, not EventSource: that cannot send a token.
+// Calls `tell(kind, data)` for each server-sent event, and reconnects until the signal ends it. Uses fetch, because
+// EventSource cannot send a token.
 export async function listen(path, tell, signal) {
   for (let wait = 500; !signal.aborted; wait = Math.min(10000, wait * 2)) {
     try {

@@ -1,4 +1,4 @@
-// Starts the page: reads the catalogue, builds the controls, answers the first question.
+// Starts the page: loads the lists of models and machines, builds the controls, and answers the first question.
 
 import { here, go, keepHere } from "./address.js";
 import { AnswerView } from "./answer.js";
@@ -16,7 +16,7 @@ function showView(name) {
   }
 }
 
-// What was pasted or opened; `name`: of the file.
+// Takes a text that was pasted or opened. `name`: name of the file.
 function take(controls, view, text, name = "") {
   if (!text.trim()) return;
   try {
@@ -28,12 +28,12 @@ function take(controls, view, text, name = "") {
   }
 }
 
-// What `tune plan` writes.
+// Returns true for a file that `tune plan` wrote.
 function isPlan(content) {
   return Boolean(content) && typeof content === "object" && "subgroup_size" in content && ("ways" in content || "placement" in content);
 }
 
-// A style sheet that did not arrive is asked for once more: the page would be a heap of words.
+// Loads a style sheet that did not arrive once more, because the page is unreadable without it.
 function mendStyle() {
   if (getComputedStyle(document.documentElement).getPropertyValue("--bg")) return;
   const sheet = document.querySelector("link[href='/style.css']");

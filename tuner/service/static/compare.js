@@ -1,4 +1,4 @@
-// A pinned scenario and the one on the page, side by side: what differs, and what it does.
+// The table that compares a pinned scenario with the one on the page: settings that differ, and their effect.
 
 import { link } from "./address.js";
 import { count, element, gib, percent, seconds, times } from "./format.js";
@@ -8,12 +8,12 @@ const MEASURES = [
   ["GPU memory in use", "device_peak_bytes", gib], ["Host memory in use", "host_peak_bytes", gib],
 ];
 
-// The row of an answer that its sentence is about.
+// The row that the sentence of an answer is about.
 export function chosen(answer) {
   return answer.rows.find((row) => row.role === (answer.verdict === "no offload" ? "no offload" : "plan"));
 }
 
-// Both: {query, facts: [[name, text]], answer}.
+// pinned and now: {query, facts: [[name, text]], answer}.
 export function drawCompared(host, pinned, now) {
   const differing = now.facts.filter(([name, text]) => text !== fact(pinned, name));
   if (!differing.length) {

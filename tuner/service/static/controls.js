@@ -1,4 +1,4 @@
-// Pickers and sliders; their state is the page's URL.
+// Selects and sliders. Their state is in the page's URL.
 
 import { go } from "./address.js";
 import { isDeepSpeed, numbersOf, offloadOf, precisionOf, withNumbers, withOffload, withPrecision } from "./deepspeed.js";
@@ -6,9 +6,9 @@ import { element, gib, GIB } from "./format.js";
 
 const HOURS = [1, 2, 4, 8, 12, 24, 48, 96, 168, 336, 720];
 
-// key: of the URL and of the state. steps: the values a slider stops at. own: the machine's value.
-// unit: what the number beside it counts; each: how much of the state's unit one of them is.
-// brief: a stop on a sweep's axis; batch: more of it trains more tokens in an iteration.
+// key: name in the URL and in the state. steps: the values at which a slider stops. own: field with the machine's
+// value. unit: unit of the number beside the slider. each: size of this unit in the state's unit. brief: short text
+// for a sweep's axis. batch: true if a larger value trains more tokens per iteration.
 const SLIDERS = [
   { key: "micro_batch", most: 65536, where: "model", label: "Micro-batch", steps: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], start: 1, unit: "samples", each: 1, show: (v) => `${v} ${v === 1 ? "sample" : "samples"}`, brief: String, batch: true },
   { key: "sequence", most: 2 ** 22, where: "model", label: "Sequence length", steps: [512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072], start: 2048, unit: "tokens", each: 1, show: (v) => `${v.toLocaleString("en-US")} tokens`, brief: (v) => (v < 1024 ? `${v}` : `${+(v / 1024).toFixed(1)}k`), batch: true },
@@ -22,7 +22,8 @@ const SLIDERS = [
   { key: "endurance_bytes", where: "more-machine", label: "Rated endurance of the drives", steps: [null, ...[150, 300, 600, 1200, 3000, 7000, 14000, 28000].map((n) => n * 1e12)], start: null, unit: "TB", each: 1e12, show: (v) => (v === null ? "not known" : `${(v / 1e12).toLocaleString("en-US")} TB written`) },
   { key: "mtbf_s", most: 1e10, where: "more-machine", label: "Time between failures", steps: [null, ...HOURS.map((h) => h * 3600)], start: null, unit: "hours", each: 3600, show: (v) => (v === null ? "never" : v < 86400 ? `${v / 3600} h` : `${v / 86400} days`) },
 ];
-// standard: what is not said to the service. from, into: what a DeepSpeed config says of it.
+// standard: the value that is not sent to the service. from, into: read it from a DeepSpeed config, and write it
+// there.
 const CHOICES = [
   { key: "zero_stage", where: "more-model", label: "ZeRO stage", values: [[3, "3: state, gradients, parameters"], [2, "2: state and gradients"], [1, "1: state"]], standard: 3 },
   { key: "keep_activations", where: "more-model", label: "Activations", values: [[false, "computed again in backward"], [true, "kept"]], standard: false },
@@ -33,9 +34,9 @@ const CHOICES = [
   { key: "launcher", where: "more-machine", label: "Launcher", values: ["deepspeed", "torchrun", "accelerate", "srun", "python"].map((n) => [n, n]), standard: "deepspeed" },
 ];
 const SAID = CHOICES.filter((c) => !c.into);
-const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "storage_bytes", "endurance_bytes", "launcher"]; // beside a profile too
-const UNSHOWN = ["clip_rate", "subgroup_size", "fused_loss", "flash_attention", "flash_version", "recompute_share"]; // without a control
-const MOST_IN_ADDRESS = 6000; // characters of a DeepSpeed config; a longer one stays in this browser
+const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "storage_bytes", "endurance_bytes", "launcher"]; // also with a profiled workload
+const UNSHOWN = ["clip_rate", "subgroup_size", "fused_loss", "flash_attention", "flash_version", "recompute_share"]; // settings without a control
+const MOST_IN_ADDRESS = 6000; // characters of a DeepSpeed config. A longer one stays in this browser
 
 export class Controls {
   constructor(machines, models, workloads, changed) {
@@ -43,18 +44,18 @@ export class Controls {
     this.models = models;
     this.workloads = workloads;
     this.changed = changed;
-    this.uploaded = {}; // name -> a config.json or machine.json of this browser
+    this.uploaded = {}; // name -> a config.json or machine.json uploaded in this browser
     this.state = {};
     this.parts = {};
-    this.kept = {}; // what a job or a link asks that no control shows
+    this.kept = {}; // settings of a job or a link without a control
     this.taken = {}; // slider -> a value that an answer proposed
-    this.pinned = null; // the address of the scenario that is compared with
-    this.unknown = []; // what the link asked for and this page could not take
+    this.pinned = null; // the address of the pinned scenario
+    this.unknown = []; // parts of the link that this page does not know
     this.build();
     this.read(new URLSearchParams());
   }
 
-  // What the service is asked.
+  // The body of a request to the service.
   scenario() {
     const s = this.state;
     const workload = this.workload();
@@ -73,12 +74,13 @@ export class Controls {
     return { ...this.kept, ...asked };
   }
 
-  // By the profile.
+  // True if the profile fixes the choice.
   fixed(control) {
     return Boolean(this.workload()) && !FREE.includes(control.key);
   }
 
-  // What a search of configurations is asked: the same samples per step, on as many GPUs at most.
+  // The body of a request for a search of configurations: the same number of samples per step, and at most the same
+  // number of GPUs.
   search() {
     const s = this.state;
     const asked = { ...this.scenario(), gpus: s.gpus, global_batch: s.micro_batch * s.accumulation * s.gpus };
@@ -101,7 +103,7 @@ export class Controls {
       const machine = this.machines.get(this.state.machine);
       steps = steps.filter((n) => n <= (machine.multi_node ? 256 : machine.gpus_per_node));
     }
-    // The machine's own value, and one that an answer proposed.
+    // Stops at the machine's own value, and at a value that an answer proposed.
     const more = [this.ownValue(slider), this.taken[slider.key]].filter((v) => v !== undefined && !steps.includes(v));
     return more.length ? [...new Set([...steps, ...more])].sort((a, b) => a - b) : steps;
   }
@@ -158,7 +160,7 @@ export class Controls {
     document.getElementById(`controls-${slider.where}`).append(row);
   }
 
-  // A number beside a slider: exactly that, whether the slider stops there or not.
+  // The number beside a slider sets exactly this value, even if the slider does not stop there.
   typed(slider, text) {
     const value = text === "" && slider.start === null ? null : Math.round(Number(text) * slider.each);
     const most = this.most(slider);
@@ -170,12 +172,12 @@ export class Controls {
     else this.take({ [slider.key]: value });
   }
 
-  // The largest value that the service takes, or that the machine has.
+  // The largest value that the service accepts, or that the machine has.
   most(slider) {
     return slider.key === "gpus" ? Math.max(...this.steps(slider)) : slider.most || 1e18;
   }
 
-  // From a URL; what it does not say, or says wrongly, is the default.
+  // Sets the state from a URL. Values that are missing or wrong get their defaults.
   read(query) {
     this.unknown = [];
     this.pinned = query.get("pin");
@@ -215,7 +217,7 @@ export class Controls {
     }
   }
 
-  // What a job was asked: as if the controls stood so.
+  // Sets the state to the settings of a job.
   load(asked, pinned = null) {
     this.pinned = pinned;
     const named = (kind, source, known) => {
@@ -236,13 +238,13 @@ export class Controls {
     this.fill();
   }
 
-  // Of the fields that no control shows, those that are asked.
+  // Keeps those settings of a question that have no control.
   keep(valueOf) {
     const asked = UNSHOWN.map((key) => [key, valueOf(key)]);
     this.kept = Object.fromEntries(asked.filter(([, value]) => typeof value === "boolean" || Number.isFinite(value)));
   }
 
-  // To a value, on a slider's stops or not; null: its own.
+  // Sets a slider to a value, which need not be one of its stops. null: the default.
   set(slider, value) {
     this.state[slider.key] = value === null ? this.ownValue(slider) : value;
     if (value !== null) this.taken[slider.key] = value;
@@ -257,7 +259,7 @@ export class Controls {
     return Object.keys(this.uploaded).filter((n) => n.startsWith(`${kind} `)).map((n) => n.slice(kind.length + 1));
   }
 
-  // A sentence about a link that cannot be shown as it was meant; empty: it can.
+  // Returns a sentence about the parts of a link that cannot be shown, or an empty string.
   strange() {
     const named = this.unknown.join(", ");
     const strange = named ? `This link names ${named}, which this server does not have (an upload stays in its browser). The page shows the nearest values that it has.` : "";
@@ -286,7 +288,7 @@ export class Controls {
     }
   }
 
-  // Every control and what it says, for people.
+  // Every control with its value, as texts.
   facts() {
     const { state } = this;
     const config = state.ds_config;
@@ -299,12 +301,12 @@ export class Controls {
     ];
   }
 
-  // The sliders that a sweep can move, and the stops of one.
+  // The sliders that a sweep can vary, and the stops of a slider.
   sweepable() {
     return SLIDERS.filter((s) => s.brief && !this.fixed(s) && !this.parts[s.key].row.hidden);
   }
 
-  // Whether a control there is not where it usually is.
+  // Returns true if a control there does not have its usual value.
   changedIn(where) {
     const { state } = this;
     return SLIDERS.some((s) => s.where === where && state[s.key] !== this.ownValue(s))
@@ -333,17 +335,17 @@ export class Controls {
     input.setAttribute("aria-valuetext", text);
     input.disabled = number.disabled = fixed;
     row.classList.toggle("fixed", fixed);
-    // Where there is no GPU its memory is the host's.
+    // Without a GPU, the emulated GPU's memory is a part of the host's memory.
     row.hidden = slider.key === "device_memory_bytes" && this.machines.get(this.state.machine).unified_memory;
   }
 
-  // Another machine: its own memories and link; everything else stays.
+  // After a change of the machine, takes its memory sizes and link. All other settings stay.
   toMachine() {
     for (const slider of SLIDERS) if (slider.own) this.state[slider.key] = this.ownValue(slider);
     this.fill();
   }
 
-  // A profiled workload belongs to the machine it was profiled on; estimates need another.
+  // A profiled workload needs the machine that it was profiled on, and other models need another machine.
   toModel() {
     const workload = this.workload();
     const machine = this.machines.get(this.state.machine);
@@ -356,7 +358,7 @@ export class Controls {
     this.toMachine();
   }
 
-  // What somebody pasted or opened, by what is in it; returns what it is now.
+  // Takes a pasted or opened JSON object. Its kind follows from its content. Returns a sentence about it.
   add(content, name) {
     if (content === null || typeof content !== "object" || Array.isArray(content)) throw new Error("it must be an object, as in config.json");
     if (isDeepSpeed(content)) return this.addConfig(content);
@@ -393,7 +395,7 @@ export class Controls {
     return query.toString();
   }
 
-  // Values that an answer proposes; the browser's Back undoes them.
+  // Takes the values that an answer proposes. The browser's Back undoes this.
   take(changes) {
     for (const slider of SLIDERS) if (slider.key in changes) this.set(slider, changes[slider.key]);
     for (const choice of SAID) if (choice.key in changes) this.state[choice.key] = changes[choice.key];

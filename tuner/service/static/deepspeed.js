@@ -1,7 +1,7 @@
-// A DeepSpeed config beside the controls: what they say of it, and what it says of them.
+// Conversions between a DeepSpeed config and the controls.
 
 const AUTO = "auto";
-// What a trainer fills in from its own arguments.
+// The values that a trainer fills in from its own arguments.
 const STARTED = {
   train_batch_size: AUTO, train_micro_batch_size_per_gpu: AUTO, gradient_accumulation_steps: AUTO, gradient_clipping: AUTO,
   bf16: { enabled: true }, zero_optimization: { offload_optimizer: { device: "cpu" } },
@@ -22,11 +22,11 @@ export function numbersOf(config, gpus) {
   return [1, 2, 3].includes(stage) ? { ...found, zero_stage: stage } : found;
 }
 
-// The config that is asked about: its batch and stage are what the controls say now.
+// The config of a request, with the batch size and the ZeRO stage of the controls.
 export function withNumbers(config, state) {
   const asked = structuredClone(config);
   const total = asked.train_batch_size > 0;
-  if (total) delete asked.train_batch_size; // it follows from the others
+  if (total) delete asked.train_batch_size; // it follows from the other two
   for (const [control, key] of Object.entries(BATCH)) if (asked[key] !== AUTO && (key in asked || total)) asked[key] = state[control];
   if (asked.zero_optimization && asked.zero_optimization.stage !== undefined) asked.zero_optimization.stage = state.zero_stage;
   return asked;

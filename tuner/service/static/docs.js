@@ -1,17 +1,17 @@
-// The routes for people: each with its fields and its answer, from openapi.json.
+// The page with all routes of the API. It shows the fields and the answer of each route, from openapi.json.
 
 import { call, takeToken } from "./api.js";
 import { element } from "./format.js";
 
 const at = (id) => document.getElementById(id);
 
-// The schema that a reference names.
+// Returns the schema that a reference names.
 function resolved(schema, all) {
   const name = schema && schema.$ref && schema.$ref.split("/").pop();
   return name ? all.components.schemas[name] : schema || {};
 }
 
-// A kind in words: number, text, or one of the values.
+// Returns a type in words: number, text, or one of several values.
 function kind(schema, all) {
   const s = resolved(schema, all);
   const either = s.anyOf || s.oneOf;
@@ -22,7 +22,7 @@ function kind(schema, all) {
   return schema && schema.$ref ? schema.$ref.split("/").pop() : s.type || "any";
 }
 
-// A description of the source, without its quotes of code.
+// A description without backticks.
 function plain(text) {
   return (text || "").replaceAll("`", "");
 }

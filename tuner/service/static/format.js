@@ -1,4 +1,4 @@
-// Numbers as people read them, names as people know them, and elements without markup.
+// Numbers and names as texts, and HTML elements without markup in strings.
 
 export const GIB = 2 ** 30;
 
@@ -43,7 +43,7 @@ export function percent(value) {
   return `${(100 * value).toFixed(1)}%`;
 }
 
-// An element with text and children; text is always text. Attributes: no style, no handlers.
+// An element with text and children. Text is never parsed as HTML. Styles and handlers are not allowed as attributes.
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -63,7 +63,7 @@ export function shape(tag, attributes, text) {
   return made;
 }
 
-// Draws into host at its width: now, and whenever that changes.
+// Draws into host at its width, now and whenever the width changes.
 export function atWidth(host, draw) {
   let width = host.clientWidth;
   draw(width || 640);
@@ -78,7 +78,7 @@ export function atWidth(host, draw) {
 
 // Round steps for an axis: at most about `most` ticks from `start` to `end`.
 export function ticks(end, most, start = 0) {
-  if (!(end - start > 1e-300)) return [start]; // nothing lasts: no step could ever reach the end
+  if (!(end - start > 1e-300)) return [start]; // an interval of length 0, for which no step would reach the end
   const rough = (end - start) / Math.max(1, most);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough) || power;

@@ -1,4 +1,4 @@
-// What a search of configurations found: the answer in words, then the best ones as a table.
+// The result of a search of configurations: the answer in words, and a table of the best configurations.
 
 import { link } from "./address.js";
 import { withOffload } from "./deepspeed.js";
@@ -11,7 +11,7 @@ const WHERE = {
   nvme: "state on NVMe, parameters in host memory",
 };
 
-// A configuration as a scenario: what the controls and `POST /answer` take.
+// A configuration as a scenario: the state of the controls and the body of `POST /answer`.
 export function scenarioOf(c, config = null) {
   const cut = withOffload(config, c.offload === "none" ? "optimizer" : c.offload);
   cut.zero_optimization.sub_group_size = c.sub_group_size;
@@ -21,7 +21,7 @@ export function scenarioOf(c, config = null) {
   };
 }
 
-// job: its id; each row opens in "What if".
+// job: id of the job. Each row opens in "What if".
 export function drawFound(host, result, job) {
   const number = (text, name) => element("td", { class: "number", "data-name": name }, text);
   const rows = result.front.map((row, i) => element("tr", { class: i ? null : "chosen" },
@@ -37,7 +37,7 @@ export function drawFound(host, result, job) {
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The best configurations" }, table));
 }
 
-// No plan is for state on a drive: "What if" could not show that row.
+// "What if" cannot show a row with state on a drive, because no plan exists for it.
 function named(c, job, row) {
   return c.offload === "nvme" ? described(c) : link(`from=${job}&row=${row}`, described(c));
 }

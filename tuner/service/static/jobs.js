@@ -1,4 +1,4 @@
-// The second view: jobs and runs, live.
+// The second view: jobs and runs, with live updates.
 
 import { go, link } from "./address.js";
 import { call, listen, save } from "./api.js";
@@ -10,17 +10,17 @@ import { drawLegend, drawTimelines } from "./timeline.js";
 
 const at = (id) => document.getElementById(id);
 const OPEN = ["queued", "running"];
-const MOST_CELLS = 200; // of a grid that are drawn
+const MOST_CELLS = 200; // most cells of a grid that are shown
 const KINDS = { plan: "Plan", "what-if": "What if", search: "Search" };
-const SURE_MS = 4000; // in which a second press deletes
+const SURE_MS = 4000; // time within which a second press deletes
 
 export class WorkView {
-  // back: called when a lost connection is there again.
+  // back: called when a lost connection works again.
   constructor(back) {
     this.back = back;
     this.jobs = new Map();
     this.runs = [];
-    this.jobCards = new Map(); // id -> the card on the page: kept, so that focus and clicks are
+    this.jobCards = new Map(); // id -> the card on the page, which is reused so that it keeps focus and clicks
     this.runCards = new Map();
     at("filter").addEventListener("input", () => this.render());
   }
@@ -29,7 +29,7 @@ export class WorkView {
     await listen("/events", (kind, data) => this.hear(kind, data), new AbortController().signal);
   }
 
-  // After each connection everything is read anew: nothing that happened meanwhile is missed.
+  // Reads everything again after each connection, so that no event is missed.
   async hear(kind, data) {
     const lost = !at("lost").hidden;
     at("lost").hidden = kind !== "lost";
@@ -51,7 +51,8 @@ export class WorkView {
     this.render();
   }
 
-  // Uploaded machines, those too that this ebbtide cannot read; what the server was started with stays.
+  // Uploaded machines, including those that this version of ebbtide cannot read. The server's own machines are not
+  // listed.
   async readMachines() {
     const { machines, unreadable } = await call("/machines");
     const own = machines.filter((m) => !m.preset && !/ \((example|shown)\)$/.test(m.name));
@@ -84,18 +85,18 @@ export class WorkView {
     at("open-jobs").textContent = open;
     const [jobsShown, runsShown] = [jobs.filter(named(jobText)), this.runs.filter(named((run) => `${run.name} ${run.measured_on} ${run.source}`))];
     tellNone("no-jobs", jobs, jobsShown, "No jobs yet. “Search configurations” starts one.");
-    tellNone("no-runs", this.runs, runsShown, "No runs yet. A training run posts its timeline to /api/v1/runs.");
+    tellNone("no-runs", this.runs, runsShown, "No runs yet. To show a measured run here, upload its timeline with POST /api/v1/runs.");
     keep(at("jobs"), this.jobCards, jobsShown, (job) => this.jobCard(job), (card, job) => this.updateJob(card, job));
     keep(at("runs"), this.runCards, runsShown, (run) => this.runCard(run), () => {});
   }
 
-  // What an address names: a job, a run, or the lists alone.
+  // Opens what an address names: a job, a run, or only the lists.
   async open(query) {
     this.opened = query.get("job") || query.get("run");
     at("opened").hidden = !this.opened;
     if (!this.opened) return;
     this.show(this.opened, "Asking the server ...");
-    at("opened-title").focus(); // at once: later it could be taken from what was chosen meanwhile
+    at("opened-title").focus(); // immediately, because later it could take the focus from another element
     await this.fill(this.opened, query.has("job") ? this.openJob : this.openRun);
   }
 
@@ -107,7 +108,7 @@ export class WorkView {
     }
   }
 
-  // Unless something else was opened meanwhile.
+  // Shows the content, unless another job or run was opened meanwhile.
   show(id, title, ...content) {
     if (id !== this.opened) return;
     at("opened-title").textContent = title;
@@ -141,7 +142,7 @@ export class WorkView {
       element("p", { class: "hint" }), element("p", {}), element("div", { class: "actions" }));
   }
 
-  // In place: a button that is being pressed stays the same button.
+  // Changes a card in place, so that a button that is being pressed stays the same element.
   updateJob(card, job) {
     const [title, when, note, actions] = card.children;
     const attempt = job.attempts > 1 ? `, attempt ${job.attempts}` : "";
@@ -157,7 +158,7 @@ export class WorkView {
       actions.dataset.phase = phase;
       const focused = actions.contains(document.activeElement);
       actions.replaceChildren(...this.actions(job, phase));
-      if (focused) title.firstChild.focus(); // what was pressed is gone
+      if (focused) title.firstChild.focus(); // the pressed button is gone
     }
     if (phase === "open") actions.firstChild.value = job.share;
   }
@@ -181,7 +182,7 @@ export class WorkView {
     return phase === "done" && job.kind === "plan" ? [openLink(job), again, forget] : [again, forget];
   }
 
-  // A button that is pressed twice, within a moment.
+  // A button that must be pressed twice within a short time.
   sure(text, action) {
     let timer = 0;
     const made = this.button(text, async () => {
@@ -198,7 +199,7 @@ export class WorkView {
     const made = element("button", { type: "button" }, text);
     made.addEventListener("click", async () => {
       if (made.ariaBusy === "true") return;
-      made.ariaBusy = "true"; // not disabled: that would take the focus away
+      made.ariaBusy = "true"; // not `disabled`, because that would remove the focus
       try {
         await action();
       } catch (error) {
@@ -238,7 +239,7 @@ function openLink(job) {
   return made;
 }
 
-// The cells of a grid, each named by what was changed.
+// The cells of a grid. Each is named by the values that were varied.
 function drawGrid(host, rows) {
   const told = (key, value) => (key === "gpu_memory_bytes" ? `${gib(value)} of GPU memory` : `${key} ${value}`);
   const named = (row) => [row.strategy, row.setting, ...Object.keys(row).slice(2, Object.keys(row).indexOf("fits")).map((key) => told(key, row[key]))];
@@ -259,7 +260,7 @@ function jobText(job) {
   return `${KINDS[job.kind]} ${job.title} ${job.state} ${job.note}`;
 }
 
-// Every word of the filter stands in an item's text.
+// Returns true for items whose text contains every word of the filter.
 function named(text) {
   const words = at("filter").value.toLowerCase().split(/\s+/);
   return (item) => words.every((word) => text(item).toLowerCase().includes(word));
@@ -270,7 +271,7 @@ function tellNone(id, all, shown, none) {
   at(id).textContent = all.length ? "No name matches the filter." : none;
 }
 
-// Brings the cards in `host` to `items`, newest first: a card that is there stays where it is.
+// Makes the cards in `host` show `items`, newest first. Existing cards keep their elements.
 function keep(host, cards, items, make, update) {
   const ids = new Set(items.map((item) => item.id));
   for (const [id, card] of cards) {

@@ -1,4 +1,4 @@
-// What takes the memory: a bar for each way to train, cut by kind, against the limit.
+// A bar for each way to train, which shows what uses the memory, and the limit.
 
 import { atWidth, element, gib, shape } from "./format.js";
 import { gutter } from "./timeline.js";
@@ -7,7 +7,7 @@ export const KINDS = ["parameters", "gradients", "state", "activations", "bucket
 const ROLES = [["stock", "Stock"], ["plan", "Plan"], ["no offload", "No offload"]];
 const BAR = 18, BELOW = 7, TOTAL = 72;
 
-// memory: {role: {memory: {kind: bytes}}} at the moment of most use; limits: {memory: bytes}.
+// memory: {role: {memory: {kind: bytes}}} at the peak. limits: {memory: bytes}.
 export function drawKinds(host, memory, limits) {
   const memories = [["device", limits.device ? "GPU memory" : "The GPU's part of the memory"], ["host", "Host memory per rank"], ["storage", "Storage"]];
   const used = KINDS.filter((kind) => Object.values(memory).some((held) => Object.values(held).some((kinds) => kinds[kind])));

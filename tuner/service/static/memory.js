@@ -1,4 +1,4 @@
-// Device memory over time with its limit, drawn by uPlot on the timelines' axis.
+// GPU memory over time with its limit, drawn by uPlot on the axis of the timelines.
 
 import { atWidth, element, gib, GIB, seconds, shape, ticks } from "./format.js";
 import { gutter, MARGIN } from "./timeline.js";
@@ -9,7 +9,7 @@ function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-// Staircases of several curves on one axis: at each time that any of them knows.
+// Puts several step curves on one axis, with the times of all of them.
 export function joined(views, limit) {
   const all = [...new Set(views.flatMap((v) => [...v.memory.t_s, v.duration_s]))].sort((a, b) => a - b);
   const columns = views.map((v) => {
@@ -25,7 +25,7 @@ export function joined(views, limit) {
   return [all, ...columns, all.map(() => limit)];
 }
 
-// entries: [{title, view}], stock first; limit in bytes, or null.
+// entries: [{title, view}], DeepSpeed alone first. limit: bytes, or null.
 export function drawMemory(host, entries, limit) {
   const known = entries.filter((e) => e.view.memory.t_s.length);
   dark.removeEventListener("change", host.redraw);
@@ -42,7 +42,7 @@ export function drawMemory(host, entries, limit) {
   const data = joined(known.map((e) => e.view), limit);
   const draw = (width) => plot(box, known, data, limit, readout, rest, width);
   atWidth(host, draw);
-  host.redraw = () => draw(host.clientWidth || 640); // a canvas keeps the colours that it was drawn with
+  host.redraw = () => draw(host.clientWidth || 640); // a canvas does not change its colors by itself
   dark.addEventListener("change", host.redraw);
 }
 

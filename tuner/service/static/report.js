@@ -1,4 +1,4 @@
-// The report's page: the same components, on the data that stands in it.
+// The page of a report. It has the same components as the service's page, and contains its own data.
 
 import { element, gib, percent, seconds } from "./format.js";
 import { drawKinds } from "./kinds.js";
@@ -59,7 +59,7 @@ function rowsOf({ plan, fits }) {
 
 function showMeasured(find, { plan, measured }) {
   find("measured-panel").hidden = false;
-  // A measured iteration has no op for what the script does between its phases: it is in forward.
+  // A measured iteration has no op for the work of the script between phases, which is a part of forward.
   const loop = plan.prediction.loop_s ? [["loop_s", "Training loop (measured as a part of forward)"]] : [];
   const rows = [...loop, ...PHASES].map(([key, name]) => {
     return element("tr", {}, element("th", { scope: "row" }, name),
@@ -77,7 +77,7 @@ function difference(predicted, measured) {
   return `${sign}${seconds(Math.abs(predicted - measured))}${share}`;
 }
 
-// Of plans that tell it: older ones do not.
+// Only if the plan file has them, because older plans do not.
 function showKinds(find, { prediction, alternatives }) {
   find("kinds-panel").hidden = !prediction || !Object.keys(prediction.memory).length;
   if (find("kinds-panel").hidden) return;

@@ -1,9 +1,9 @@
-// One control moved over its stops: the iteration, or the tokens per second where the batch grows.
+// Varies one setting over its stops. Shows the iteration time, or the tokens per second if the batch grows.
 
 import { call } from "./api.js";
 import { atWidth, count, element, seconds, shape, ticks } from "./format.js";
 
-const EACH_WAY = 4; // stops beside the present one
+const EACH_WAY = 4; // number of stops on each side of the present one
 const HEIGHT = 220, TOP = 12, BOTTOM = 26, RIGHT = 18;
 const ROLES = [["stock", "Stock"], ["no offload", "No offload"], ["plan", "Plan"]];
 
@@ -15,7 +15,7 @@ export function around(steps, value) {
   return known.slice(first, first + 2 * EACH_WAY + 1);
 }
 
-// Asks for every value, one after the other; tells what is known so far. `control`: a slider.
+// Asks for every value, one after the other, and shows the results so far. `control`: a slider.
 export async function sweep(scenario, control, values, signal, tell) {
   const points = [];
   for (const value of values) {
@@ -33,7 +33,7 @@ export async function sweep(scenario, control, values, signal, tell) {
   }
 }
 
-// points: of `sweep`; there: the value on the page; pick(value): somebody chose one.
+// points: as in `sweep`. there: the value on the page. pick(value): called when the user chooses a value.
 export function drawSweep(host, control, points, there, pick) {
   const key = control.batch ? "tokens_per_s" : "iteration_s";
   const show = control.batch ? (v) => `${count(v)} tokens/s` : seconds;
@@ -65,7 +65,7 @@ export function drawSweep(host, control, points, there, pick) {
     return svg;
   }
 
-  // The whole column answers to pointer and keyboard, not a dot of 8 pixels.
+  // The whole column reacts to pointer and keyboard, because a dot of 8 pixels is hard to hit.
   function column(point, middle, step) {
     const here = point.value === there;
     const made = shape("g", { role: "button", tabindex: 0, class: `stop${here ? " here" : ""}`, "aria-label": told(point), "aria-pressed": here });

@@ -1,4 +1,4 @@
-// The strategies: how fast, how large, and what does not fit and why.
+// The table of ways to train: speed, memory, and the reason if one does not fit.
 
 import { count, element, gib, seconds, shape, strategyName, times } from "./format.js";
 
@@ -7,7 +7,7 @@ const COLUMNS = ["Strategy", "Iteration", "Against stock", "Tokens/s", "GPU memo
 export function drawTable(host, rows) {
   const most = Math.max(...rows.map((r) => r.speedup || 0));
   const tokens = rows.some((row) => row.tokens_per_s);
-  const against = rows.some((row) => row.speedup); // where stock does not fit, nothing is a multiple of its speed
+  const against = rows.some((row) => row.speedup); // without a time of DeepSpeed alone, there are no speedups
   const columns = COLUMNS.filter((name) => (tokens || name !== "Tokens/s") && (against || name !== "Against stock"));
   const head = element("tr", {}, ...columns.map((name, i) =>
     element("th", { scope: "col", class: i && name !== "Fits" ? "number" : null }, name)));
@@ -16,7 +16,7 @@ export function drawTable(host, rows) {
     element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
-// Each cell knows its column's name: on a narrow page a row is a block of its own.
+// Each cell has its column's name as data, because a narrow page shows each row as a block.
 function line(row, most, tokens, against) {
   const number = (text, name) => element("td", { class: "number", "data-name": name }, text);
   const role = row.role === "plan" ? "chosen" : "";

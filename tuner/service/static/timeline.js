@@ -1,5 +1,5 @@
-// Timelines one above the other on one time axis: a lane per queue, a bar per op; zoomed and read
-// with the pointer or the keyboard.
+// Timelines, one above the other, on one time axis, with a row per lane and a bar per op. Pointer and keyboard zoom
+// and select ops.
 
 import { atWidth, element, seconds, shape, ticks } from "./format.js";
 
@@ -8,9 +8,9 @@ export const GROUPS = [
   "early update",
   "parameters", "activations", "network", "checkpoint", "issue", "idle",
 ];
-export const MARGIN = 46; // right of the time axis: each lane's idle share
+export const MARGIN = 46; // space right of the time axis for the idle share of each lane
 const LANE = 18, GAP = 4, TITLE = 26, AXIS = 24;
-const ZOOM = 2, DRAGGED = 6; // pixels that make a drag of a press
+const ZOOM = 2, DRAGGED = 6; // DRAGGED: pixels after which a press is a drag
 
 export function groupClass(group) {
   return `g-${group.replaceAll(" ", "-")}`;
@@ -25,17 +25,17 @@ export function drawLegend(host, views) {
   ...(critical ? [element("span", { class: "key" }, element("span", { class: "swatch critical-swatch", "aria-hidden": "true" }), "critical path")] : []));
 }
 
-// entries: [{title, note, view}]; draws into host at its width, and again when that changes.
+// entries: [{title, note, view}]. Draws into host at its width, and again when the width changes.
 export function drawTimelines(host, entries) {
   if (!host.timelines) host.timelines = new Timelines(host);
   host.timelines.show(entries);
 }
 
 export function gutter(width) {
-  return width < 520 ? 106 : 122; // of the longest lane, "H2D parameters"
+  return width < 520 ? 106 : 122; // width of the longest name of a lane, "H2D parameters"
 }
 
-// How the first entry's critical path differs from the second's, in a sentence.
+// Returns a sentence that compares the critical paths of two entries.
 export function difference(from, to) {
   const [before, after] = [from, to].map((view) => onPath(view));
   if (!before.size || !after.size) return "";
@@ -77,7 +77,7 @@ class Timelines {
   }
 
   show(entries) {
-    const end = Math.max(...entries.map((e) => e.view.duration_s)) || 1; // of a run whose ops take no time
+    const end = Math.max(...entries.map((e) => e.view.duration_s)) || 1; // 1 for a run whose ops take no time
     if (end !== this.end) [this.from, this.to] = [0, end];
     [this.entries, this.end, this.selected] = [entries, end, null];
     this.rest = "Drag to zoom. Point at an op or press the arrow keys to show its name and time.";
@@ -92,7 +92,7 @@ class Timelines {
     this.draw(this.host.clientWidth || 640);
   }
 
-  // Around the chosen op, or the middle.
+  // Zooms around the chosen op, or around the middle.
   zoom(factor) {
     const op = this.selected;
     const middle = op ? (op.span[0] + op.span[1]) / 2 : (this.from + this.to) / 2;
@@ -123,7 +123,7 @@ class Timelines {
     action();
   }
 
-  // To the next op of the lane, or to the op nearest in time of the next lane.
+  // Selects the next op of the lane, or the op of the next lane that is nearest in time.
   step(down, right) {
     const lanes = this.entries.flatMap((entry) => entry.view.lanes.map((lane) => ({ entry, lane }))).filter(({ lane }) => lane.spans.length);
     if (!lanes.length) return;
@@ -166,7 +166,7 @@ class Timelines {
     svg.append(shape("text", { x: width, y: width < 520 ? height - 6 : 17, class: "tick", "text-anchor": "end" }, "idle"));
     for (const t of ticks(this.to, width < 520 ? 3 : 8, this.from)) {
       svg.append(shape("line", { x1: x(t), x2: x(t), y1: TITLE, y2: height - AXIS + 2, class: "grid" }));
-      const last = width < 520 && x(t) > width - MARGIN - 20; // beside the word "idle"
+      const last = width < 520 && x(t) > width - MARGIN - 20; // the label must not overlap the word "idle"
       const anchor = t === 0 ? "start" : last ? "end" : "middle";
       svg.append(shape("text", { x: x(t), y: height - 6, class: "tick", "text-anchor": anchor }, t === 0 ? "0" : seconds(t)));
     }
