@@ -3,7 +3,7 @@ MAKEFLAGS += --no-print-directory
 BIN := $(CURDIR)/.venv/bin
 # DeepSpeed looks for ninja on PATH when it compiles its ops.
 export PATH := $(BIN):$(PATH)
-# Else each of a hundred processes compiles our sources anew, and pytest rewrites every test again.
+# Otherwise each of a hundred processes compiles our sources again, and pytest rewrites every test again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo serve test lint compat wheel results schema clean
@@ -13,7 +13,7 @@ help: ## list the commands
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/' | expand -t 18
 
 # A newcomer's first command needs less than a developer's: two stamps, the second on top of the first.
-setup: .venv/.ready-dev ## make .venv with everything in it (python3 >= 3.11 and a C++ compiler needed)
+setup: .venv/.ready-dev ## make .venv with everything in it (Python 3.11 or 3.12 and a C++ compiler needed)
 
 .venv/.ready: pyproject.toml constraints-cpu.txt scripts/setup_venv.sh
 	@sh scripts/setup_venv.sh

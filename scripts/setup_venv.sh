@@ -3,8 +3,8 @@
 #   sh scripts/setup_venv.sh        what the demo and a training run need (`make demo`)
 #   sh scripts/setup_venv.sh dev    the tools of the tests on top of that (`make setup`, `make test`)
 #   sh scripts/setup_venv.sh serve  what the page needs besides (`make serve`)
-#   PYTHON  the interpreter to build on (default: the first of python3, python3.13, 3.12, 3.11
-#           that is new enough)
+#   PYTHON  the Python interpreter (default: the first of python3, python3.12 and python3.11 that is
+#           3.11 or 3.12)
 set -eu
 cd "$(dirname "$0")/.."
 venv=.venv
@@ -15,24 +15,24 @@ fail() {
     exit 2
 }
 
-usable() { # 3.11 or newer, with venv and pip's bootstrap
-    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+usable() { # the versions of requires-python in pyproject.toml, with venv and pip's bootstrap
+    "$1" -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null
 }
 
 choose_python() {
     if [ -n "${PYTHON:-}" ]; then
-        usable "$PYTHON" || fail "Python >= 3.11 with the venv module is needed, but PYTHON=$PYTHON" \
+        usable "$PYTHON" || fail "Python 3.11 or 3.12 with the venv module is needed, but PYTHON=$PYTHON" \
             "is $("$PYTHON" --version 2>&1 || true): name another one, make PYTHON=/path/to/python3.12"
         echo "$PYTHON"
         return
     fi
-    for candidate in python3 python3.13 python3.12 python3.11; do
+    for candidate in python3 python3.12 python3.11; do
         if usable "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    fail "Python >= 3.11 with the venv module is needed, but python3 is" \
+    fail "Python 3.11 or 3.12 with the venv module is needed, but python3 is" \
         "$(python3 --version 2>&1 || echo missing): install one (on Debian also python3-venv)," \
         "or name it, make PYTHON=/path/to/python3.12"
 }
@@ -49,8 +49,8 @@ has_gpu() {
     nvidia-smi -L 2>/dev/null | grep -q GPU
 }
 
-has_torch() { # of a python: torch >= 2.10
-    "$1" -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))' \
+has_torch() { # the versions of torch in pyproject.toml, in the environment of a Python interpreter
+    "$1" -c 'import sys, torch; sys.exit(not (2, 10) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15))' \
         2>/dev/null
 }
 
@@ -65,13 +65,13 @@ make_venv() {
     "$1" -m venv --clear $options "$venv"
 }
 
-install() { # twice quiet: pip still prints its errors
+install() { # with -qq, pip still prints its errors
     pip="$venv/bin/python -m pip install --disable-pip-version-check -qq"
     constraints=
     has_gpu || constraints="-c constraints-cpu.txt"
     if ! { has_gpu && has_torch "$venv/bin/python"; }; then
         echo "setup: torch ..."
-        $pip $constraints 'torch>=2.10'
+        $pip $constraints 'torch>=2.10,<2.15'
     fi
     if [ -n "$extra" ]; then
         echo "setup: the extra [$extra] ..."
@@ -80,7 +80,7 @@ install() { # twice quiet: pip still prints its errors
         wait
     else
         echo "setup: DeepSpeed ..."
-        # What the ops below import comes at once, so that pip replaces nothing under their feet.
+        # All packages that the ops below import, so that pip replaces none of them while they compile.
         $pip $constraints 'deepspeed>=0.18.6,<0.20' ninja numba psutil pydantic
         compile_ops
         echo "setup: ebbtide ..."
@@ -88,8 +88,8 @@ install() { # twice quiet: pip still prints its errors
     fi
 }
 
-# A minute for two cores, of which pip leaves one idle: in the background, each op by itself. Nobody
-# waits here: who needs them first waits for them, or compiles what failed and says why.
+# Takes a minute on two cores, one of which pip leaves idle: so each op is compiled in the background. The
+# first process that needs an op waits for it. If the compilation failed, that process repeats it, and reports the error.
 compile_ops() {
     for op in cpu_adam deepspeed_shm_comm; do
         PATH="$PWD/$venv/bin:$PATH" nice -n 5 "$venv/bin/python" -m studies.bench.deepspeed_ops "$op" \
@@ -97,8 +97,9 @@ compile_ops() {
     done
 }
 
-# Makes a plan, so that numba compiles the simulator and keeps the code on disk: 15 s, while pip installs. Else all processes
-# of the tests that begin together compile it. A failure is harmless: the first process that plans compiles it then.
+# Makes a plan, so that numba compiles the simulator and keeps the code on disk: 15 s, while pip installs.
+# Otherwise all processes of the tests that begin together compile it. A failure is harmless, because the first process that
+# plans then compiles it.
 compile_simulator() {
     "$venv/bin/tune" plan --machine rtx4090 --model examples/llama-3-8b.json --sequence 256 --accumulation 2 \
         -o "$venv/first-plan.json" >/dev/null 2>&1 </dev/null &

@@ -43,7 +43,7 @@ def test_old_python_is_named_with_what_to_do(machine):
     _program(programs / "python3", _OLD)
     done = run()
     assert done.returncode == 2
-    assert "Python >= 3.11 with the venv module is needed, but python3 is Python 3.9.2" in done.stderr
+    assert "Python 3.11 or 3.12 with the venv module is needed, but python3 is Python 3.9.2" in done.stderr
     assert "make PYTHON=" in done.stderr
 
 
@@ -70,3 +70,14 @@ def test_newer_python_beside_an_old_one_is_found(machine):
     _program(programs / "python3.11", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     done = run(CXX="no-such-compiler")  # so that it stops right after it has chosen
     assert "C++ compiler" in done.stderr
+
+
+def test_python_that_pip_would_refuse_is_passed_over(machine):
+    """Check that `make setup` does not choose a Python that is newer than `requires-python` in pyproject.toml."""
+    programs, run = machine
+    newer = f'if [ "$1" = -c ]; then exec "{sys.executable}" -c "import sys; sys.version_info = (3, 13, 0); $2"; fi'
+    _program(programs / "python3", f'#!/bin/sh\n{newer}\necho "Python 3.13.0"\n')
+    done = run(CXX="no-such-compiler")
+    assert "Python 3.11 or 3.12 with the venv module is needed, but python3 is Python 3.13.0" in done.stderr
+    (programs / "python3.11").symlink_to(sys.executable)
+    assert "C++ compiler" in run(CXX="no-such-compiler").stderr
