@@ -14,5 +14,5 @@ isolation=
 "$python" -c 'import setuptools; assert int(setuptools.__version__.split(".")[0]) >= 77' 2>/dev/null &&
     isolation=--no-build-isolation
 rm -f "$folder"/ebbtide-*.whl
-# shellcheck disable=SC2086 - no flag is no word
+# shellcheck disable=SC2086 - unquoted, so that an empty variable is no argument
 "$python" -m pip --disable-pip-version-check -q wheel --no-deps $isolation -w "$folder" "$source"

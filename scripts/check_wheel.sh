@@ -1,8 +1,8 @@
 #!/usr/bin/env sh
-# Builds the wheel, installs it into an empty environment, and tries there what its users do.
+# Builds the wheel, installs it into an empty environment, and runs there what users run.
 #   sh scripts/check_wheel.sh [FOLDER]   works in FOLDER, a new temporary one without
 #   PACKAGES  a site-packages folder with the dependencies and pip: nothing is downloaded then
-#   STARTUP  a folder for PYTHONPATH, without modules of ebbtide: what it holds may spare each process seconds
+#   STARTUP  a folder for PYTHONPATH without modules of ebbtide. Its sitecustomize.py may save seconds per process
 #   NUMBA_DISABLE_JIT=1  spares ten seconds: numba compiles one kernel only, and the first plan runs as plain Python
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -14,7 +14,7 @@ nvidia-smi -L >/dev/null 2>&1 || constraints="-c $root/constraints-cpu.txt"
 unset PYTHONPATH
 [ -z "${STARTUP:-}" ] || export PYTHONPATH="$STARTUP"
 
-# PACKAGES holds pip as well. To unpack another one takes two seconds.
+# PACKAGES contains pip too. Installing another pip would take two seconds.
 python3 -m venv --clear ${PACKAGES:+--without-pip} "$folder/venv"
 pip="$folder/venv/bin/python -m pip --disable-pip-version-check -q"
 if [ -n "${PACKAGES:-}" ]; then
@@ -22,18 +22,18 @@ if [ -n "${PACKAGES:-}" ]; then
 fi
 sh "$root/scripts/build_wheel.sh" "$folder" "$folder/venv/bin/python"
 if [ -n "${PACKAGES:-}" ]; then
-    # The copy that PACKAGES may hold stays: only this environment gets the wheel.
+    # Only this environment gets the wheel. A copy of ebbtide in PACKAGES stays as it is.
     $pip install --no-deps --no-index --ignore-installed "$folder"/ebbtide-*.whl
 else
-    # shellcheck disable=SC2086 - no constraints are no word
+    # shellcheck disable=SC2086 - unquoted, so that an empty variable is no argument
     $pip install $constraints "$folder"/ebbtide-*.whl
-    # Its own: two environments that share compiled ops rebuild each other's in turns.
+    # A folder of its own, because two environments with the same folder rebuild each other's compiled ops.
     export TORCH_EXTENSIONS_DIR="$folder/ops"
 fi
 
 cd "$folder"
 if [ -n "${PACKAGES:-}" ]; then
-    PATH=$(cd "$PACKAGES/../../../bin" && pwd):$PATH # its ninja: another version builds everything again
+    PATH=$(cd "$PACKAGES/../../../bin" && pwd):$PATH # with its ninja, because another version would build everything again
 fi
 PATH=$folder/venv/bin:$PATH
 python - ebbtide-*.whl <<'PYTHON'
@@ -74,7 +74,7 @@ echo '{"layers": 2, "hidden": 1024, "heads": 8, "vocabulary": 32000}' >model.jso
 tune plan --machine rtx4090 --model model.json --sequence 256 --emit-deepspeed planned.json
 echo "check_wheel: first plan after $(($(date +%s) - begin)) s"
 
-# An engine under a plan, through the front door, without a checkout anywhere near.
+# Train under a plan with the key "ebbtide", without a checkout of the repository.
 cp "$root/examples/plain_loop.py" .
 cat > ds.json <<'JSON'
 {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 1.0, "bf16": {"enabled": true},

@@ -1,8 +1,9 @@
 #!/bin/sh
-# The bit-identity tests, checkpoints and the front door on other DeepSpeeds: scripts/compat.sh VERSION...
-# Each version gets a venv of its own (under $COMPAT_DIR, build/compat by default) that holds only
-# it and sees everything else, torch included, in the environment of the `python` on PATH. Its ops
-# are compiled apart from other versions', whose sources differ under the same names.
+# Runs the tests of bit-identity, checkpoints and the key "ebbtide" with other versions of DeepSpeed:
+#   scripts/compat.sh VERSION...
+# Each version gets its own venv (under $COMPAT_DIR, by default build/compat) that contains only this
+# version. All other packages, including torch, come from the environment of the `python` on PATH. Each
+# version compiles its ops in its own folder, because their sources differ but their names are the same.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 folder=${COMPAT_DIR:-$here/build/compat}

@@ -1,7 +1,7 @@
 #!/usr/bin/env sh
-# Runs the GPU suite on a machine without a network, on its own Python and torch:
+# Runs the GPU suite on a machine without a network, with the machine's own Python and torch:
 #   sh scripts/gpu_suite.sh OUT [arguments of python -m studies.gpu]
-# Installs what .whl/ holds (scripts/gpu_wheels.sh) into a folder of its own; nothing else changes.
+# Installs the packages in .whl/ (see scripts/gpu_wheels.sh) into a separate folder, and changes nothing else.
 set -eu
 [ $# -ge 1 ] || { echo "usage: sh scripts/gpu_suite.sh OUT [--minutes 9 --part smoke|contract|baseline|peers|speed]" >&2; exit 2; }
 out=$1
@@ -26,7 +26,7 @@ for name in needed:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing.append(name if error.name == name else f"{error.name} (of {name})")
-    except Exception as error:  # versions that do not go together show here, not an hour later
+    except Exception as error:  # incompatible versions fail here, and not an hour later
         broken.append(f"{name}: {error}")
 if missing:
     sys.exit(f"gpu_suite: these modules are needed, but are missing: {', '.join(missing)}; "

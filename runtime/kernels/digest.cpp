@@ -1,8 +1,9 @@
-// What a piece of a tensor is, in a few numbers that add up over pieces, whoever holds them.
+// A digest of a tensor: a few numbers. Digests of the parts of a tensor, on any rank, add up to that
+// of the whole tensor.
 //
-// hash: the sum of (odd 64-bit key of the place) * (bits of the element), modulo 2^64: one changed
-// bit always changes it. sketch: random signs times elements in LANES sums; the sum of the squares
-// of two sketches' differences estimates the square of the distance of two tensors.
+// hash: the sum of (odd 64-bit key of the position) * (bits of the element), modulo 2^64. One changed
+// bit always changes it. sketch: LANES sums of the elements with random signs. The sum of the squared
+// differences of two sketches estimates the squared distance of two tensors.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -12,10 +13,10 @@ namespace {
 constexpr int64_t TABLE = 1024, LANES = 16;
 
 struct Digest {
-    uint64_t hash;       // of the bits as they are
-    uint64_t narrow;     // of the elements rounded to 16 bits; 0 where that was not asked for
-    uint64_t bits;       // all words, or-ed
-    int64_t not_finite;  // they count as 0 below
+    uint64_t hash;       // of all bits of the elements
+    uint64_t narrow;     // of the elements rounded to 16 bits. 0 if not asked for
+    uint64_t bits;       // bitwise or of all elements
+    int64_t not_finite;  // number of infinities and NaNs, which count as 0 below
     double squares, largest;
     double sketch[LANES];
 };
@@ -73,7 +74,7 @@ struct ToHalf {
     }
 };
 
-// Elements whose places in the tensor are from .. from + n, all in one row of the table.
+// Digest of the elements at the positions from .. from + n of the tensor, all in one row of the table.
 template <typename Type, typename Rounding>
 void row(const typename Type::word* w, int64_t n, int64_t from, Digest& out) {
     static const Keys keys;
@@ -148,8 +149,8 @@ void piece(const void* data, int64_t n, int64_t start, int threads, Digest& out)
 
 }  // namespace
 
-// data: n elements of kind 0 fp32, 1 bf16, 2 fp16, which lie at `start` of their tensor. narrow:
-// -1, or the kind that fp32 is also rounded to. Returns 0, or 1 for kinds that are not known.
+// data: n elements of kind 0 (fp32), 1 (bf16) or 2 (fp16), from position `start` of their tensor.
+// narrow: -1, or the kind that fp32 is also rounded to. Returns 0, or 1 for an unknown kind.
 extern "C" int ebbtide_digest(const void* data, int kind, int narrow, int64_t n, int64_t start,
                               int threads, Digest* out) {
     *out = Digest{};

@@ -1,15 +1,16 @@
 // One step of an optimizer over a flat subgroup, in one pass over memory.
 //
-// Reads the gradient in its wire precision, folds unscale and clip into one factor, updates the fp32
-// master and moments in place and writes the wire-precision parameter. Per element the fp32 operations
-// and their order are those of DeepSpeed's CPU optimizers (ops/csrc/includes/cpu_{adam,lion,adagrad}.h,
-// Step_AVX), so that the bits are the same; the explicit fma and -ffp-contract=off leave the compiler
-// no choice. An optimizer is a struct: how many moments, which scalars, what happens to an element.
+// Reads the gradient in its wire precision, combines unscaling and clipping into one factor, updates
+// the fp32 master and moments in place, and writes the parameter in its wire precision. The fp32
+// operations on an element and their order are those of DeepSpeed's CPU optimizers
+// (ops/csrc/includes/cpu_{adam,lion,adagrad}.h, Step_AVX), so that the bits are the same. The explicit
+// fma and -ffp-contract=off keep the compiler from changing this. Each optimizer is a struct: number
+// of moments, scalars, and the update of an element.
 //
-// DeepSpeed's vector loop leaves the elements behind its last whole vector to a scalar loop, in which
-// the compiler fuses the other product of `m * beta1 + g * (1 - beta1)`. `tail` repeats that.
+// DeepSpeed's vector loop leaves the elements after its last whole vector to a scalar loop. There the
+// compiler fuses the other product of `m * beta1 + g * (1 - beta1)`. `tail` does the same.
 //
-// Plain loops: g++ vectorises them for whatever the machine has, with equal results on every width.
+// The loops are plain: g++ vectorizes them for any machine, with equal results for every vector width.
 
 #include <algorithm>
 #include <cmath>
@@ -38,7 +39,7 @@ struct BFloat16 {
         std::memcpy(&value, &bits, 4);
         return value;
     }
-    // Round to nearest even; NaN stays NaN (quiet), as in c10::BFloat16.
+    // Round to nearest even. A NaN stays a (quiet) NaN, as in c10::BFloat16.
     static inline uint16_t store(float x)
     {
         uint32_t bits;
@@ -61,14 +62,14 @@ struct Nothing {
 
 inline float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 
-// a * x + b * y, each optimizer's average: the loops of DeepSpeed fuse one product each.
+// a * x + b * y, the average in each optimizer. DeepSpeed's two loops fuse one of the products each.
 template <bool tail>
 inline float average(float a, float x, float b, float y)
 {
     return tail ? fma(x, a, y * b) : fma(y, b, x * a);
 }
 
-// `magnitude` with the sign that `x` has not; zeros have signs too.
+// Returns `magnitude` with the sign opposite to that of `x`. Zeros have signs too.
 inline float opposite(float magnitude, float x)
 {
     uint32_t sign, bits;
@@ -110,7 +111,8 @@ struct Lion {
     static inline float update(float param, float grad, float& momentum, float&, const Scalars& s)
     {
         const float direction = average<tail>(s.beta1, momentum, s.one_minus_beta1, grad);
-        // Through the bits: g++ turns -fma(a, b, c) into fma(-a, b, -c), whose zero has another sign.
+        // By setting the sign bit, because g++ turns -fma(a, b, c) into fma(-a, b, -c), which has
+        // another sign for zero.
         const float change = opposite(s.lr, direction);
         momentum = average<tail>(s.beta2, momentum, s.one_minus_beta2, grad);
         return variant == kDecay ? fma(param, s.after_decay, change) : param + change;
@@ -129,18 +131,18 @@ struct Adagrad {
         if (variant == kL2) grad = fma(param, s.decay, grad);
         sum = fma(grad, grad, sum);
         const float step = grad / (__builtin_sqrtf(sum) + s.eps);
-        // The scalar loop stores the product as well, and so does not fuse it.
+        // DeepSpeed's scalar loop also stores the product, so it does not fuse it.
         return tail ? param + step * s.step_size : fma(step, s.step_size, param);
     }
 };
 
-// Master and moments from one element on; `v` is null where there is one moment.
+// Master and moments from one element on. `v` is null for an optimizer with one moment.
 struct State {
     float *p, *m, *v;
     State at(int64_t i) const { return {p + i, m + i, v ? v + i : v}; }
 };
 
-// What an update reads and writes. `from` and `to` are the same, or share no memory.
+// Memory that an update reads and writes. `from` and `to` are the same memory, or do not overlap.
 template <class Rule, class Grad, class Out>
 struct Range {
     State from, to;
@@ -172,8 +174,9 @@ void update_range(const Range<Rule, Grad, Out>& r, int64_t n)
 }
 
 #if defined(__SSE2__)
-// Writes `bytes` (a multiple of 64) past the caches, if `to` begins a line of theirs: what is written is
-// not read again before it would leave them, and a plain store first reads the line it overwrites.
+// Writes `bytes` (a multiple of 64) with non-temporal stores if `to` is aligned to a cache line. The
+// written values would leave the caches before they are read again, and a plain store would first read
+// the line.
 inline void stream_out(void* to, const void* from, int64_t bytes)
 {
     if (reinterpret_cast<uintptr_t>(to) % 64 != 0) {
@@ -191,9 +194,9 @@ inline void stream_out(void* to, const void* from, int64_t bytes)
 #endif
 }
 
-// Elements between two turns of streaming. Out of place four streams take turns: up to 256 elements at
-// a time an update takes 1.2 times what it takes in place, 1,024 at a time 1.7 times, and 1.6 times
-// with plain stores (40 M parameters, Zen 5).
+// Number of elements between two series of non-temporal stores. Out of place, four streams alternate.
+// Compared with an update in place, such an update takes 1.2 times as long with up to 256 elements,
+// 1.7 times with 1,024 elements, and 1.6 times with plain stores (40 M parameters, Zen 5).
 constexpr int64_t kBlock = 64;
 
 template <class Rule, class Grad, class Out, int variant>
@@ -223,13 +226,14 @@ void update_streaming(const Range<Rule, Grad, Out>& r, int64_t n)
 }
 #endif
 
-// Elements that a thread takes at a time: 16 bytes each of state, gradient and parameter make 1 MiB,
-// long enough for the prefetchers. Borders on multiples of 64 elements: no two threads share a cache line.
+// Number of elements that a thread takes at a time. With 16 bytes of state, gradient and parameter per
+// element this is 1 MiB, long enough for the prefetchers. Chunks begin at multiples of 64 elements, so
+// that no two threads share a cache line.
 constexpr int64_t kChunk = int64_t(1) << 16;
 
-// Cuts [0, n) into chunks that the team takes one after the other. Of equal shares, given out
-// beforehand, the thread whose core the training thread is on would still have half of its own when the
-// others are done.
+// Divides [0, n) into chunks that the threads take one after the other. If each thread had a fixed,
+// equal share, the thread on the core of the training thread would still have half of its share left
+// when the others are done.
 template <class Body>
 void in_chunks(int64_t n, int64_t unit, int64_t longest, int threads, const Body& body)
 {
@@ -237,7 +241,7 @@ void in_chunks(int64_t n, int64_t unit, int64_t longest, int threads, const Body
         body(int64_t(0), n);
         return;
     }
-    // Short ranges too come in several chunks per thread.
+    // Short ranges are divided too, into several chunks per thread.
     int64_t chunk = (n / (int64_t(threads) * 4) + unit - 1) / unit * unit;
     if (chunk > longest) chunk = longest;
     if (chunk < unit) chunk = unit;
@@ -249,7 +253,7 @@ void in_chunks(int64_t n, int64_t unit, int64_t longest, int threads, const Body
     }
 }
 
-// Not inlined: of all these forms each is compiled once.
+// Not inlined, so that each combination of template arguments is compiled once.
 template <class Rule, class Grad, class Out, int variant, bool write>
 __attribute__((noinline)) void update_chunk(const Range<Rule, Grad, Out>& r, bool streams, int64_t n)
 {
@@ -267,14 +271,14 @@ void update(const Range<Rule, Grad, Out>& r, int64_t n, int64_t tail, int thread
     n -= tail;
     update_range<Rule, Grad, Out, variant, write, true>(r.at(n), tail);
     if (n < (1 << 15)) threads = 1;
-    // A small subgroup's parameters may still be in the caches when they are read.
+    // The parameters of a small subgroup may be read while they are still in the caches.
     const bool streams = n / std::max(threads, 1) >= (int64_t(1) << 20);
     in_chunks(n, 64, kChunk, threads, [&](int64_t begin, int64_t end) {
         update_chunk<Rule, Grad, Out, variant, write>(r.at(begin), streams, end - begin);
     });
 }
 
-// What the caller of the library handed in; dtypes and variant are looked up one after the other.
+// The arguments of a call from outside. Dtypes and variant are resolved one after the other.
 struct Call {
     State from, to;
     const void* g;
@@ -361,9 +365,9 @@ double norm_of(const void* g, int dtype, int64_t n)
 extern "C" {
 
 // Returns 0, or 1 for an unknown dtype, 2 for an unknown variant, 3 for an unknown rule. `scalars` are
-// the floats of the rule's Scalars in order; the last `tail` elements are updated as DeepSpeed's scalar
-// loop does. `from` and `to`: the old and the new master and moments, which may be the same memory;
-// a rule with one moment reads no third.
+// the floats of the rule's Scalars, in their order. The last `tail` elements are updated as
+// DeepSpeed's scalar loop updates them. `from` and `to` are the old and the new master and moments,
+// which may be the same memory. A rule with one moment does not use the third pointer.
 int ebbtide_update(const char* rule, float* const* from, float* const* to, const void* g,
                    int grad_dtype, void* out, int out_dtype, int64_t n, const float* scalars,
                    int variant, int64_t tail, int threads)
@@ -376,10 +380,10 @@ int ebbtide_update(const char* rule, float* const* from, float* const* to, const
     return 3;
 }
 
-// 2-norm in float64 without a float64 copy. Torch adds the squares up in as many lanes as its vectors
-// have, then the lanes, then the rest; squares of fp32 values are exact in float64, so that with the
-// same order the result has torch's bits (ATen/native/cpu/ReduceOpsKernel.cpp, norm_two_reduce_step).
-// Returns a negative number for an unknown dtype or number of lanes.
+// 2-norm in float64 without a float64 copy. torch first adds up the squares in as many lanes as its
+// vectors have, then adds the lanes, then the remaining elements. Squares of fp32 values are exact in
+// float64, so the same order gives torch's bits (ATen/native/cpu/ReduceOpsKernel.cpp,
+// norm_two_reduce_step). Returns a negative number for an unknown dtype or number of lanes.
 double ebbtide_norm(const void* g, int dtype, int64_t n, int lanes)
 {
     if (lanes == 8) return norm_of<8>(g, dtype, n);
@@ -388,14 +392,15 @@ double ebbtide_norm(const void* g, int dtype, int64_t n, int lanes)
     return -1.0;
 }
 
-// a[i] = b[i] + s * c[i], the STREAM triad: the yardstick for the update's share of DRAM bandwidth.
+// a[i] = b[i] + s * c[i], the STREAM triad, with which the update's share of DRAM bandwidth is
+// measured.
 void ebbtide_triad(float* a, const float* b, const float* c, float s, int64_t n, int threads)
 {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < n; ++i) a[i] = b[i] + s * c[i];
 }
 
-// A copy that several threads share, for emulated links and copy on update.
+// A copy by several threads, for emulated links and for state that is copied before an update.
 void ebbtide_copy(char* to, const char* from, int64_t bytes, int threads)
 {
     in_chunks(bytes, 4096, int64_t(1) << 20, threads, [&](int64_t begin, int64_t end) {

@@ -1,5 +1,5 @@
-// A drive that cannot deliver a mapped page kills the process with SIGBUS and no word. Here are the
-// words: what was being read, and what to do. The signal then does what it did before.
+// If a drive cannot deliver a mapped page, the process gets SIGBUS and ends without a message. This
+// handler prints a message: what was read, and what to do. Then the former handler of the signal runs.
 #include <csignal>
 #include <cstdint>
 #include <cstring>
@@ -24,12 +24,13 @@ void explain(int, siginfo_t* info, void*) {
             (void)!write(2, range.text, std::strlen(range.text));
             break;
         }
-    sigaction(SIGBUS, &before, nullptr);  // the access is tried again, and meets this one
+    sigaction(SIGBUS, &before, nullptr);  // the access is repeated, and the former handler gets its signal
 }
 
 }  // namespace
 
-// Says `text` when a page of these bytes does not come. Returns the range's number; -1: no room.
+// Registers a `text` that is printed if a page of these bytes cannot be read. Returns the number of
+// the range, or -1 if there is no room.
 extern "C" int ebbtide_explain(uintptr_t begin, uintptr_t size, const char* text) {
     static std::mutex lock;
     std::lock_guard<std::mutex> hold(lock);
@@ -49,7 +50,7 @@ extern "C" int ebbtide_explain(uintptr_t begin, uintptr_t size, const char* text
     return -1;
 }
 
-// These bytes belong to somebody else from now on.
+// Unregisters a range, because these bytes may now belong to other code.
 extern "C" void ebbtide_forget(int number) {
     if (number >= 0) ranges[number].end = ranges[number].begin;
 }
