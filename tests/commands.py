@@ -16,7 +16,8 @@ import sys
 import traceback
 from pathlib import Path
 
-# Without site-packages an interpreter starts in 20 ms. It hands its arguments, folder, environment and files over.
+# Without site-packages, an interpreter starts in 20 ms. It passes its arguments, folder, environment and files to the
+# server.
 TUNE = """#!{python} -IS
 import json, os, socket, sys
 asked = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
@@ -71,8 +72,8 @@ def serve(address: str) -> None:
     from click.testing import CliRunner
     from ebbtide.tuner.cli import main
 
-    os.chdir(Path(address).parent)  # where this plan is written
-    # What this imports and compiles, its forks need not.
+    os.chdir(Path(address).parent)  # the plan below is written here
+    # The forked processes need not import and compile again what this command imports and compiles.
     result = CliRunner().invoke(main, ["plan", "--quick", "--machine", "rtx4090", "--model", "Llama 3.2 1B"])
     assert result.exit_code == 0, result.output
     with socket.socket(socket.AF_UNIX) as listening:

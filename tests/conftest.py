@@ -10,10 +10,10 @@ import sys
 import zlib
 from pathlib import Path
 
-# Set before torch is imported: tests share the machine with each other and with people.
+# Set before torch is imported, because tests share the machine with each other and with people.
 for _variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(_variable, "2")
-# A thread that waits by spinning keeps the core from the thread it waits for: half of the time is lost.
+# A thread that waits by spinning occupies the core of the thread that it waits for, which takes twice the time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("MPLBACKEND", "Agg")
 # With this, tests/cheap_start/sitecustomize.py keeps child processes from importing torch's compiler (1.2 s).
@@ -50,18 +50,18 @@ def own_extensions(cache, prefix):
     mine = [file for file in builds if f"{prefix}/" in file.read_text()]
     complete = [file for file in mine if list(file.parent.glob("*.so"))]
     if mine and not complete:
-        return None  # another process is compiling the ops there
+        return None  # another process compiles the ops there
     made = own.with_name(f"{own.name}-{os.getpid()}")
     made.mkdir(parents=True)
     for file in complete:
         locks = shutil.ignore_patterns("lock", "ebbtide-*")
         shutil.copytree(file.parent, made / file.parent.name, ignore=locks)
-    if not complete:  # ninja would repeat builds of another compiler
+    if not complete:  # ninja would repeat the builds of another compiler
         (made / "c++").write_text(COMPILER)
         (made / "c++").chmod(0o755)
     try:
         made.rename(own)
-    except OSError:  # another run was first
+    except OSError:  # another run has made it already
         shutil.rmtree(made)
     return own
 
@@ -72,7 +72,7 @@ if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers and children inherit it
         os.environ["TORCH_EXTENSIONS_DIR"] = str(_folder)
         if (_folder / "c++").exists():
             os.environ.setdefault("CXX", str(_folder / "c++"))
-# DeepSpeed calls ninja by name, also where .venv was not activated.
+# DeepSpeed calls ninja by name, even if .venv is not activated.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
 import pytest
@@ -83,13 +83,13 @@ from hypothesis import settings
 from studies.bench.rank import remove_left_buffers
 from tests.prepared import ADDRESS, Prepared
 
-# In CI the examples are always the same, so that a failed run can be replayed. No example has a deadline.
+# In CI, the examples are always the same, so that a failed run can be repeated. No example has a deadline.
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("dev", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
-# Files that wait for browsers and servers, then files that take long. The others fill the gaps.
+# First the files that wait for browsers and servers, then files that take long. The others fill the gaps.
 FIRST = (
     "tuner/service/test_page.py",
     "tuner/service/test_jobs.py",
@@ -156,7 +156,7 @@ def pytest_configure(config):
         os.environ[ADDRESS] = config.stash[PREPARED][0].address
 
 
-@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # a hook of pytest-xdist
 def pytest_xdist_setupnodes(config, specs):
     """Make pytest's workers forks of one process that has imported ebbtide. Otherwise each worker imports it, which
     takes ten seconds.
@@ -203,7 +203,7 @@ def one_thread():
         torch.set_num_threads(1)
 
 
-# Variables that trainers set in this process, and that a child process would take for its own.
+# Variables that trainers set in this process, and that a child process would read as its own.
 RANK_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", *VARIABLES)
 
 

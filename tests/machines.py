@@ -119,7 +119,7 @@ def random_machine(rng: random.Random):
 
 def random_workload(rng: random.Random, zero_stage: int = 3):
     """Return a random workload for the simulator, in which layers and subgroups end at different parameters."""
-    whole = zero_stage < 3  # parameters: gathered at a step's end only
+    whole = zero_stage < 3  # under ZeRO-1 and 2, parameters are gathered only at the end of a step
     sizes = [rng.randint(1, 60) for _ in range(rng.randint(1, 9))]
     total, layers, left = sum(sizes), [], sum(sizes)
     while left:

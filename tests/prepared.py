@@ -34,7 +34,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 ADDRESS = "TESTS_PREPARED"  # environment variable with the path of the socket
 LARGEST_REQUEST = 2**20
-STACKS_S = 0.5  # for writing where each thread of a process is
+STACKS_S = 0.5  # time in which a process writes the stacks of its threads
 FOLDERS = ("profiler", "runtime", "simulator", "tuner")
 MODULES = ("setuptools", "tests.runtime.contract.training")
 
@@ -118,9 +118,9 @@ class Prepared:
         environment = dict(os.environ)
         if workers:
             command.append("workers")
-        else:  # it computes before it forks, and a fork has no threads of OpenMP
+        else:  # it computes before it forks, and OpenMP's threads do not survive a fork
             environment["OMP_NUM_THREADS"] = "1"
-        # In a session of its own, Ctrl-C does not reach the process: it ends with its standard input.
+        # In a session of its own, the process does not get Ctrl-C. It ends when its standard input ends.
         self._process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -139,14 +139,14 @@ class Prepared:
 
 
 def main():
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a forked process may use the GPU
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that a forked process may use the GPU
     made = serve(sys.argv[1], import_all if "workers" in sys.argv else prepare)
     if made is None:
         os._exit(0)
     request, files = made
     become(request, files)
     if request["finalize"]:
-        atexit.unregister(gc.unfreeze)  # the end looks for garbage among the program's objects only
+        atexit.unregister(gc.unfreeze)  # at the end, garbage collection then skips the prepared objects
         execute(*request["words"])
         return
     status = 0
@@ -172,19 +172,19 @@ class Child(NamedTuple):
     """
 
     pid: int
-    connection: socket.socket  # closed by a client that no longer waits
-    descriptor: int  # can be read when the process has ended
+    connection: socket.socket  # the client closes it when it stops waiting
+    descriptor: int  # readable when the process has ended
 
     def kill(self):
         """Kill the process, and all that it has started."""
-        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+        with contextlib.suppress(ProcessLookupError):  # it has no process group of its own yet
             os.killpg(self.pid, signal.SIGKILL)
         os.kill(self.pid, signal.SIGKILL)
 
     def reap(self):
         """Wait until the forked process has ended, and send its exit code to the client that requested the fork."""
         _, status = os.waitpid(self.pid, 0)
-        with contextlib.suppress(BrokenPipeError):  # the client no longer waits
+        with contextlib.suppress(BrokenPipeError):  # the client has stopped waiting
             self.connection.send(str(os.waitstatus_to_exitcode(status)).encode())
         self.connection.close()
         os.close(self.descriptor)
@@ -256,7 +256,7 @@ def prepare():
 
     for module in MODULES:
         importlib.import_module(module)
-    build_host_ops()  # in turn with the tests that compile the same ops
+    build_host_ops()  # at the same time as tests that compile the same ops, of which one waits for the other
     warm_up()
     answer_once()
 
@@ -284,7 +284,7 @@ def become(request, files):
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    if len(files) < 3:  # a program of a test, which `Started.wait` asks for its stacks
+    if len(files) < 3:  # the program of a test, whose stacks `Started.wait` asks for
         files = [os.open(os.devnull, os.O_RDONLY), *files]
         faulthandler.register(signal.SIGUSR1)
     for descriptor, number in zip(files, range(3), strict=True):

@@ -18,10 +18,10 @@ from tests.conftest import of_a_new_shell
 from tests.test_pages import DOCS, ROOT, WRITTEN, what_pages_take_for_given
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Shown and not run: what a terminal or a log says, excerpts for other programs.
+# Languages of blocks that are shown but not run: output of terminals and logs, excerpts for other programs.
 SHOWN = {"text", "ini", "bibtex"}
-# Tried in test_wheel.py, test_readme.py and test_examples.py. Of the examples, one runs here. The quickstart has
-# Hugging Face's Trainer.
+# These pages are tested in test_wheel.py, test_readme.py and test_examples.py. One of the examples runs here, and the
+# quickstart uses the Trainer.
 EXAMPLES = ("hf_trainer.py", "accelerate_loop.py", "trl_sft.py")
 ELSEWHERE = ("pip install", "make ", "cd ebbtide", *(f"tune run -- python examples/{name}" for name in EXAMPLES))
 PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *WRITTEN, DOCS / "architecture.md"]
@@ -35,8 +35,8 @@ def blocks(page):
 
 
 RUN = [page for page in PAGES if any(kind in ("bash", "python") for kind, _ in blocks(page))]
-# python.md is the first: its script reads the machine.json of its own `tune profile`. Later pages skip commands that
-# have run, and have the machine.json of `what_pages_take_for_given`.
+# python.md is first, because its script reads the machine.json of its own `tune profile`. Later pages skip commands
+# that have run, and get the machine.json of `what_pages_take_for_given`.
 RUN.sort(key=lambda page: page.stem != "python")
 
 
@@ -145,9 +145,9 @@ class Shell:
         return done.stdout + done.stderr
 
     def serve(self, line):
-        self.port = str(free_port())  # it stays free for a minute
+        self.port = str(free_port())  # the port stays free for a minute
         log = (self.folder / "serve.log").open("w")
-        # A process of its own and no fork, because its end is waited for.
+        # A new process and no fork, because the test waits for its end.
         words = [str(Path(sys.executable).parent / "tune"), *line.split()[1:], "--port", self.port]
         self.servers.append(
             subprocess.Popen(words, cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT)

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What scripts/gpu_wheels.sh says the machine has.
+# Packages that the GPU machine has, according to scripts/gpu_wheels.sh.
 PRESENT = {"torch", "triton", "numpy", "scipy", "pandas", "matplotlib", "numba", "rich", "pytest"}
 
 

@@ -17,7 +17,7 @@ PACKAGES = ("simulator", "profiler", "tuner", "runtime", "studies", "ebbtide")
 
 # The parts of the runtime that the profiler may import: kernels, and facts about this host.
 LEAVES = ("runtime.kernels", "runtime.hardware")
-CACHE = "simulator.engines.cache"  # imports only the standard library; says where compiled code is kept
+CACHE = "simulator.engines.cache"  # imports only the standard library. It says where compiled code is kept
 # For each package, the packages that its modules may import when they are loaded.
 MAY_IMPORT = {
     "simulator": {"simulator"},
@@ -28,11 +28,11 @@ MAY_IMPORT = {
     "studies": set(PACKAGES),
     "ebbtide": {"simulator", "ebbtide"},
 }
-# Imports inside functions too. plan="auto" measures and plans, so the runtime may import upward lazily, as may a
-# command of the tuner that works on checkpoints.
+# Also inside functions. plan="auto" measures and plans, so functions of the runtime may import upper packages. So may
+# commands of the tuner that work on checkpoints.
 MAY_IMPORT_LAZILY = {
     "simulator": {"simulator"},
-    # DeepSpeed's private names are read in one place.
+    # The private names of DeepSpeed are read in one place.
     "profiler": {"simulator", "profiler", *LEAVES, "runtime.zero.checks"},
     "tuner": {"simulator", "profiler", "tuner", "runtime"},
     "runtime": {"simulator", "profiler", "tuner", "runtime"},
@@ -91,7 +91,7 @@ def names(node: ast.Import | ast.ImportFrom, module: str, is_package: bool) -> l
         parts = module.split(".")
         kept = parts[: len(parts) - node.level + is_package]
         base = ".".join([*kept, base]).rstrip(".")
-    # `from a import b` may mean the module a.b or a name in a.
+    # `from a import b` may mean the module a.b, or a name in a.
     return [f"{base}.{alias.name}".removeprefix("ebbtide.") for alias in node.names]
 
 
@@ -224,7 +224,8 @@ def test_rooms_know_only_what_is_below_them(package):
     assert upward == []
 
 
-# A folder whose modules count singly: with the modules of `simulator/` they define the simulator's terms.
+# A folder whose modules count as single modules. Together with the modules of `simulator/` they define the simulator's
+# terms.
 NO_ROOM = {"simulator.update"}
 
 
@@ -264,8 +265,8 @@ def test_every_package_has_modules_and_is_typed():
 
 
 BROAD = ("Exception", "BaseException")
-MOST_FILES = 16  # in a folder
-MOST_LINES = 55  # of a function's statements
+MOST_FILES = 16  # most modules in a folder
+MOST_LINES = 55  # most lines of a function's statements
 
 
 def test_no_folder_is_a_heap():

@@ -22,7 +22,7 @@ from tests.tuner.test_search import machine, workload
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-LOG = "".join(  # seconds that a model of 8 B parameters may take
+LOG = "".join(  # the seconds that a model of 8 B parameters may take
     f"[Rank 0] time (ms) | fwd: {ms} | bwd: {3 * ms} | bwd_inner: 1.00 | step: {20 * ms}\n"
     for ms in (900, 800, 200, 201, 202, 203, 204)
 )
@@ -71,7 +71,7 @@ def test_a_command_can_be_copied(line):
     command.make_context(command.name, words)
 
 
-# Commands that start programs, take long or keep running, and the tests that run them.
+# Commands that start programs, take long or do not end -> the tests that run them.
 RUN_ELSEWHERE = {
     "run": "runtime/frontdoor/test_launchers.py and test_examples.py",
     "profile": "test_readme.py and profiler/test_script.py",
@@ -86,7 +86,7 @@ def test_commands_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     what_pages_take_for_given(tmp_path)
     lines = [line for line in in_blocks("cli.md") if line.split()[1] not in RUN_ELSEWHERE]
-    # The plan that is written last is the one that other commands show and report.
+    # Other commands show and report the plan that is written last.
     for line in sorted(lines, key=lambda line: ("tune plan" not in line, "h200" not in line)):
         words = shlex.split(line.replace(" /checkpoints", " checkpoints"))[1:]
         result = CliRunner().invoke(main, words)
@@ -116,7 +116,7 @@ def what_pages_take_for_given(folder):
 def test_a_command_that_is_named_exists(line):
     command, words = command_of(line)
     flags = {flag for parameter in command.params for flag in parameter.opts} | {"--"}
-    own = words[: words.index("--")] if "--" in words else words  # the rest is a script's
+    own = words[: words.index("--")] if "--" in words else words  # the rest is the script's
     assert {word for word in own if word.startswith("-")} <= flags
 
 
@@ -139,7 +139,7 @@ def test_the_pages_can_be_built(tmp_path):
     from mkdocs.config import load_config
 
     config = load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path))
-    build(config)  # Abort at the first warning: a link that leads nowhere, a page of no menu
+    build(config)  # stops at the first warning, such as a broken link, or a page that is in no menu
     assert (tmp_path / "deepspeed-keys" / "index.html").read_text().count("<table") > 0
     assert "optimizer state" in (tmp_path / "api" / "index.html").read_text()  # made from docstrings
 
@@ -170,7 +170,7 @@ def test_a_message_that_a_page_explains_is_one_of_ours(message):
 
 
 FOREIGN = ("Unable to find", "`ebbtide.plan` not found")  # messages of DeepSpeed and Accelerate
-# What separates the words of a message from the values of an example.
+# The parts of an example's message that are values and not words.
 VALUES = re.compile(r"\.\.\.|\S*\d\S*|'[^']*'|\S*/\S+|\w+ =|[:.,()]|within")
 
 
@@ -197,7 +197,7 @@ def test_a_page_for_each_error_class_people_meet():
     assert len(WRITTEN) > 5
 
 
-MOST_WORDS = 900  # of a page that a person wrote
+MOST_WORDS = 900  # most words of a page that is not generated
 GENERATED = re.compile(r"<!-- \w+: begin -->.*?<!-- \w+: end -->", re.DOTALL)
 
 

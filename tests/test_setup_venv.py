@@ -68,7 +68,7 @@ def test_newer_python_beside_an_old_one_is_found(machine):
     programs, run = machine
     _program(programs / "python3", _OLD)
     _program(programs / "python3.11", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    done = run(CXX="no-such-compiler")  # so that it stops right after it has chosen
+    done = run(CXX="no-such-compiler")  # so that it stops right after the choice
     assert "C++ compiler" in done.stderr
 
 

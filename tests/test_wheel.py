@@ -13,7 +13,8 @@ CHEAP_START = str(ROOT / "tests" / "cheap_start")
 
 @pytest.mark.slow
 def test_the_wheel_plans_trains_and_serves(deepspeed_ops, child_environment, tmp_path):
-    # The script still compiles one kernel of the wheel. All kernels take ten seconds, and other tests run them.
+    # The script still compiles one kernel of the wheel. Compiling all kernels takes ten seconds, and other tests run
+    # them.
     environment = {**child_environment, "PACKAGES": packages(), "STARTUP": CHEAP_START, "NUMBA_DISABLE_JIT": "1"}
     done = subprocess.run(
         ["sh", str(ROOT / "scripts" / "check_wheel.sh"), str(tmp_path)],

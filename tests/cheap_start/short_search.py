@@ -5,8 +5,8 @@ sitecustomize.py beside this file makes them so.
 """
 
 SHORT = "TESTS_SHORT_SEARCH"
-CHANGES = 10  # of a plan, from each plan with which a descent begins
-EVALUATIONS = 10  # of each annealing
+CHANGES = 10  # most changes of a plan in each descent
+EVALUATIONS = 10  # evaluations of each annealing
 POINTS = 10  # numbers of subgroups per placement that are tried first
 
 
@@ -34,5 +34,5 @@ def shorten(decision):
     A short search still takes every kind of step, but tries only a few plans in each step.
     """
     for module, name, value in changes(decision):
-        getattr(module, name)  # if the name is another one now, it must be changed above
+        getattr(module, name)  # fails if the name was changed, so that the list above is corrected
         setattr(module, name, value)

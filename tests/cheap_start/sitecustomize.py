@@ -133,7 +133,7 @@ if os.environ.get(OFF) == "1":
 if os.environ.get(SHORT) == "1":
     CHANGES["ebbtide.tuner.placements.decision"] = shorten
     CHANGES["ebbtide.tuner.service.pool"] = starved
-    os.nice = lambda _: 0  # beside other tests, a worker of low priority would get no core for minutes
+    os.nice = lambda _: 0  # while other tests run, a worker of low priority would get no core for minutes
 
 
 class Finder:
@@ -141,7 +141,7 @@ class Finder:
     torch does not import its compiler or plan searches are short.
     """
 
-    looking = False  # other hooks ask this one as well
+    looking = False  # other hooks read this attribute of finders
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
@@ -173,11 +173,12 @@ def end_early():
 
 
 gc.set_threshold(50_000, 20, 20)
-atexit.register(end_early)  # the first to be registered is the last to be called
+atexit.register(end_early)  # the function that is registered first is called last
 if CHANGES:
     sys.meta_path.insert(0, Finder)
 
-# Another module of this name that is later on the path is run as well. Earlier ones have run, and may have run this.
+# Another sitecustomize module later on the path is run as well. Earlier ones have already run, and may have run this
+# one.
 _folders = [Path(folder or ".").resolve() for folder in sys.path]
 _later = sys.path[_folders.index(Path(__file__).resolve().parent) + 1 :]
 _next = PathFinder.find_spec("sitecustomize", _later)

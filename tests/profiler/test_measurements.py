@@ -217,7 +217,7 @@ def test_storage_removes_its_file_when_the_disk_fails(tmp_path, monkeypatch):
 def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepspeed_ops):
     from ebbtide.runtime.kernels import host
 
-    host.load()  # from the usual cache: only the machine file is to be new
+    host.load()  # from the usual cache, because only the machine file must be new
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
     stages = []
     first = measure_machine(seconds=0.1, elements=TINY, progress=lambda done, total, stage: stages.append(stage))

@@ -94,7 +94,7 @@ def test_the_engine_is_left_as_it_was(engine):
 def test_steps_that_the_loss_scaler_skips_are_left_out(engine):
     profile = PassiveProfile(engine, 2)
     train(engine, WARMUP_STEPS)
-    engine.skipped_steps += 1  # as DeepSpeed counts an overflow
+    engine.skipped_steps += 1  # DeepSpeed counts an overflow in this way
     train(engine, 1)
     assert profile.steps == WARMUP_STEPS
     train(engine, 2)
@@ -129,7 +129,7 @@ def test_phases_are_timed_in_steps_that_nothing_lengthens(engine, waiting_hooks)
         train(engine, 1, first=number)
         waits.append(len(waiting_hooks) - before)
     assert profile.steps == profile.needed == WARMUP_STEPS + 4
-    # A plain step reads the clock once, at its end. Then the next step's record begins.
+    # A plain step reads the clock only at its end. Then the record of the next step begins.
     assert [trace.plain for trace in profile._traces] == [False, True, False, True]
     assert waits[1] == 2
     assert waits[3] == 1
@@ -345,7 +345,7 @@ def test_saved_tensors_count_each_storage_once_and_no_parameter():
     (y * y).sum()
     saved.end()
     assert dict(saved.bytes_by_unit) == {"linear": 128, "tanh": 128}
-    (model[0](x) * 2).exp().sum()  # nothing listens any more
+    (model[0](x) * 2).exp().sum()  # no hook reacts any more
     assert sum(saved.bytes_by_unit.values()) == 256
 
 

@@ -34,7 +34,7 @@ def test_a_rank_that_fails_beside_the_others_ends_them(monkeypatch):
         calls = itertools.count()
 
         def work(threads):
-            if next(calls) and rank:  # beside the other, which has samples enough
+            if next(calls) and rank:  # at the same time as the other rank, which has enough samples
                 while not enough[0]:
                     time.sleep(0.001)
                 raise OSError("planted")
@@ -68,7 +68,7 @@ class DeadProcess:
 def test_a_rank_that_was_killed_is_an_error():
     receiver, sender = multiprocessing.Pipe(duplex=False)
     read, write = os.pipe()
-    os.close(write)  # a sentinel that is ready: the process is gone
+    os.close(write)  # a sentinel that is ready means that the process has ended
     with pytest.raises(RuntimeError, match="rank 0 died with code -9"):
         ranks._collect([receiver], [DeadProcess(read)])
     os.close(read)
@@ -91,7 +91,7 @@ def test_shares_are_rates_beside_the_others_over_the_rate_alone():
 
 def test_dram_is_what_the_greedier_of_triad_and_update_moves():
     found, _ = ranks._shares(samples(host_adam=[[4.0] * 5, [4.0] * 5]), cuda=True)
-    assert found["dram"].median == pytest.approx(4 / 10)  # 28 bytes x 4 beside triad's 5 bytes
+    assert found["dram"].median == pytest.approx(4 / 10)  # 28 bytes x 4 beside the triad's 5 bytes
     found, _ = ranks._shares(samples(host_adam=[[0.1] * 5, [0.1] * 5]), cuda=True)
     assert found["dram"].median == pytest.approx(5 / 280)
 

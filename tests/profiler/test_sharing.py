@@ -98,7 +98,7 @@ def test_where_passes_run_on_the_cores_their_loss_is_the_cost():
             storage_write_while_host_adam=0.9,
         ).model_copy(update={"writer_s_per_byte": Quantity.exact(1e-10, "measured", "CPU time")})
     )
-    most = 2 / 2e9  # both writers, all the time
+    most = 2 / 2e9  # both writers, all of the time
     assert found.writer_s_per_byte.median == most
     less = with_writer_cost(
         found.model_copy(

@@ -28,9 +28,9 @@ def test_ids_of_batch_times_sequence_are_counted(args, kwargs):
 @pytest.mark.parametrize(
     ("args", "kwargs"),
     [
-        ((torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)), {}),  # images and classes
-        ((torch.zeros(2, 8), IDS), {}),  # numbers first: the integers may be targets
-        ((IDS, torch.zeros(2, 8, dtype=torch.int64)), {}),  # two lengths: which one?
+        ((torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)), {}),  # images and class numbers
+        ((torch.zeros(2, 8), IDS), {}),  # the first tensor holds real numbers, so the integers may be targets
+        ((IDS, torch.zeros(2, 8, dtype=torch.int64)), {}),  # two lengths, so it is unclear which one counts
         ((torch.zeros(2, dtype=torch.int64),), {}),
         ((), {"input_ids": torch.zeros(2, 32)}),
         (("text",), {}),

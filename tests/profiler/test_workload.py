@@ -63,7 +63,8 @@ def test_a_part_of_the_gradients_stands_for_all(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))  # each reading of the clock adds one second
     assert _own_gradient_path_s(optimizer, micro=1) == 3 + 3
     assert _own_gradient_path_s(optimizer, micro=4) == 4 * 3 + 3
-    monkeypatch.setattr("ebbtide.profiler.workload.UNCACHED_BYTES", 1000)  # the first two, which have more
+    # Of the gradients, only the first two are larger.
+    monkeypatch.setattr("ebbtide.profiler.workload.UNCACHED_BYTES", 1000)
     assert _own_gradient_path_s(optimizer, micro=4) == (4 * 2 + 2) * 500 / 400
 
 

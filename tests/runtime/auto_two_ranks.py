@@ -45,7 +45,7 @@ def main(folder, stage):
     contained(folder / f"root{rank}")
     auto.better_plan = note
     auto._free_device_bytes = lambda device: 10**8 * (1 + rank)
-    # Nothing that is measured is the same on both ranks.
+    # All measured values differ between the ranks.
     device = slowed(1e9 / (1 + rank), 1e9, 1e9)
     ebbtide.runtime.attach(engine, "auto", device=device, machine=node(device_kind="emulated"))
     engine.module.register_forward_hook(lambda *_: time.sleep(0.02 * rank))

@@ -76,7 +76,7 @@ class Disk:
                 self.build(path / name, child)
             else:
                 (path / name).write_bytes(self.files.get(child, b""))
-                os.utime(path / name, (0, 0))  # the machine was down for a while
+                os.utime(path / name, (0, 0))  # as if the machine had been down for a while
 
     def digest(self) -> str:
         hasher = xxhash.xxh3_128()
@@ -199,7 +199,7 @@ def crash_states(ops, seed):
         commits = sum(op.kind == "point" and op.args[0] == "committed" for op in prefix)
         for chosen in choices:
             disk = Disk()
-            # Folders exist as objects whether or not a name leads to them.
+            # A folder exists as an object even if no name leads to it.
             for i in changing:
                 if prefix[i].kind == "link" and prefix[i].args[2]:
                     disk.folders.setdefault(prefix[i].args[1], {})
@@ -207,7 +207,7 @@ def crash_states(ops, seed):
                 for i in changing:
                     if i in synced or i in chosen:
                         disk.apply(prefix[i])
-            except KeyError:  # swapped a name that never reached the disk: no filesystem does this
+            except KeyError:  # the swapped name never reached the disk, which no file system allows
                 continue
             yield disk, commits
 

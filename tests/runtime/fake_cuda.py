@@ -79,7 +79,7 @@ class FakeStream:
                             break
             try:
                 work()
-            except Exception as error:  # shows at the end of the test
+            except Exception as error:  # reported at the end of the test
                 self._world.violations.append(f"a stream's work failed: {error!r}")
             with self._state:
                 self.ran += late
@@ -126,7 +126,7 @@ class FakeStream:
             return self._done >= self._issued
 
     def wait_event(self, event):
-        record = event.latest  # its present position, whatever is recorded later
+        record = event.latest  # the event's present position, even if it is recorded again later
         if record is not None:
             self._put(record.wait, late=False)
 
@@ -266,10 +266,10 @@ class _Block:
     """
 
     def __init__(self, storage):
-        self.alive = StorageWeakRef(storage)  # so that its number is not given to another storage
+        self.alive = StorageWeakRef(storage)  # keeps the storage's number from being given to another storage
         self.owner = DEFAULT
         self.recorded = set()
-        self.held = 0  # references made by `hold`
+        self.held = 0  # references that `hold` has made
 
 
 class Allocator:
@@ -337,11 +337,11 @@ class _Queueing(TorchDispatchMode):
         super().__init__()
         self._world = world
         self._stream = stream
-        self._crossing = crossing  # copies are from host to device or back
+        self._crossing = crossing  # copies between host and device
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func.is_view or current_stream() is DEFAULT:  # entered within
+        if func.is_view or current_stream() is DEFAULT:  # a nested call
             return func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default:
             self._world.copy_later(self._stream, args[0], args[1], self._crossing)
@@ -354,7 +354,7 @@ class _Queueing(TorchDispatchMode):
             return self._owned(func(*args, **kwargs))
         try:
             return self._made_later(func, args, kwargs)
-        except (NotImplementedError, RuntimeError, TypeError):  # the result's shape depends on the data
+        except (NotImplementedError, RuntimeError, TypeError):  # the shape of the result depends on the data
             self._stream.drain()
             return self._owned(func(*args, **kwargs))
 
@@ -397,7 +397,7 @@ class FakeRuntime:
         self.refuses_after, self.limit_bytes = None, math.inf
         self.last_error = 0
         self._violations = violations
-        self._flying = Counter()  # (first byte, end) of what copies on streams read or write
+        self._flying = Counter()  # (first byte, end) of memory that copies on streams read or write
 
     def cudaHostRegister(self, address, size, flags):
         del flags
@@ -457,7 +457,7 @@ class FakeTorch:
         self.allocator = Allocator()
         self.streams = []
         self.counts = Counter()
-        self.devices_set = set()  # threads that chose a device
+        self.devices_set = set()  # threads that have chosen a device
         self._training = threading.get_ident()
         self.cuda = SimpleNamespace(
             Stream=self.stream,
@@ -618,11 +618,11 @@ def install_under_deepspeed(monkeypatch, fake):
     monkeypatch.setattr(kind, "use_host_timers", lambda self: True)
     for name in ("Stream", "Event"):
         monkeypatch.setattr(kind, name, property(lambda self, name=name: getattr(fake.cuda, name)))
-    members = {"stream": fake.on_stream}  # which copies within the device too
+    members = {"stream": fake.on_stream}  # which also copies within the device
     for name in ("stream", "current_stream", "default_stream", "synchronize"):
         member = members.get(name, getattr(fake.cuda, name))
         monkeypatch.setattr(kind, name, lambda self, *args, member=member: member(*args))
-    for stage in ("stage3", "stage12"):  # as on CUDA: a kernel like any other
+    for stage in ("stage3", "stage12"):  # a kernel like any other, as on CUDA
         monkeypatch.setattr(f"ebbtide.runtime.zero.{stage}.float64_norm", _float64_norm)
     monkeypatch.setattr(
         coalesced_collectives,

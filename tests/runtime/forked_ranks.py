@@ -19,7 +19,7 @@ from tests.conftest import without_a_rank
 from tests.prepared import Started
 
 RANKS = 2
-LIMIT_S = 400  # a hang would run into it; compiling on a fresh machine does not
+LIMIT_S = 400  # a process that hangs reaches this limit. Compiling on a new machine does not
 
 
 def launch(module, folder, *arguments):

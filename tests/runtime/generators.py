@@ -16,8 +16,8 @@ import torch
 
 from studies.bench.byte_gpt import ds_config
 
-STEPS = 6  # "auto" switches after four
-QUICK = {"seconds": 0.2, "elements": 20_000}  # for a measurement whose result does not matter
+STEPS = 6  # number of steps: "auto" switches after four
+QUICK = {"seconds": 0.2, "elements": 20_000}  # settings of a measurement whose result does not matter
 
 
 def states():

@@ -29,8 +29,8 @@ from tests.runtime.contract.training import plan_for, start
 
 WIDTH, LAYERS = 2048, 12  # 50 M parameters
 SUBGROUP = 2 * WIDTH**2
-BUCKET = WIDTH**2  # of reductions
-M_MMAP_THRESHOLD = -3  # malloc.h
+BUCKET = WIDTH**2  # elements of the reduction bucket
+M_MMAP_THRESHOLD = -3  # constant from malloc.h
 OFFLOAD = {"device": "cpu", "pin_memory": False}
 CASES = {
     "host": (
@@ -103,7 +103,7 @@ def measured(model, width, subgroup, case):
     device = Counting()
     ebbtide.runtime.attach(engine, plan_for(engine, placements, subgroup, locations=locations), device=device)
     own = engine.optimizer._ebbtide
-    device.peak_bytes = device.bytes()  # of training
+    device.peak_bytes = device.bytes()  # the peak of training only
     for number in range(3):
         x = torch.randn(2, width, generator=torch.Generator().manual_seed(number)).bfloat16()
         engine.backward(engine(x))
@@ -112,10 +112,10 @@ def measured(model, width, subgroup, case):
     work = observed_workload(own.engine, own.recorder.passes())
     told = footprint(work, own.plan)
     on_host = sum(s.gradient.nbytes for s in own.executor.states if s.placement == "host")
-    # DeepSpeed's own device memory is host memory here: its bucket, and parameters that stay.
+    # DeepSpeed's own device memory is host memory here: its bucket, and parameters that stay on the device.
     stay = 0 if "host" in locations else sum(s.wire.nbytes for s in own.executor.states)
     beside = device.bytes() + stay + 2 * BUCKET
-    under_way = min(GRADIENTS_UNDER_WAY_BYTES, on_host)  # counted, and not made by `device_empty`
+    under_way = min(GRADIENTS_UNDER_WAY_BYTES, on_host)  # counted, although `device_empty` does not allocate it
     found = {
         "host": [told["host"], resident_bytes() - before - beside],
         "device": [told["device"] - under_way, device.peak_bytes + stay],
@@ -125,9 +125,9 @@ def measured(model, width, subgroup, case):
 
 
 def measure(case, page):
-    # Freed tensors go back to the system: the heaps of glibc's threads keep up to 38 MB each.
+    # Freed tensors return to the system. Otherwise, the heaps of glibc's threads would keep up to 38 MB each.
     ctypes.CDLL("libc.so.6").mallopt(M_MMAP_THRESHOLD, 2**20)
-    measured(lambda: Layers(64, 2), 64, 64**2, case)  # loads what a process loads once
+    measured(lambda: Layers(64, 2), 64, 64**2, case)  # loads everything that a process loads once
     freeze_heap()
     page.write_text(json.dumps(measured(Layers, WIDTH, SUBGROUP, case)))
 
@@ -135,7 +135,7 @@ def measure(case, page):
 def main():
     folder = Path(sys.argv[1])
     warm_up()
-    answer_once()  # each of many collections would look through all that was imported
+    answer_once()  # otherwise each of many garbage collections would scan all imported modules
     for case in CASES:
         Child(partial(measure, case, folder / f"{case}.json"), folder / f"{case}.log").wait()
 

@@ -199,7 +199,7 @@ class PlainEngine:
             state.wire.copy_(state.p)
         self.session.executor.state_written(range(len(self.groups)))
 
-    # What the session asks.
+    # Methods that the session calls.
 
     def sizes(self):
         return tuple(sum(p.numel() for p in group) for group in self.groups)

@@ -19,8 +19,8 @@ from types import SimpleNamespace
 import torch
 from ebbtide.simulator.engines.cache import cache_dir
 
-# What `simd_width` and -march=native come to there. "scalar": neither cpuinfo nor lscpu can be had.
-# "unfused": a CPU of before 2013, which has no fused multiply-add.
+# The results of `simd_width` and -march=native there. "scalar": neither cpuinfo nor lscpu is available. "unfused": a
+# CPU from before 2013, without fused multiply-add.
 BUILDS = {
     "avx512": ("-march=skylake-avx512", "-D__AVX512__"),
     "avx2": ("-march=haswell", "-D__AVX256__"),
@@ -85,7 +85,7 @@ extern "C" void adagrad_update(int id, int64_t step, float lr, float eps, float 
 }
 """
 _F, _I, _P, _L, _B = (ctypes.c_float, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool)
-# DeepSpeed's source, the wrapper, what create and update take but for the first and last.
+# DeepSpeed's source file, its wrapper, and the arguments of create and update without the first and last.
 _OPS = {
     "adam": ("adam/cpu_adam_impl.cpp", _ADAM, [*[_F] * 5, _B], [*[_F] * 5, _B, *[_P] * 4]),
     "lion": ("lion/cpu_lion_impl.cpp", _LION, [_F] * 4, [*[_F] * 4, *[_P] * 3]),
@@ -111,7 +111,7 @@ class StockOp:
         create, update = getattr(library, f"create_{name}"), getattr(library, f"{name}_update")
         create.argtypes = [_I, *created]
         update.argtypes = [_I, _L, *updated, _L]
-        # The last argument of theirs: whether to print it.
+        # The last argument says whether to print the op.
         setattr(self, f"create_{name}", lambda number, *settings: create(number, *settings[:-1]))
         setattr(self, f"destroy_{name}", getattr(library, f"destroy_{name}"))
 

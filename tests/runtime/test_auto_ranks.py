@@ -24,7 +24,7 @@ def test_two_ranks_come_to_one_plan(deepspeed_ops, tmp_path, stage):
     assert first["agreed"] == pytest.approx(second["agreed"])
     assert first["agreed"][:2] == [2, 1], "ranks of the node, nodes"
     assert any(way[0] != "host" for way in first["ways"]), "a plan was made"
-    # Every step clips: four were counted before the plan was made, beside sixteen assumed ones.
+    # Every step clips. Four steps were counted before the plan was made, beside sixteen assumed ones.
     assert first["clip_rate"] == second["clip_rate"] == pytest.approx((4 + 1.6) / 20)
     assert first["steps"] == 6
     ((ranks, clip_rate, host_bytes),) = first["asked"]

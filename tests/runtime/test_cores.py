@@ -50,7 +50,7 @@ def test_ranks_of_a_node_are_told_by_every_launcher(node, monkeypatch):
     assert local_ranks() == 1
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "8")
     assert local_ranks() == 8
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # Accelerate writes it under any launcher
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # Accelerate sets it under any launcher
     assert local_ranks() == 2
     monkeypatch.setenv("LOCAL_SIZE", "4")
     assert local_ranks() == 4
@@ -96,7 +96,7 @@ def test_what_a_launcher_has_bound_is_not_divided_again(node, monkeypatch):
     assert cores.update_cores(GPU, node) == [9, 10]
 
 
-SET = {8, 9, 10, 11, 12, 13, 14, 15}  # a container's, the same for all ranks
+SET = {8, 9, 10, 11, 12, 13, 14, 15}  # the cores of a container, the same for all ranks
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [9]), (1, [11]), (2, [13]), (3, [15])])
@@ -147,7 +147,7 @@ def test_no_core_has_two_ranks_and_each_rank_spares_one(node, monkeypatch, ranks
         seen.append(cores.update_cores(GPU, node, [GPU] * ranks, [mask] * ranks))
     physical = [{(core // 8, core % 4) for core in own} for own in seen]
     assert all(not a & b for i, a in enumerate(physical) for b in physical[:i])
-    if ranks <= 2:  # else there is one physical core for each
+    if ranks <= 2:  # otherwise there is one physical core for each rank
         assert sum(len(own) for own in physical) == 4 - ranks
 
 

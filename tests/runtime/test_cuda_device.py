@@ -68,11 +68,11 @@ def test_record_stream_keeps_the_block(fake):
 
 
 def test_a_copy_reads_its_source_when_it_runs(fake):
-    fake.latest_s = 60.0  # nothing runs before it is waited for
+    fake.latest_s = 60.0  # no op runs before some code waits for it
     stream, location, source = fake.cuda.Stream(), locked(fake), torch.ones(64)
     with fake.cuda.stream(stream):
         location.copy_(source, non_blocking=True)
-    source.fill_(2.0)  # nothing made this wait
+    source.fill_(2.0)  # no wait precedes this write
     stream.synchronize()
     assert torch.equal(location, torch.full((64,), 2.0))
 
@@ -82,7 +82,7 @@ def test_a_copy_from_pageable_memory_blocks(fake):
     stream, to, source = fake.cuda.Stream(), torch.zeros(64), torch.ones(64)
     with fake.cuda.stream(stream):
         to.copy_(source, non_blocking=True)
-    source.fill_(2.0)  # too late
+    source.fill_(2.0)  # this write comes too late
     assert torch.equal(to, torch.ones(64))
     assert fake.counts == {"pageable": 1}
 
@@ -155,7 +155,7 @@ def faults_by_thread():
     """
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the process has just ended
             status = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
             faults = int((task / "stat").read_text().rsplit(")", 1)[1].split()[7])
             found[int(task.name)] = faults, status["Cpus_allowed_list"].strip()
@@ -169,18 +169,18 @@ def test_buffers_are_backed_by_threads_on_the_cores_near_the_gpu(device, monkeyp
     OpenMP's threads may touch a new buffer. The test also checks that these threads may still run on the same cores as
     before.
     """
-    torch.ones(1 << 22).add_(1)  # OpenMP's threads are there
+    torch.ones(1 << 22).add_(1)  # starts OpenMP's threads
     device.cores, bound = [max(os.sched_getaffinity(0))], []
     monkeypatch.setattr("ebbtide.runtime.hardware.pages.bind", bound.append)
     before = faults_by_thread()
     buffer = device.host_empty(64 * 2**20, torch.float32)
     after = faults_by_thread()
     assert bound == [device.cores]
-    pages = buffer.nbytes // (2 * 2**20)  # of the largest kind
+    pages = buffer.nbytes // (2 * 2**20)  # pages of the largest kind
     assert sum(after[t][0] - before[t][0] for t in before if t in after) < pages // 2
     assert threading.get_native_id() in after
     assert all(after[t][1] == before[t][1] for t in before if t in after)
-    for _ in range(100):  # a thread that was joined leaves the list a moment later
+    for _ in range(100):  # a joined thread leaves the list a moment later
         if set(faults_by_thread()) <= set(before):
             break
         time.sleep(0.02)
@@ -205,7 +205,7 @@ def test_every_lane_chooses_the_ranks_gpu(fake, device):
         lane.submit(lambda: threads.append(threading.get_ident()), [], ended[-1])
     for completion in ended:
         completion.wait_host()
-    # Gradients are issued by the training thread, which has the rank's GPU already.
+    # The training thread itself issues gradients, and already has the rank's GPU.
     own = [ident for ident in threads if ident != threading.get_ident()]
     assert len(own) == len(lanes) - 2
     assert set(own) <= fake.devices_set

@@ -123,8 +123,8 @@ def executed(workload, plan):
             lanes.setdefault(lane, []).append(name)
             early = number < gradients and kind[0] in (OpKind.STATE_H2D, OpKind.STATE_READ)
             waits[name] = {"prefetch"} if early else set()
-            # The training stream's event is that of the reduction or of the norm. State that is staged or
-            # read early waits for a backward.
+            # The event of the training stream is that of the reduction or of the norm. State that is staged or read
+            # early waits for a backward.
             event = "prefetch" if early else ("reduced", layer) if number < gradients else "norm"
             for wait in given_waits:
                 waits[name] |= {names.get(wait, event if wait.event else "")} - {""}
@@ -200,9 +200,9 @@ def simulated(workload, plan):
             seen[kind] += 1
             lanes.setdefault(op.lane, []).append(name)
             waits[name] = {names[i] if i in names else named(ops[i], op) for i in op.after}
-            if not op.after:  # the first step's early reads
+            if not op.after:  # the early reads of the first step
                 waits[name] = {"prefetch"}
-            if "norm" in waits[name]:  # the norm comes after all of backward
+            if "norm" in waits[name]:  # the norm comes after the whole backward
                 waits[name] = {wait for wait in waits[name] if "reduced" not in wait and wait != "prefetch"}
     return waits, lanes
 
@@ -224,7 +224,8 @@ def random_case(rng, *, bucket=False):
             may lie in several subgroups.
     """
     sizes = [rng.randint(10, 90) for _ in range(rng.randint(1, 9))]
-    # Few layers: a layer holds many subgroups. Many layers: a subgroup holds many, and parts of others.
+    # With few layers, a layer contains many subgroups. With many layers, a subgroup contains several layers, and parts
+    # of others.
     cuts = sorted(rng.randint(0, sum(sizes)) for _ in range(rng.choice([1, 5, 40])))
     if bucket:
         cuts = sorted({*cuts, *accumulate(sizes[:-1])} - {0, sum(sizes)})

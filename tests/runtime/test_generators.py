@@ -57,7 +57,7 @@ def test_measuring_draws_nothing(tmp_path, monkeypatch):
     measure_quickly(monkeypatch, tmp_path)
     with unchanged("measured_machine"):
         measured_machine([str(tmp_path / "drive")])
-    assert list(tmp_path.glob("machine.json"))  # else nothing was measured
+    assert list(tmp_path.glob("machine.json"))  # otherwise nothing was measured
 
 
 @pytest.mark.parametrize("stage", [3, 2])

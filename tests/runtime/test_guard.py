@@ -132,7 +132,8 @@ def test_an_engine_that_was_built_with_twin_flow_is_refused(only_rank):
 def test_where_nothing_is_offloaded_deepspeed_is_left_alone(only_rank, caplog):
     made = config()
     made["zero_optimization"]["offload_optimizer"] = {"device": "none"}
-    made["optimizer"]["params"]["torch_adam"] = True  # else DeepSpeed compiles FusedAdam: a minute of CPU time
+    # Otherwise DeepSpeed compiles FusedAdam, which takes a minute of CPU time.
+    made["optimizer"]["params"]["torch_adam"] = True
     model = ByteGPT(SIZES["tiny"])
     engine, *_ = ebbtide.runtime.initialize(model=model, model_parameters=model.parameters(), config=made, plan="auto")
     assert not hasattr(engine.optimizer, "_ebbtide")

@@ -149,7 +149,7 @@ def test_special_values(op):
 
 
 def test_views_that_start_anywhere(op):
-    n, start = 50_000, 13  # a multiple of every vector
+    n, start = 50_000, 13  # a multiple of every vector length
     buffers = [torch.zeros(n + start) for _ in range(3)]
     p, m, v = (b[start:] for b in buffers)
     p.copy_(torch.randn(n))
@@ -215,7 +215,7 @@ def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
     stocks = [Stock(op, p) for p in params]
     for s in stocks[1:]:
         s.close()
-        s.number = stocks[0].number  # DeepSpeed has one C++ object for all groups
+        s.number = stocks[0].number  # DeepSpeed has one C++ object for all parameter groups
     bias = BiasCorrection(*BETAS)
     for number in range(1, 30):
         for index, p in enumerate(params):

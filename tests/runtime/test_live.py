@@ -120,7 +120,7 @@ def test_switching_to_another_models_plan_is_refused_and_leaves_the_engine_alone
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_plans_after_the_watched_steps(only_rank, stage, monkeypatch):
     monkeypatch.setattr("ebbtide.runtime.replan.auto._free_device_bytes", lambda device: 10**9)
-    # Below ZeRO-3 stock ignores the key.
+    # Under ZeRO-1 and 2, DeepSpeed ignores the key.
     engine = new_engine(stage, offload_param={"device": "cpu"})
     ebbtide.runtime.attach(engine, "auto", device=slowed(1e9, 1e9, 1e9), machine=machine())
     placements = []
@@ -294,7 +294,7 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     engine = new_engine()
     sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
     count = len(sizes)
-    # Not observed: on a busy machine the forward of even this model hides all copies.
+    # Given, not observed, because on a busy machine the forward of even this model hides all copies.
     layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
     workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
     ebbtide.runtime.attach(
@@ -309,7 +309,7 @@ def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     session.watch.period_steps = 3
     ours = train(engine)
     assert_same_bits(ours, stock)
-    # 12 bytes per parameter over 10 MB/s: the host must get its share.
+    # Copying 12 bytes per parameter at 10 MB/s is slow, so the host must update some subgroups.
     assert "host" in session.plan.placements
 
 
@@ -343,7 +343,7 @@ def test_a_watch_searches_only_after_a_rate_has_changed(stock, monkeypatch, fact
         searched.append(1)
         if fails:
             raise ValueError("planted")
-        session.plan = session.plan.model_copy()  # as after a switch that has gone back to the plan before
+        session.plan = session.plan.model_copy()  # as after a switch that returned to the former plan
         return SimpleNamespace(iteration_s=1.0, current_s=1.0)
 
     monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", quick_plan)

@@ -148,7 +148,7 @@ def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(m
     assert seen.forward_s == pytest.approx(work.forward_s, rel=1e-6)
     assert seen.step_gather_s == pytest.approx(work.step_gather_s, rel=1e-6)
     by_params, before_s = [], 0.0
-    for layer in reversed(work.layers):  # another rank has the gradients of the last ones
+    for layer in reversed(work.layers):  # another rank has the gradients of the last layers
         before_s += layer.backward_s
         if layer.params:
             by_params.insert(0, before_s)
@@ -201,7 +201,7 @@ def test_parameters_that_are_still_coming_in_show_as_waits(only_rank):
     recorder = engine.optimizer._ebbtide.recorder
     recorder.watch()
     train(engine, 3)
-    # From the second one on DeepSpeed asks ahead. Its backward finds what forward has left.
+    # From the second forward on, DeepSpeed gathers ahead. Its backward finds the parameters that forward has left.
     seen = [p for p in recorder.passes() if p.kind == OpKind.FORWARD and p.iteration]
     engine.destroy()
     assert len(seen) == 2
@@ -344,7 +344,7 @@ def test_a_forward_that_fails_is_recorded_anew():
     catch the error of a forward.
     """
     watched = WatchedPasses(Device())
-    watched.begins(OpKind.FORWARD, 0)  # fails
+    watched.begins(OpKind.FORWARD, 0)  # this forward fails
     again_s = time.perf_counter()
     watched.begins(OpKind.FORWARD, 0)
     watched.ends(OpKind.FORWARD)

@@ -6,9 +6,9 @@ from pathlib import Path
 from ebbtide.runtime.zero.checks import private_names
 
 RUNTIME = Path(private_names.__file__).parents[2]
-# A checkpoint engine must have DeepSpeed's base class, a load without the optimizer's states goes
-# through DeepSpeed's own script, a pipeline engine has another step, and a checkpoint holds objects
-# of DeepSpeed's classes, which a safe loader must name.
+# A checkpoint engine must have DeepSpeed's base class. Loading without the optimizer's states uses DeepSpeed's own
+# script. A pipeline engine has another step. A checkpoint contains objects of DeepSpeed's classes, which a safe loader
+# must name.
 MAY_IMPORT = {f"checkpoint/deepspeed/{name}.py" for name in ("engine", "loading", "steps")} | {
     "checkpoint/format/plain_data.py"
 }

@@ -51,8 +51,8 @@ def test_work_lasts_at_least_as_long_as_alone():
 
 def test_two_on_one_device_take_the_sum():
     ends, begins = run_together(FluidPacer({"device": 1.0}), [(0.05, {"device": 1.0}), (0.15, {"device": 1.0})])
-    # Half speed for both until the short one is through, then full speed for the other. On a busy machine, the short
-    # one may be alone until the other has begun.
+    # Both run at half speed until the short one ends, and then the other one runs at full speed. On a busy machine, the
+    # short one may run alone until the other one begins.
     assert ends[0] >= 0.1 - begins[1]
     assert ends[1] >= 0.2
 
@@ -63,7 +63,7 @@ def test_work_that_takes_longer_by_itself_is_not_slowed_further():
     with pacer.work(0.001, {"device": 1.0}):
         time.sleep(0.05)
     middle = time.perf_counter()
-    with pacer.work(0.05, {"device": 1.0}):  # the first one is out of the way
+    with pacer.work(0.05, {"device": 1.0}):  # the first one has ended
         pass
     assert middle - begun >= 0.05
     assert pacer._active == []
@@ -97,7 +97,7 @@ def test_gradients_cross_in_the_background_in_order():
         ops.send(subgroup, 0, locations[subgroup], sources[subgroup], summed=False)
     (latest,) = ops.arrived(2)
     for source in sources:
-        source.fill_(-1.0)  # the backward goes on and reuses its buffers
+        source.fill_(-1.0)  # backward continues and reuses its buffers
     assert not latest.ended
     device.gate.set()
     latest.wait_host()
@@ -114,7 +114,7 @@ def gradient_ops(device, sizes):
 
 def test_both_ways_share_the_link():
     device = EmulatedDevice(EmulatedRates(1e6, 1e6, duplex_factor=0.5))
-    a, b = torch.zeros(25_000), torch.ones(25_000)  # 0.1 s each alone
+    a, b = torch.zeros(25_000), torch.ones(25_000)  # each alone takes 0.1 s
     other = threading.Thread(target=device.copy, args=(torch.zeros(25_000), b, Lane.D2H, None))
     begun = time.perf_counter()
     other.start()

@@ -15,7 +15,7 @@ from ebbtide.tuner.cli import main
 from studies.bench.bits import differences
 from tests.runtime.contract.training import all_state
 
-# Not imported here: collecting would cost each worker a second.
+# Not imported here, because collecting this file would then take each worker a second.
 pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="could not find transformers")
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -75,7 +75,7 @@ def test_a_plan_from_a_config_fits_the_engine_and_keeps_the_bits(stage, tmp_path
         engine, *_ = ebbtide.runtime.initialize(
             model=tiny_llama(), config=config, plan=str(tmp_path / "plan.json"), device="emulated"
         )
-    assert "ZeRO-" not in caplog.text  # the workload is the one that was planned for
+    assert "ZeRO-" not in caplog.text  # the workload is the one for which the plan was made
     assert len(engine.optimizer._ebbtide.plan.subgroups) > 3
     engine_of = tiny_llama()
     stock, *_ = deepspeed.initialize(

@@ -89,7 +89,7 @@ def test_gradients_leave_when_the_next_one_does_not_fit(only_rank, stage, size):
     sizes = {"the largest": max(columns), "a third": sum(columns) // 3, "all": sum(columns)}
     bucket = WIDTH * sizes.get(size, max(columns) // 2)
     found = handed_over(stage, columns, bucket)
-    # A gradient that is larger than the bucket leaves alone, but also not before the next one.
+    # A gradient that is larger than the bucket is sent alone, but not before the next one arrives.
     assert found == simulated(stage, columns, bucket)
     assert {layer for layer, _ in found} == set(range(7))
 

@@ -178,7 +178,8 @@ def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
         run = [t[begin:end] for t in state]
         for grad, tail in itertools.product((home[begin:end], torch.zeros(end - begin)), range(20)):
             needed.add(form(run, grad, out[begin:end], step, tail))
-    for end, step, tail in itertools.product(range(100, 133), forms, range(20)):  # its place among the parameters
+    # Position of the element among the parameters.
+    for end, step, tail in itertools.product(range(100, 133), forms, range(20)):
         needed.add(form([t[:end] for t in state], home[:end], out[1:][:end], step, tail))
     assert needed - seen == set()
 

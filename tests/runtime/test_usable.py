@@ -63,7 +63,7 @@ def test_everything_that_asks_has_the_containers_memory(host):
     """
     contain(host)
     plan = Plan(subgroup_size=10**9, subgroups=(10**9,) * 6, placement=Plan.runs(["host"] * 6), staging_slots=0)
-    with pytest.raises(ConfigError, match=r"31\.00 GiB free"):  # of 78 GiB that the plan takes
+    with pytest.raises(ConfigError, match=r"31\.00 GiB free"):  # less than the 78 GiB that the plan takes
         check_host_memory(plan, {"bf16": {"enabled": True}})
     assert free_host_bytes() < 31 * GIB
     assert look(cuda=False).host_memory_bytes == 32 * GIB
@@ -83,7 +83,7 @@ def test_everything_that_asks_has_the_containers_cores(host):
 ASKS = ("virtual_memory", "sched_getaffinity", "cpu_count", "SC_PHYS_PAGES")
 MAY_ASK = {
     "runtime/hardware/usable.py",
-    "runtime/hardware/cores.py",  # binds threads
+    "runtime/hardware/cores.py",  # binds threads to cores
     "tuner/service/pool.py",  # counts its workers
 }
 

@@ -13,7 +13,7 @@ def by_torch(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = N
     total = Digest(0, 0, 0, 0, 0.0, 0.0, (0.0,) * LANES)
     at = 0
     while at < piece.numel():
-        # Chunks end where a row of the table does.
+        # Chunks end at the end of a row of the table.
         size = min(piece.numel() - at, _CHUNK - (start + at) % TABLE)
         total = added(total, _chunk(piece[at : at + size], start + at, narrow))
         at += size

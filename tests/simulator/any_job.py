@@ -28,7 +28,7 @@ def random_workload(rng):
     count, stage = int(rng.choice([rng.integers(1, 25), 60])), int(rng.choice([3, 3, 3, 3, 2, 1]))
     size = 10 ** rng.uniform(5, 8.5)
     params = [int(size * rng.uniform(0.3, 1.5)) if rng.random() < 0.3 else int(size)] * count
-    if rng.random() < 0.4:  # such as an embedding's, and a head's
+    if rng.random() < 0.4:  # such as the layers of an embedding and of an output
         for i in {0, -int(rng.integers(2))}:
             params[i] = int(params[i] * rng.uniform(2, 8))
     forward_s = float(10 ** rng.uniform(-1.5, 0.7)) * sum(params) / 7e9 / count
@@ -89,7 +89,7 @@ def random_machine(rng):
         "device_adam_params_per_s": (9.3, 11.2),
     }
     rates = {name: float(10 ** rng.uniform(*span)) for name, span in between.items()}
-    if rng.random() < 0.6:  # of which one is the slowest, so that many plans come near the bound
+    if rng.random() < 0.6:  # one of them is the slowest, so that many plans come near the bound
         slowest = rng.choice(["h2d_bytes_per_s", "d2h_bytes_per_s", "host_adam_params_per_s", "dram_bytes_per_s", "no"])
         rates = {name: rate if name == slowest else 50 * rate for name, rate in rates.items()}
     threads = {n: Quantity.exact(rates["host_adam_params_per_s"] * float(rng.uniform(0.3, 1.2))) for n in (2, 8, 16)}

@@ -200,7 +200,7 @@ def limits(name: str) -> dict[str, float]:
         "pageable_h2d_bytes_per_s": link,
         "pageable_d2h_bytes_per_s": link,
         "dram_bytes_per_s": node.dram_bytes_per_s,
-        # Each parameter and moment read and written in 32 bits is the least; one socket's memory.
+        # An update reads and writes at least each parameter and moment in 32 bits, in the memory of one socket.
         "host_adam_params_per_s": socket / 24,
         "stock_host_adam_params_per_s": socket / 36,
         "device_adam_params_per_s": gpu.memory_bytes_per_s / 24,
@@ -218,8 +218,8 @@ def limits(name: str) -> dict[str, float]:
     }
 
 
-# What a rate reaches of its limit at the least: below, a unit or a digit is lost. STREAM reaches
-# 0.75 to 0.9 of DRAM, copies 0.75 to 0.9 of PCIe, products half of a GPU's flops and more.
+# The least fraction of its limit that a rate should reach. A smaller fraction means that a unit or a digit is wrong.
+# STREAM reaches 0.75 to 0.9 of DRAM bandwidth, copies 0.75 to 0.9 of PCIe, and products at least half of a GPU's peak.
 LEAST = {
     "h2d_bytes_per_s": 0.6,
     "d2h_bytes_per_s": 0.6,

@@ -15,7 +15,7 @@ from ebbtide.simulator import Layer, Plan, Workload, build_schedule
 PATH = Path(__file__).with_name("recorded_schedules.json")
 CASES = 400
 PLACEMENTS = ("host", "device", "resident", "stored")
-# Kinds of ops have other names today.
+# The names of some kinds of ops have changed since the recording.
 NAMES_THEN = {
     "UPDATE_HOST_EARLY: 'update host, early'": "UPDATE_GUESSED: 'update host, guessed'",
     "UPDATE_DEVICE_EARLY: 'update device, early'": "VISIT_GUESSED: 'update device, guessed'",

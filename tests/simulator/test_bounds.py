@@ -59,7 +59,7 @@ def test_no_plan_that_the_search_finds_beats_the_bound(seed):
             asked = Question(work, on, limits, offload_parameters=True, effort=QUICK, pieces=pieces)
             try:
                 found = decide(asked)
-            except ImpossibleError:  # the sizes that are tried leave too little room
+            except ImpossibleError:  # with these subgroup sizes, no plan fits
                 continue
             near.append(found.iteration_s / lower_bound(work, on, limits).iteration_s)
     assert min(near) >= 1 - 1e-6
@@ -130,7 +130,7 @@ def test_what_is_in_buffers_need_not_be_copied_after_the_norm():
     assert took_s == pytest.approx(work.backward_s + 40 * 12e7 / 2e9, rel=1e-3)
     limits = Limits(footprint(work, plan)["device"], 2**45)
     p = problem(work, on, limits, early=False)
-    p.rows.equal(1.0, (p.x[:, p.ways.index(Way("device"))], 1.0))  # state that stays on the GPU is as good
+    p.rows.equal(1.0, (p.x[:, p.ways.index(Way("device"))], 1.0))  # state that stays on the GPU would be as good
     floor_s = p.rest_s + p.rows.lowest(*p.mean(1.0))[0]
     assert 0.999 * took_s < floor_s <= took_s
 

@@ -34,7 +34,7 @@ def test_a_gradient_leaves_when_the_next_one_does_not_fit():
 
 def test_a_bucket_of_zero3_is_sorted_by_layer():
     work = workload((10,) * 6)
-    # Layers 5 and 4 fill the bucket and leave when layer 3 is done, 3 and 2 when layer 1 is.
+    # Layers 5 and 4 fill the bucket and are sent when layer 3 is done. Layers 3 and 2 are sent when layer 1 is done.
     assert left(work, 20) == [[0, 1], [2, 3], [], [4, 5], [], []]
     below = work.model_copy(update={"zero_stage": 2})
     assert left(below, 20) == [[1, 0], [3, 2], [], [5, 4], [], []]
@@ -57,9 +57,9 @@ def test_small_parameters_leave_with_their_layer():
     """
     work = Workload(name="w", layers=layers(40, 40), subgroups=(80,), parameters=((10,) * 8,))
     assert left(work, 10) == [[0], [1]]
-    # Five fit. The sixth, half of layer 0's, is computed in the middle of layer 0's backward.
+    # Five gradients fit. The sixth one, half of layer 0's, is computed in the middle of layer 0's backward.
     assert left(work, 50) == [[0], [1]]
-    # Six fit. The seventh is computed later than in the middle.
+    # Six gradients fit. The seventh one is computed after the middle.
     assert left(work, 60) == [[0, 1], []]
     unknown = work.model_copy(update={"parameters": ()})
     assert left(unknown, 10) == [[0], [1]]

@@ -32,7 +32,7 @@ def test_it_is_below_the_home_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("home", ["/proc/nothing", "/dev/null", None])
 def test_without_a_home_folder_that_takes_files_it_is_among_the_temporary_ones(tmp_path, monkeypatch, home):
-    if home is None:  # a user whom no password file knows
+    if home is None:  # a user without an entry in the password file
         monkeypatch.delenv("HOME")
         monkeypatch.setattr(Path, "home", _unknown)
     else:

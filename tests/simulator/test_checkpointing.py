@@ -26,7 +26,7 @@ from tests.machines import node
 from tests.machines import workload as toy
 
 GIGA = 10**9
-ALL = 2**40  # a budget for everything
+ALL = 2**40  # a budget that is large enough for everything
 
 
 def machine(**changes):
@@ -77,7 +77,7 @@ def test_what_is_on_disk_before_its_update_costs_nothing():
 
 
 def test_without_a_budget_the_update_waits_for_the_disk():
-    # Subgroup 1 is due after 3 s; it is on disk after 4.
+    # Subgroup 1 must be written after 3 s, and is on disk after 4 s.
     found = cost(workload(), HOST, machine(), copy_budget_bytes=0)
     assert found.stall_s == pytest.approx(1, abs=2e-2)
     assert found.waited_bytes == pytest.approx(6e9, rel=1e-2)
@@ -106,7 +106,7 @@ def test_a_checkpoint_writes_no_byte_of_what_is_stored(mode, placements, streame
     saving = CheckpointPlan(mode=mode, copy_budget_bytes=0)
     persists = [op for op in simulation.schedule(saving).ops if op.kind == OpKind.PERSIST]
     assert sum(op.work for op in persists) == pytest.approx(streamed * GIGA)
-    assert persists  # the commit at least
+    assert persists  # at least the commit
     found = simulation.cost(saving)
     assert streamed_bytes(workload(), made) == streamed * GIGA
     assert found.copied_bytes == 0
@@ -115,7 +115,7 @@ def test_a_checkpoint_writes_no_byte_of_what_is_stored(mode, placements, streame
 
 
 def test_a_save_waits_for_updates_that_overlap_forward():
-    # All is written in no time: what is lost is the overlap of that one step's updates.
+    # Writing takes no time, so only the overlap of this step's updates is lost.
     lost = cost(
         workload(layers=2),
         plan("host", "host", overlap_forward=True),
@@ -127,7 +127,7 @@ def test_a_save_waits_for_updates_that_overlap_forward():
 
 
 def test_storage_traffic_slows_the_updates_that_dram_binds():
-    # 26 B of the update's 30 B/param and 2 x 6 GB/s of writing do not fit into 30 GB/s.
+    # 26 bytes of the update's 30 bytes per parameter and 2 x 6 GB/s of writing exceed 30 GB/s.
     busy = machine(dram_bytes_per_s=30e9)
     slow = cost(workload(), HOST, busy, copy_budget_bytes=ALL)
     calm = cost(workload(), HOST, machine(), copy_budget_bytes=ALL)
@@ -139,7 +139,7 @@ def test_a_cap_makes_it_longer_and_an_update_in_need_ignores_it():
     free = cost(workload(), HOST, machine(), copy_budget_bytes=0)
     capped = cost(workload(), HOST, machine(), copy_budget_bytes=0, write_bytes_per_s=3e9)
     assert capped.persist_s > free.persist_s
-    # 6 GB in 2 s, 6 GB in need in 1 s, 3 GB beside the first update, 9 GB in need in 1.5 s.
+    # 6 GB in 2 s, 6 GB urgently in 1 s, 3 GB beside the first update, and 9 GB urgently in 1.5 s.
     assert capped.persist_s == pytest.approx(5.5, rel=0.02)
 
 
@@ -158,7 +158,7 @@ def test_resident_state_is_copied_to_the_host_in_forward_and_backward_only():
     for copy in copies:
         assert passes[0].start_s <= copy.start_s
         assert copy.end_s <= passes[-1].end_s + 1e-9
-    # Subgroup 2 is written in the second and third pass: it is not copied to the host before.
+    # Subgroup 2 is written during the second and third pass, and is not copied to the host before.
     assert copies[1].start_s >= passes[1].start_s - 1e-9
     assert copies[2].start_s >= passes[2].start_s - 1e-9
     moved = sum(op.work for op in schedule.of_kind(OpKind.SNAPSHOT) if op.lane == Lane.D2H)
@@ -231,7 +231,7 @@ def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
     saving = CheckpointPlan(copy_budget_bytes=budget, write_bytes_per_s=cap, mode=mode)
     schedule = simulation.schedule(saving)
     fast, slow = simulate_fast(schedule, have), simulate(schedule, have)
-    assert len(slow.spans) == len(schedule.ops)  # nothing waits for ever
+    assert len(slow.spans) == len(schedule.ops)  # no op waits forever
     assert fast.makespan_s == pytest.approx(slow.makespan_s, rel=1e-9)
     assert fast.iteration_s == pytest.approx(slow.iteration_s, rel=1e-9)
     assert fast.host_peak_bytes == slow.host_peak_bytes
@@ -279,4 +279,4 @@ def test_a_save_takes_its_time_by_the_tensor():
     assert save_seconds(work, plain) == SAVE_S
     told = node(save_s_per_tensor=Quantity.exact(0.5))
     assert save_seconds(work, told) == 0.5 * (4 + 3 * 2)
-    assert save_seconds(toy((10, 10)), told) == SAVE_S  # which tensors there are, nobody says
+    assert save_seconds(toy((10, 10)), told) == SAVE_S  # there is no information about the tensors

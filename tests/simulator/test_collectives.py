@@ -54,7 +54,7 @@ def test_below_zero_3_too(stage):
     sent = [w.network_step_gather_bytes * w.ranks_per_node for w in sizes]
     assert all(a < b < 1.2 * a for a, b in pairwise(sent))
     inside = [work(data_parallel=n, zero_stage=stage).step_gather_s for n in (4, 5, 6, 7, 8)]
-    assert inside == pytest.approx([inside[0]] * 5, rel=1e-3)  # four ranks of a node, always
+    assert inside == pytest.approx([inside[0]] * 5, rel=1e-3)  # always four ranks of a node
 
 
 def by_counting(layout):
@@ -92,7 +92,7 @@ def test_any_layout_is_as_counted_rank_by_rank(layout):
     entering, cut = by_counting(layout)
     part = (layout.data - 1) / layout.data * 1e9 / layout.ranks_per_node
     assert layout.entering_bytes(1e9) == pytest.approx(entering * part)
-    # Which ends of which node cut a group is not followed up: two is the most there can be.
+    # The layout does not record which nodes a group spans. At most two links can be cut.
     assert cut <= layout.tensor_groups_cut <= 2
     assert (cut > 0) == (layout.tensor_groups_cut > 0)
 
@@ -106,7 +106,7 @@ def test_tensor_parallelism_between_nodes_takes_the_network():
     crossing_s = 2 * 2 * 7 / 8 * size / A100.rate("network_bytes_per_s")
     assert eight.layers[1].forward_s > crossing_s
     assert eight.layers[1].forward_s < crossing_s + four.layers[1].forward_s
-    assert eight.layers[1].backward_s > 2 * crossing_s  # the recomputed forward exchanges as well
+    assert eight.layers[1].backward_s > 2 * crossing_s  # the recomputed forward communicates too
     assert "over the network: 8 ranks do not fit into nodes of 4 GPUs" in eight.provenance
     assert "network" not in four.provenance
     slower, faster = (
@@ -122,7 +122,7 @@ def test_both_exchanges_cannot_have_the_network_at_once():
     one, two = (work(tensor_parallel=8, data_parallel=n, micro_batch=8) for n in (1, 2))
     assert one.layers[1].network_gather_bytes == 0
     exchanged = 2 * 2 * 7 / 8 * 8 * 2048 * 4096 * 2
-    layer = two.layers[1]  # each of four ranks; forward has two all-reduces, backward two more
+    layer = two.layers[1]  # for each of four ranks: forward has two all-reduces, and backward two more
     beside = layer.network_gather_bytes - layer.network_reduce_bytes
     assert beside * 4 >= 2 * exchanged * (1 - 1e-6)
     inside = work(tensor_parallel=4, data_parallel=2, micro_batch=8).layers[1]

@@ -54,7 +54,7 @@ def test_over_a_slow_link_an_iteration_is_shorter_by_the_crossings():
     on = machine(h2d_bytes_per_s=2.0, d2h_bytes_per_s=2.0, host_adam_params_per_s=1e9)
     crosses, stays = (simulate(build_schedule(work, planned(n, ["host"] * 4)), on).iteration_s for n in (0, 4))
     assert crosses >= 6 * 40
-    assert 40 + 40 <= stays < 40 + 40 + 12 + 1  # to the host once, the new parameters, the passes
+    assert 40 + 40 <= stays < 40 + 40 + 12 + 1  # copied to the host once, the new parameters, and forward and backward
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -62,10 +62,10 @@ def test_they_take_their_gradient_on_the_device_and_no_spare_on_the_host(micro_b
     work = workload((2**27,) * 4, gradient_accumulation_steps=micro_batches)  # 256 MiB each
     before, after = (footprint(work, planned(n)) for n in (0, 2))
     taken = 2 * 2**28 if micro_batches > 1 else 0
-    assert after["device"] - before["device"] == taken  # the third one still fills the room
+    assert after["device"] - before["device"] == taken  # the third sum still fits into the room
     assert before["host"] - after["host"] == taken
     every = footprint(work, planned(3))
-    less = GRADIENTS_UNDER_WAY_BYTES if taken else 0  # nothing else is under way
+    less = GRADIENTS_UNDER_WAY_BYTES if taken else 0  # no other gradients are under way
     assert every["device"] - before["device"] == 3 * taken // 2 - less
     held = Holding.of_workload(work)
     sizes = [2**27] * 3

@@ -103,7 +103,7 @@ def test_without_transformers_a_size_that_a_config_leaves_out_is_named(monkeypat
         architecture({**config, "vocab_size": 100, "intermediate_size": 256})
 
 
-# In none of the tables: other layers, other experts, states, an encoder beside a decoder.
+# Models in none of the tables: with other layers, other experts, states, or an encoder beside a decoder.
 BUILT = [
     ("deepseek_v3", {"num_hidden_layers": 4, "first_k_dense_replace": 3}),
     ("qwen3_next", {"num_hidden_layers": 4}),
@@ -136,7 +136,7 @@ def test_what_no_table_knows_is_read_from_its_modules(family, settings):
     assert [elements for block in blocks for elements in block.params] == expected
     assert blocks[-1].flops_per_token == 2 * model.get_output_embeddings().weight.numel()
     assert all(block.flops_per_token and block.attention for block in blocks[1:-1])
-    if both:  # the first layer has a table of biases, of which rows are looked up
+    if both:  # the first layer has a table of biases, from which rows are looked up
         assert blocks[1].elements > blocks[2].elements
         assert blocks[1].flops_per_token == blocks[2].flops_per_token
 
@@ -148,13 +148,13 @@ def test_modules_say_what_the_tables_say(family):
     told = json.loads(config.to_json_string(use_diff=False))
     for one, other in zip(architecture(told).blocks(), built(told).blocks(), strict=True):
         assert (other.params, other.attention) == (one.params, one.attention)
-        # Biases are counted with their products there.
+        # There, biases are counted with their products.
         assert other.flops_per_token == pytest.approx(one.flops_per_token, rel=0.015)
 
 
 def test_a_token_visits_some_of_the_experts():
     pytest.importorskip("transformers")
-    published = {  # parameters, and those of them that a token makes use of, in billions
+    published = {  # model -> all parameters, and those that a token uses, in billions
         "deepseek_v3": (
             671,
             37,

@@ -156,7 +156,7 @@ def test_random_ops_on_every_lane(seed):
             host_free_bytes=rng.randint(0, 9),
         )
     schedule = Schedule(ops=tuple(out.ops), iterations=3, ranks_per_node=rng.choice([1, 2, 4]))
-    # Which phase a forward on the storage lane belongs to is nobody's question.
+    # The phase of a forward on the storage lane is undefined, so phases are not compared.
     assert_same(schedule, random_machine(rng), phases=False)
 
 
@@ -174,7 +174,7 @@ def test_the_sweep_builds_and_runs_the_schedule_of_the_plan(seed):
     rng = random.Random(seed)
     work, on = random_job(rng)
     sweep = PlanSweep(work, on)
-    for _ in range(3):  # buffers are used again
+    for _ in range(3):  # buffers are reused
         plan = random_plan(work, rng)
         reference = simulate(build_schedule(work, plan), on)
         swept = sweep.result(plan)

@@ -17,7 +17,7 @@ def test_two_that_want_more_than_there_is_share_equally():
 
 
 def test_equal_speeds_not_equal_amounts():
-    # Both slow down alike: 2x + 6x = 4 gives x = 1/2.
+    # Both slow down by the same factor: 2x + 6x = 4 gives x = 1/2.
     assert max_min_speeds([{"dram": 2.0}, {"dram": 6.0}], {"dram": 4.0}) == [0.5, 0.5]
 
 
@@ -46,7 +46,7 @@ def test_no_capacity_is_exceeded_and_nobody_could_go_faster_for_free(demands, ca
     assert all(0 <= s <= 1 + 1e-9 for s in speeds)
     assert all(used[name] <= capacities[name] * (1 + 1e-9) for name in capacities)
     for speed, wants in zip(speeds, demands, strict=True):
-        if speed < 1 - 1e-9:  # max-min: slowed by a full capacity where nobody is faster
+        if speed < 1 - 1e-9:  # max-min: an op is slowed down only by a full capacity on which no other op is faster
             full = [n for n in wants if used[n] >= capacities[n] * (1 - 1e-6)]
             assert any(
                 all(speed >= other - 1e-6 for other, d in zip(speeds, demands, strict=True) if name in d)

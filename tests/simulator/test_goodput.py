@@ -37,7 +37,7 @@ CASES = [
     (2.0, 1.0, 0.5, 50, 400.0, 200.0, 60.0),  # restarts fail a third of the time
     (5.0, 0.0, 4.0, 10, 900.0, 0.0, 54.0),  # a commit takes the whole interval
     (1.0, 20.0, 0.0, 500, 11_135.0, 600.0, 3.0),
-    (0.5, 0.1, 0.0, 10_000, 2_500.0, 30.0, 10.0),  # two MTBFs between checkpoints
+    (0.5, 0.1, 0.0, 10_000, 2_500.0, 30.0, 10.0),  # the interval is longer than two MTBFs
 ]
 
 

@@ -42,7 +42,7 @@ def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
     timeline = run(optimizer="cpu")
     assert len(spans(timeline, OpKind.PARAMETER_FETCH)) == 8
     assert timeline.phases()["forward_s"] == 4 * 20 + 1
-    assert not spans(timeline, OpKind.PARAMETER_H2D)  # the update wrote them where they live
+    assert not spans(timeline, OpKind.PARAMETER_H2D)  # the update wrote them directly to their place
 
 
 def test_unpinned_parameters_come_at_their_rate_and_each_pass_waits():
@@ -98,7 +98,7 @@ def test_state_is_read_updated_and_written_one_subgroup_after_the_other():
     assert [s.lane for s in reads] == [Lane.STORAGE_READ] * 4
     for read, write in zip(reads[1:], state, strict=False):
         assert read.start_s >= write.end_s
-    # Gradients in fp32 go to storage before, 4 layers of 40 bytes; backward ends when they have.
+    # Before the updates, fp32 gradients go to storage: 4 layers of 40 bytes. Backward ends when they are written.
     assert timeline.phases()["step_s"] == pytest.approx(4 * (80 + 120), rel=1e-6)
     assert sum(s.end_s - s.start_s for s in writes if s.layer >= 0) == pytest.approx(160)
 
@@ -113,7 +113,7 @@ def test_pipelined_reads_and_writes_overlap():
     slow = {**QUICK, "storage_write_bytes_per_s": 1.0}
     plain, pipelined = (run(on=machine(**slow), parameters="device", pipelined=p) for p in (False, True))
     assert plain.phases()["step_s"] == pytest.approx(4 * (160 + 120), rel=1e-6)
-    # A read of 160 beside each write of 120, the last write alone.
+    # A read of 160 beside each write of 120. Only the last write is alone.
     assert pipelined.phases()["step_s"] == pytest.approx(4 * 160 + 120, rel=1e-6)
     assert pipelined.host_peak_bytes - plain.host_peak_bytes == 10 * 16
 

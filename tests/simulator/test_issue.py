@@ -85,11 +85,11 @@ def a_step(run, some, rng):
     """
     early = rng.random() < 0.8
     run.made.backward(None, early=early)
-    run.made.backward(None, early=not early)  # said once more
+    run.made.backward(None, early=not early)  # the same call once more
     for subgroup in reversed(range(len(some))):
         if rng.random() < 0.9 or not some[subgroup].early:
             run.arrives(subgroup)
-        if some[subgroup].early and rng.random() < 0.2:  # another gradient for the same window
+        if some[subgroup].early and rng.random() < 0.2:  # another gradient in the same window
             run.made.drop(subgroup)
     for subgroup in range(len(some)):
         run.on_host.setdefault(subgroup, run.event())

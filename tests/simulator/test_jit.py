@@ -29,7 +29,7 @@ def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monk
     by_module.write_text(
         f"{head}import jit_given\n@compiled\ndef f(x):\n    return jit_given.twice(x) + jit_given.COUNT\n"
     )
-    # Python takes what it compiled for new where a file has its second and its size again.
+    # Python regards a compiled file as current if time (in seconds) and size of the source are unchanged.
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     for name in ("jit_given", "jit_caller", "jit_by_module"):
         monkeypatch.setitem(sys.modules, name, None)

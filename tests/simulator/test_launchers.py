@@ -65,8 +65,8 @@ def test_threads_slow_stock_and_its_peers_and_nothing_else():
         assert simulate_fast(schedule, on).iteration_s == pytest.approx(seconds, rel=1e-9)
         return seconds
 
-    assert iteration_s(slow) - iteration_s(usual) == pytest.approx(3.0)  # 4 s, not 1
-    assert iteration_s(half) - iteration_s(usual) == pytest.approx(1.0)  # 2 s
+    assert iteration_s(slow) - iteration_s(usual) == pytest.approx(3.0)  # 4 s instead of 1 s
+    assert iteration_s(half) - iteration_s(usual) == pytest.approx(1.0)  # 2 s instead of 1 s
     assert iteration_s(slow, "twin_flow") > iteration_s(usual, "twin_flow") + 1
     held = Plan(subgroup_size=10**9, placement=Plan.runs(["host"]), staging_slots=0)
     assert iteration_s(slow, "ebbtide", plan=held) == iteration_s(usual, "ebbtide", plan=held)

@@ -59,19 +59,19 @@ def test_kinds_of_a_plan_worked_out_by_hand():
     peaks = by_kind(build_schedule(work, plan), machine())
     assert peaks == {
         "device": {
-            # What lives on the host is here for two layers, of which one is all there is.
+            # Parameters in host memory are on the GPU for two layers, and the model has one such layer.
             "parameters": 200,
             "buckets": 300,
             "state": 30 * 12,
             "activations": 4 * 7,
-            "gradients": 2 * (20 + 30) + 2 * (10 + 40),  # theirs, and those on their way to the host
+            "gradients": 2 * (20 + 30) + 2 * (10 + 40),  # their gradients, and those that are being copied to the host
             "staging": 64 * 12,
         },
         "host": {
             "parameters": 2 * 10,
             "state": 12 * (10 + 20),
             "gradients": 2 * (10 + 40),
-            # A stored subgroup's state, and the parameters that the host's kernel wrote of it.
+            # The state of a stored subgroup, and its parameters that the CPU's kernel has written.
             "staging": 64 * 12 + 2 * 40,
         },
         "storage": {"state": 2 * 12 * 40},
@@ -84,7 +84,8 @@ def test_kinds_of_stock_and_of_not_offloading_worked_out_by_hand():
     assert stock["device"] == {"parameters": 60, "buckets": 40, "activations": 14}
     assert stock["host"] == {"state": 12 * 30, "gradients": 8 * 30}
     plain = by_kind(build_strategy("no_offload", work), machine())
-    # The larger subgroup's are there in both precisions, with the flat copy between, the other one's are given back.
+    # The gradient of the larger subgroup exists in both precisions, with the flat copy between. Those of the other one
+    # are freed.
     assert plain["device"] == {"parameters": 60, "buckets": 40, "state": 360, "gradients": (2 + 2 + 4) * 20}
     assert plain["host"] == {}
 
@@ -93,7 +94,7 @@ def test_what_is_known_of_the_base_is_told_and_follows_a_template():
     parts = {"parameters": 60, "gradients": 10, "activations": 20}
     work = workload((10, 20), device_base_bytes=100, device_base_parts=parts)
     templates = Templates(build_strategy)
-    for base in (100, 95, 70):  # the second one is built to compare, the third one only retimed
+    for base in (100, 95, 70):  # the second schedule is built to compare, and the third one is only retimed
         changed = work.model_copy(update={"device_base_bytes": base})
         made = templates.compiled("zero3_offload", changed, {})
         peaks = peaks_by_kind(made.schedule.held, made.ops, simulate_fast(made, machine()))

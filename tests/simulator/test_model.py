@@ -33,7 +33,7 @@ def config(family, hidden, layers, heads, vocabulary, **more):
     }
 
 
-# Totals as their authors and the hub publish them.
+# Numbers of parameters as published by the authors and on the hub.
 PUBLISHED = {
     "Llama 2 7B": (LLAMA, 6_738_415_616),
     "Llama 3 8B": (
@@ -293,7 +293,7 @@ def test_parts_of_a_fused_loss_are_as_small_as_the_input_of_the_head():
         )
         return (plain - fused) / (10 * 65536 * vocabulary)  # bytes of a logit and its fp32 copies
 
-    assert saved(64 * 512) == pytest.approx(63 / 64, rel=5e-3)  # beside the gradient of the head
+    assert saved(64 * 512) == pytest.approx(63 / 64, rel=5e-3)  # beside the gradient of the output layer
     assert saved(4 * 512) == pytest.approx(7 / 8, rel=1e-3)
 
 
@@ -367,7 +367,7 @@ def test_data_parallel_ranks_over_several_nodes_exchange_over_the_network():
     outside = workload_from_model(LLAMA, machine, sequence=2048, data_parallel=16)
     assert inside.layers[1].network_gather_bytes == 0
     block = sum(architecture(LLAMA).blocks()[1].params)
-    # A ring over 16 ranks brings 15 of 16 parts into each node; its four ranks share that.
+    # A ring over 16 ranks copies 15 of 16 parts into each node, whose four ranks share the link.
     assert outside.layers[1].network_gather_bytes == pytest.approx(2 * 15 / 16 * block / 4, rel=1e-3)
     assert outside.nodes == 4
     assert outside.tokens_per_iteration == 16 * 2048
@@ -494,7 +494,7 @@ def test_of_a_model_that_also_sees_the_language_model_is_taken_and_said():
     taken, alone = architecture(seeing), architecture(text)
     assert taken.name == "Llava (its language model)"
     assert [b.params for b in taken.blocks()] == [b.params for b in alone.blocks()]
-    whole = {**text, "text_config": {"num_hidden_layers": 7}}  # the outer one is the model
+    whole = {**text, "text_config": {"num_hidden_layers": 7}}  # the outer config is that of the model
     assert architecture(whole).layers == 2
 
 

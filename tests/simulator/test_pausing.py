@@ -135,7 +135,7 @@ def test_state_and_parameters_are_there_twice():
     held = [footprint(work, planned(n))["host"] for n in range(5)]
     slots = min(2, 4) * 10 * work.wire_bytes
     assert [b - a for a, b in pairwise(held[:3])] == [10 * (12 + 2)] * 2
-    assert held[4] - held[0] == 4 * 10 * (12 + 2) - slots  # nobody waits for a slot
+    assert held[4] - held[0] == 4 * 10 * (12 + 2) - slots  # no update waits for a slot
 
 
 def test_early_staged_updates_come_as_gradients_do_and_return_with_their_parameters():

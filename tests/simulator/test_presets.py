@@ -54,7 +54,7 @@ def test_no_rate_exceeds_its_physical_limit(named):
     assert machine.rate("h2d_bytes_per_s") <= machine.rate("dram_bytes_per_s")
 
 
-SLIPS = [  # a digit or a unit, one preset after the other
+SLIPS = [  # a wrong digit or unit in one preset after the other
     ("h200", {"hbm_bytes_per_s": 4.8e13}, "device_memory_bytes_per_s must lie in"),
     ("h200", {"flops": 9.89e15}, "device_flops_per_s must lie in"),
     ("h200", {"dram_bytes_per_s": 6.1e12}, "dram_bytes_per_s must lie in"),

@@ -69,7 +69,7 @@ def test_between_known_numbers_of_ranks_their_total_changes_evenly():
     node = machine(rank_shares=shares)
     totals = [n * rank_share(node, "dram", n) for n in (1, 2, 3, 4, 8)]
     assert totals == pytest.approx([1.0, 0.6, 0.7, 0.8, 0.8])
-    links = machine(rank_shares=SHARES)  # four draw 2.4 links together, each of three adds 0.467
+    links = machine(rank_shares=SHARES)  # four ranks together get 2.4 links. Each of the next three adds 0.467
     assert [n * rank_share(links, "h2d", n) for n in (1, 2, 4, 7)] == pytest.approx([1.0, 1 + 1.4 / 3, 2.4, 3.8])
     assert rank_share(links, "d2h", 7) == 1.0
 
@@ -97,7 +97,7 @@ def test_no_share_grows_with_the_ranks_and_no_total_exceeds_the_node(known, name
     totals = [ranks * share for ranks, share in enumerate(each, 1)]
     assert all(t <= most * (1 + 1e-12) for t, most in zip(totals, whole, strict=True))
     corners = {n for n in known if n > 1} | {1}
-    for n in set(range(2, 39)) - corners:  # straight between what is known
+    for n in set(range(2, 39)) - corners:  # linear between the known values
         assert totals[n] - totals[n - 1] == pytest.approx(totals[n - 1] - totals[n - 2])
 
 

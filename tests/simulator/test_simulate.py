@@ -27,7 +27,7 @@ def test_a_chain_and_a_branch():
     out = ScheduleBuilder()
     first = out.add(OpKind.FORWARD, Lane.COMPUTE, 2.0)
     copy = out.add(OpKind.STATE_H2D, Lane.H2D, 5.0, "h2d_bytes_per_s", [first])
-    out.add(OpKind.BACKWARD, Lane.COMPUTE, 3.0)  # behind forward on its lane
+    out.add(OpKind.BACKWARD, Lane.COMPUTE, 3.0)  # after forward on its lane
     out.add(OpKind.UPDATE_DEVICE, Lane.DEVICE_UPDATE, 1.0, "device_adam_params_per_s", [copy])
     timeline = simulate(Schedule(ops=tuple(out.ops)), machine())
     assert {s.kind: (s.start_s, s.end_s) for s in timeline.spans} == {
@@ -55,7 +55,7 @@ def test_both_directions_share_a_half_duplex_link():
     full = simulate(Schedule(ops=tuple(out.ops)), machine(duplex_factor=1.0))
     assert (spans(full, OpKind.STATE_H2D), spans(full, OpKind.STATE_D2H)) == ([(0, 4)], [(0, 2)])
     half = simulate(Schedule(ops=tuple(out.ops)), machine(duplex_factor=0.5))
-    # Half speed each until the short one ends at 4; two of four bytes are left then.
+    # Both run at half speed until the short one ends at 4. Then two of four bytes are left.
     assert spans(half, OpKind.STATE_D2H) == [(0, 4)]
     assert spans(half, OpKind.STATE_H2D) == [(0, 6)]
 
@@ -64,7 +64,7 @@ def test_host_update_and_copies_contend_for_dram():
     out = ScheduleBuilder()
     out.add(OpKind.UPDATE_HOST, Lane.HOST, 10.0, "host_adam_params_per_s", dram_bytes=100.0)
     out.add(OpKind.STATE_H2D, Lane.H2D, 10.0, "h2d_bytes_per_s", dram_bytes=50.0)
-    # 10 + 5 bytes per second wanted, 12 there: all slow down to 12/15 until both end.
+    # 10 + 5 bytes per second are demanded, and 12 are available. So all slow down to 12/15 until both end.
     timeline = simulate(Schedule(ops=tuple(out.ops)), machine(dram_bytes_per_s=12.0))
     assert spans(timeline, OpKind.UPDATE_HOST) == [(0, pytest.approx(12.5))]
     assert spans(timeline, OpKind.STATE_H2D) == [(0, pytest.approx(12.5))]
@@ -166,7 +166,7 @@ def test_all_on_the_host_with_overlap():
     assert spans(found, OpKind.BACKWARD) == [(2, 4), (4, 6)]
     assert spans(found, OpKind.GRADIENT_D2H) == [(4, 24), (24, 44)]
     assert spans(found, OpKind.NORM) == [(6, 6)]
-    # Subgroup 0 is first in forward order, though its gradient reaches the host last.
+    # Subgroup 0 is first in forward order, although its gradient arrives last on the host.
     assert spans(found, OpKind.UPDATE_HOST) == [(44, 54), (54, 64)]
     assert spans(found, OpKind.PARAMETER_H2D) == [(54, 74), (74, 94)]
     assert spans(found, OpKind.FORWARD, 1) == [(74, 75), (94, 95)]
@@ -205,7 +205,7 @@ def test_prefetch_starts_behind_its_layer_and_only_for_so_many():
 def test_a_second_micro_batch_fetches_the_sum_and_sends_it_to_the_host_again():
     work = workload((10, 10), forward_s=0.5, backward_s=1.0, gradient_accumulation_steps=2)
     found = simulate(build_schedule(work, plan_of(["host"] * 2)), machine())
-    # Layer 1, layer 0, then both again with the sums coming back.
+    # Layer 1, layer 0, then both again, with their sums copied back to the GPU.
     assert spans(found, OpKind.BACKWARD) == [(1, 2), (2, 3), (4, 5), (5, 6)]
     assert spans(found, OpKind.GRADIENT_H2D) == [(22, 42), (42, 62)]
     assert spans(found, OpKind.GRADIENT_D2H) == [(2, 22), (22, 42), (42, 62), (62, 82)]
@@ -234,7 +234,7 @@ def test_the_time_to_start_the_updates_lengthens_a_step(name):
     and in DeepSpeed alone.
     """
     options = {"plan": plan_of(["host"] * 2)} if name == "ebbtide" else {}
-    on = machine(d2h_bytes_per_s=1e6)  # no update waits for its gradient
+    on = machine(d2h_bytes_per_s=1e6)  # so that no update waits for its gradient
     without, found = (
         simulate(build_strategy(name, workload((10, 10), forward_s=50.0, step_issue_s=seconds), **options), on)
         for seconds in (0.0, 3.0)
@@ -258,7 +258,7 @@ def test_backward_is_held_up_by_gradients_under_way():
     assert spans(found, OpKind.GRADIENT_D2H) == [(5, 205), (205, 405), (405, 605)]
     assert spans(found, OpKind.BACKWARD) == [(3, 5), (5, 7), (205, 207)]
     assert spans(found, OpKind.NORM) == [(405, 405)]
-    # 300 MiB are no further from 256 than 200 are.
+    # 300 MiB exceed the limit of 256 as much as 200 do: one gradient is under way.
     small = simulate(build_schedule(workload((n // 2,) * 3), plan_of(["host"] * 3)), on)
     assert spans(small, OpKind.BACKWARD) == [(3, 5), (5, 7), (7, 9)]
     assert spans(small, OpKind.NORM) == [(9, 9)]
@@ -274,7 +274,7 @@ def test_residents_copy_nothing():
         OpKind.PARAMETER_H2D,
         OpKind.UPDATE_HOST,
     }
-    # Both updates run beside the next forward, at half speed where they meet.
+    # Both updates run during the next forward, at half speed while they overlap.
     assert found.phases(1)["step_s"] == 0
 
 
@@ -296,7 +296,7 @@ def test_what_lies_outside_the_phases_is_a_phase_of_its_own():
     assert with_loop["forward_s"] == pytest.approx(without["forward_s"] - 3.0)
     assert compiled.loop_s == 3.0
     long = phases(pipeline_idle_s=1000.0)[0]
-    assert (long["loop_s"], long["forward_s"]) == (1000.0, 2.0)  # its two layers, and no wait
+    assert (long["loop_s"], long["forward_s"]) == (1000.0, 2.0)  # its two layers, without a wait
 
 
 def stock(**options):
@@ -338,9 +338,9 @@ def test_stocks_gradients_queue_on_one_stream_beside_backward():
 
 def test_gradients_that_the_host_widens_hold_backward_up_and_residents_do_not():
     found = stock(gradients="widened_on_host", host_ratio=0.5)
-    # Layer 1: there, back, there again in 16 bits, and 40 bytes widened before layer 0 may begin.
+    # Layer 1: copied to the host, back, and again in 16 bits, and 40 bytes converted to fp32 before layer 0 may begin.
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
-    # Layer 0 is resident: there and back.
+    # Layer 0 is resident: copied to the host and back.
     assert rounded(found, OpKind.GRADIENT_D2H) == [(5, 25), (45, 65), (108, 128)]
     assert rounded(found, OpKind.NORM) == [(148, 148)]
 
@@ -512,7 +512,7 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
     out = ScheduleBuilder()
     for number in range(count):
         waits = rng.sample(range(number), min(number, rng.randint(0, 3)))
-        # In seconds, without demands: nothing is shared.
+        # Durations in seconds without demands, so that nothing is shared.
         out.add(
             rng.choice(list(OpKind)),
             rng.choice([Lane.COMPUTE, Lane.HOST, Lane.STORAGE, Lane.NETWORK]),
@@ -521,7 +521,7 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
         )
     schedule = Schedule(ops=tuple(out.ops))
     roomy = machine(storage_write_bytes_per_s=1e6, network_bytes_per_s=1e6)
-    # Spans come in the order of their ends; durations and starts tell ops of a lane apart.
+    # Spans are sorted by their end. Durations and starts distinguish ops of a lane.
     expected = simpy_ends(schedule)
     timeline = simulate(schedule, roomy)
     for lane in Lane:
@@ -546,13 +546,13 @@ def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free()
         if span.lane in (Lane.STORAGE, Lane.STORAGE_READ, Lane.HOST)
     ]
     expected = [
-        (OpKind.STATE_READ, 0, 0, 1),  # nobody else needs the slot
-        (OpKind.UPDATE_HOST, 0, 6, 7),  # behind the norm
+        (OpKind.STATE_READ, 0, 0, 1),  # no other update needs the slot
+        (OpKind.UPDATE_HOST, 0, 6, 7),  # after the norm
         (OpKind.STATE_WRITE, 0, 7, 8),
-        (OpKind.STATE_READ, 1, 8, 9),  # the only slot is free
+        (OpKind.STATE_READ, 1, 8, 9),  # the only slot is free again
         (OpKind.UPDATE_HOST, 1, 9, 10),
         (OpKind.STATE_WRITE, 1, 10, 11),
-        (OpKind.STATE_READ, 0, 11, 12),  # of the second step
+        (OpKind.STATE_READ, 0, 11, 12),  # read for the second step
     ]
     for one, (kind, subgroup, start_s, end_s) in zip(spans, expected, strict=False):
         assert one[:2] == (kind, subgroup)

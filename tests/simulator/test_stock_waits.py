@@ -87,7 +87,8 @@ def test_with_overlap_comm_others_copy_beside_backward(machine_by_hand):
     layer: 1 s + 2 * 4 s = 9 s.
     """
     waiting = seconds("zero_offload", one_layer(1000, 10**9, beside=1.0), machine_by_hand)
-    # Its own thousand elements of the last layer are behind the others' of this layer, and backward waits for them.
+    # The thousand elements of its own in the last layer come after those of the other ranks in this layer, and backward
+    # waits for them.
     assert waiting == pytest.approx(1.0 + 4.0 + 1.0 + 4.0, abs=0.1)
     apart = one_layer(1000, 10**9, beside=1.0)
     first, last = (apart.layers[0].model_copy(update={"params": n}) for n in (2000, 0))

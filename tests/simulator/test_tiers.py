@@ -89,15 +89,15 @@ def test_stored_state_is_in_no_other_memory_and_its_parameters_cross_like_hosted
     plan = planned([further, "device"], staging_slots=1)
     held = footprint(work, plan)
     assert held["storage"] == 2 * 10 * 12
-    assert held["host"] == 20 * 12 + 10 * 2 + 10 * 2  # state of a staged update; gradient, and its slot
-    assert held["device"] == 20 * 2 + 64 * 12 + 10 * 2  # and gradients on their way to the host
+    assert held["host"] == 20 * 12 + 10 * 2 + 10 * 2  # state of a staged update, a gradient, and its buffer
+    assert held["device"] == 20 * 2 + 64 * 12 + 10 * 2  # and gradients that are being copied to the host
 
 
 def test_what_is_held_is_counted_by_placement():
     held = Holding.of(ADAM, 2, 2)
-    # As `ways`, those on the host at the end.
+    # In the order of `ways`, those with parameters on the host last.
     assert held.per_param["host"] == (14, 12, 0, 2, 16, 14, 2, 4)
-    assert held.per_param["storage"] == (0, 0, 0, 24) * 2  # a step writes beside the last one's
+    assert held.per_param["storage"] == (0, 0, 0, 24) * 2  # a step writes to other extents than the previous step
     counts, elements, largest = tally((3, 4, 5), ("host", "resident", "host"))
     assert (counts[:3], elements[:3], largest[:3]) == ([2, 0, 1], [8, 0, 4], [5, 0, 4])
 
@@ -107,7 +107,7 @@ def test_a_stored_subgroup_takes_host_slots_and_extents():
     plan = Plan(subgroup_size=30, placement=Plan.runs(["stored"] * 3), staging_slots=0, host_slots=2)
     held = footprint(work, plan)
     assert held["storage"] == 2 * 60 * 12
-    assert held["host"] == 60 * 2 + 2 * 64 * 12 + 2 * 30 * 2  # gradients; slots of 64; parameters
+    assert held["host"] == 60 * 2 + 2 * 64 * 12 + 2 * 30 * 2  # gradients, slots of 64 elements, parameters
 
 
 def test_capacities_are_the_machines_and_a_rank_has_its_part_of_what_is_shared():

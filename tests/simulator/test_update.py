@@ -40,7 +40,7 @@ def test_orders_are_short_where_they_can_be():
     assert compact([0, 2, 5]) == "forward"
     assert compact([5, 2, 0]) == "arrival"
     assert compact([]) == "forward"
-    # Subgroups 3 and 4 are of the other queue: a span walks over them.
+    # Subgroups 3 and 4 belong to the other queue, so a span may contain them.
     assert compact([2, 5, 6, 7, 1, 0]) == ((2, 7), (1, 0))
     assert UpdateOrder(host=((2, 7), (1, 0))).of(Queue.HOST, [0, 1, 2, 5, 6, 7]) == [2, 5, 6, 7, 1, 0]
 

@@ -16,7 +16,7 @@ def test_an_update_waits_for_what_is_not_on_disk_and_nobody_copies():
     assert found.segments == (
         Segment(0, "live", 10, 0, 10),
         Segment(1, "live", 5, 10, 15),
-        Segment(1, "urgent", 5, 15, 17.5),  # twice as fast: without the cap
+        Segment(1, "urgent", 5, 15, 17.5),  # twice as fast, because the cap does not apply
         Segment(2, "urgent", 10, 17.5, 22.5),
     )
     assert not found.copied
@@ -46,7 +46,7 @@ def test_a_written_copy_gives_its_room_to_the_next():
 def test_one_queue_does_not_hold_the_other_up():
     due = [Due(0, 0.0, "host"), Due(1, 5.0, "device")]
     found = order_writing([100, 10], due, Pace(1.0, 1.0, 10.0), budget_bytes=110)
-    assert found.copied == {0: 100, 1: pytest.approx(5)}  # written from 0 to 5 while 0 was copied
+    assert found.copied == {0: 100, 1: pytest.approx(5)}  # written from 0 to 5, while subgroup 0 was copied
 
 
 @settings(max_examples=200, deadline=None)

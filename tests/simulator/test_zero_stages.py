@@ -79,7 +79,7 @@ def test_what_deepspeed_adds_up_on_the_device_goes_to_the_host_once(stage, gradi
     crosses = (stage, gradient_bytes) == (2, 2)
     if strategy == "ebbtide":
         made, sent = build_schedule(work, host_plan(work), iterations=1), 3 if crosses else 1
-    else:  # behind the last micro-batch also in fp32
+    else:  # after the last micro-batch also in fp32
         made, sent = build_strategy(strategy, work, iterations=1), 4 if crosses else 1
     assert len(made.of_kind(OpKind.GRADIENT_D2H)) == 2 * sent
     assert len(made.of_kind(OpKind.GRADIENT_H2D)) == 2 * (2 if crosses else 0)
@@ -164,9 +164,9 @@ def test_memory_by_stage():
     more = estimated(1, data_parallel=4, gradient_accumulation_steps=4)
     assert more.device_base_bytes > one
     wider = estimated(2, data_parallel=4, gradient_bytes=4)
-    assert wider.device_base_bytes - two == 4 * wider.params  # in which ZeRO-2 adds up
+    assert wider.device_base_bytes - two == 4 * wider.params  # ZeRO-2 adds up in these
     wider = estimated(1, data_parallel=4, gradient_accumulation_steps=4, gradient_bytes=4)
-    assert wider.device_base_bytes - more.device_base_bytes >= 2 * whole  # and ZeRO-1, in all
+    assert wider.device_base_bytes - more.device_base_bytes >= 2 * whole  # and ZeRO-1 in those of all ranks
 
 
 def test_what_crosses_between_ranks_by_stage():

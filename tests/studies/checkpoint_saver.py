@@ -19,7 +19,7 @@ def save(folder, commits, stop=False):
         with (folder / f"step{number}" / "state").open("wb") as out:
             for piece in range(16):
                 if number > commits and piece == 8:
-                    time.sleep(600)  # however late the observer is, this checkpoint stays partial
+                    time.sleep(600)  # so that this checkpoint stays incomplete, however late the observer is
                 out.write(bytes(range(1, 129)) * 4096)
                 out.flush()
                 time.sleep(0.02)

@@ -29,7 +29,7 @@ def test_state_of_an_engine_is_a_copy_of_everything_that_training_changes(only_r
             assert torch.equal(tensor, first[f"{name}/fp32"].bfloat16())
     assert differences(first, state_of(engine)) == ()
     train_step(engine, batches.at(1))
-    # A bf16 weight of 1 does not move by 1e-4; its master and its moments do.
+    # A bf16 weight of 1 does not change by 1e-4. Its master and its moments do.
     moved = set(differences(first, state_of(engine)))
     assert {n for n in first if "/" in n} <= moved
     assert {n for n in first if "/" not in n and "norm" not in n} <= moved

@@ -32,7 +32,7 @@ def test_later_bytes_do_not_change_earlier_predictions():
     inputs, targets = Batches(1, TINY.sequence).at(0)
     changed = inputs.clone()
     changed[0, -1] = (changed[0, -1] + 1) % 256
-    # The loss over all but the last position must not see the last input.
+    # The loss over all but the last position must not depend on the last input.
     mask = targets.clone()
     mask[0, -1] = -100  # cross_entropy's ignore_index
     assert torch.equal(model(inputs, mask), model(changed, mask))

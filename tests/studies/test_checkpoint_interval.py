@@ -18,7 +18,7 @@ COST = CheckpointCost(0.1, 0.1, 0.5, 0.0, 0.0, 0.0, 0)
 
 
 def test_useful_steps_are_those_that_were_committed():
-    # 1 s to restart, 10 steps and 0.2 s of cost per interval, durable 0.5 s later.
+    # 1 s to restart, 10 steps and 0.2 s of cost per interval, and durable 0.5 s later.
     assert kills.useful_steps(1.0 + 10.2 + 0.4, 10, 1.0, 1.0, COST) == 0
     assert kills.useful_steps(1.0 + 10.2 + 0.6, 10, 1.0, 1.0, COST) == 10
     assert kills.useful_steps(1.0 + 5 * 10.2 + 0.6, 10, 1.0, 1.0, COST) == 50
@@ -48,14 +48,14 @@ def test_a_short_interval_waits_for_the_disk():
 @pytest.mark.slow
 def test_the_study_runs_kills_and_records(tmp_path, child_environment):
     path = tmp_path / "interval.json"
-    # In another process: it forks, which a process that has used OpenMP threads must not.
+    # In another process, because the study forks, which a process that has used OpenMP threads must not do.
     command = ["-m", "studies.checkpoint_interval", "--json", path, "--quick", "--mtbf", "4", "--folder", tmp_path]
     done = prepared.run(command, env={**child_environment, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(path.read_text())
     assert path.with_suffix(".png").stat().st_size > 10_000
     left = {item.name for item in tmp_path.iterdir()}
-    assert left == {"interval.json", "interval.png"}  # the checkpoints are gone
+    assert left == {"interval.json", "interval.png"}  # the checkpoints are deleted
     assert found["kills"] == 1 == len(found["measured"])
     row = found["measured"][0]
     reached = row["failures"][0]["reached_step"]

@@ -11,7 +11,7 @@ from tests.conftest import without_a_rank
 
 pytestmark = pytest.mark.slow
 
-# One process, which forks as many as it compares writers: this one has threads already.
+# One process, which forks one child for each writer. The test process cannot fork, because it has threads.
 BOTH = """
 import sys
 from studies import checkpoint_stall, checkpointing

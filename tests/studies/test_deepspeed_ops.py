@@ -7,7 +7,7 @@ import pytest
 from studies.bench.deepspeed_ops import _own_lock, build_host_ops
 from tests.conftest import own_extensions
 
-# Takes torch's lock inside ours, says so, and waits to be killed.
+# Takes torch's lock inside ours, reports it, and waits to be killed.
 _BUILDER = """
 import sys, time
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_an_environment_keeps_what_it_compiled_when_another_compiles(tmp_path):
     build = tmp_path / "torch_extensions" / "py311_cpu" / "op"
     build.mkdir(parents=True)
     (build / "build.ninja").write_text("cflags = -I/one/.venv/lib")
-    assert own_extensions(tmp_path, "/one/.venv") is None  # it is being compiled there
+    assert own_extensions(tmp_path, "/one/.venv") is None  # another process compiles there
     for name in ("op.so", "lock"):
         (build / name).touch()
     one = own_extensions(tmp_path, "/one/.venv")

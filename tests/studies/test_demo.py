@@ -229,7 +229,7 @@ def _timeline(source):
             Span(OpKind.UPDATE_HOST, Lane.HOST, i + 0.8, i + 1.0, subgroup=0, iteration=i),
             Span(OpKind.STEP_END, Lane.COMPUTE, i + 1.0, i + 1.0, iteration=i),
         ]
-    spans.append(Span(OpKind.FORWARD, Lane.COMPUTE, 3, 3.2, layer=0, iteration=3))  # no step yet
+    spans.append(Span(OpKind.FORWARD, Lane.COMPUTE, 3, 3.2, layer=0, iteration=3))  # an iteration without a step
     return Timeline(spans=tuple(spans), source=source)
 
 

@@ -34,11 +34,11 @@ def test_what_prepares_a_kernel_is_done_beside_the_one_before(monkeypatch):
     device, clock = EmulatedDevice(), itertools.count()
     given = []
     monkeypatch.setattr(device, "compute", lambda s: given.append(s) or nullcontext())
-    monkeypatch.setattr("time.thread_time", lambda: float(next(clock)))  # a second a look
+    monkeypatch.setattr("time.thread_time", lambda: float(next(clock)))  # each reading of the clock adds one second
     kernels = Kernels(device)
     for seconds in (5.0, 5.0, 0.5):
         with kernels.compute(seconds):
-            next(clock)  # what computes in a kernel is in its time
+            next(clock)  # computation inside a kernel counts with the kernel's time
     kernels.synchronized()
     with kernels.compute(5.0):
         pass
@@ -52,7 +52,7 @@ def test_overlap(tmp_path, run):
     assert found["device_kind"] == "emulated"
     names = {row["name"] for row in found["rows"]}
     assert {"ebbtide", "stride 2", "all on the host"} <= names
-    # No machine executes a plan faster than the floor of the times that are given.
+    # No machine can execute a plan faster than the given times allow.
     assert all(row["over_floor"] >= 1 - 1e-6 for row in found["rows"])
     assert found["iteration_over_floor"] == found["rows"][0]["over_floor"]
     assert (tmp_path / "o.trace.json").exists()
@@ -75,7 +75,7 @@ def test_guessed_overlap(tmp_path, run, monkeypatch):
     for (_, rate), row in rows.items():
         assert row["over_plain"] == row["rule_s"] / row["plain_s"]
         assert (row["always_s"] > 0) == (rate == "10%")
-        # Every early update of a step that clips was begun, and wrong.
+        # Each early update of a step that clips was started, and was wrong.
         assert row["early"] > 0
         assert rate == "10%" or row["wrong"] == row["early"] < 1
     assert found["worst_over_plain"] == max(row["over_plain"] for row in found["rows"])
@@ -86,7 +86,7 @@ def test_an_iteration_is_the_mean_of_its_kinds_medians():
     steps = _Steps(PauseRule())
     steps.periods += [[1.0, 1.0, 9.0], [2.0, 1.0]]
     steps.outcomes += [[True, True, True, True], [False, None, True]]
-    # Right and early again: 1, 1, 9; wrong and then none: 2; none and then early: 1.
+    # Right and early again: 1, 1, 9. Wrong and then none: 2. None and then early: 1.
     assert steps.iteration_s == (3 * 1.0 + 2.0 + 1.0) / 5
     assert steps.mean_s == 14.0 / 5
 
@@ -103,12 +103,12 @@ def test_fidelity(tmp_path, run):
 
 @pytest.mark.slow
 def test_fidelity_of_subgroups_of_many_layers(tmp_path, run, monkeypatch):
-    # Two rounds, two micro-batches and one size train an eighth of the layers that the study trains.
+    # With two rounds, two micro-batches and one size, this trains an eighth of the layers of the study.
     monkeypatch.setattr("studies.fidelity.LAYERS", (4,))
     monkeypatch.setattr("studies.fidelity.ROUNDS", 2)
     monkeypatch.setattr("studies.fidelity.ACCUMULATIONS", {1: 0.3, 2: 0.3})
     found = run("fidelity", tmp_path / "m.json", "--many-layers", "--plans", "2", "--steps", "1")
     assert found["bit_identical"] is True
     assert [(row["micro_batches"], row["layers_per_subgroup"]) for row in found["rows"]] == [(1, 4), (2, 4)]
-    # All are on the host, and a subgroup's gradient that leaves as a whole arrives later.
+    # All subgroups are on the host, and a subgroup's gradient that is sent as a whole arrives later.
     assert all(row["predicted_s"] < row["predicted_whole_s"] for row in found["rows"])

@@ -149,7 +149,8 @@ def test_forked_studies_leave_the_driver_alone(monkeypatch):
     """
     from studies.checkpoints.run import warm_up
 
-    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")  # so that the value of `warm_up` goes after the test
+    # So that the value that `warm_up` sets is restored after the test.
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
     monkeypatch.delenv("PYTORCH_NVML_BASED_CUDA_CHECK")
     warm_up()
     assert torch.cuda._nvml_based_avail()
@@ -333,7 +334,7 @@ def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no
         if len(asked) == 1:
             raise RuntimeError("no deterministic kernel")
         if len(asked) > 6:
-            raise KeyboardInterrupt  # as a kill
+            raise KeyboardInterrupt  # as if the process were killed
         return options
 
     monkeypatch.setattr(contract, "start", start)
@@ -399,6 +400,6 @@ def test_overlap_is_time_in_which_two_lanes_work():
     spans = (
         Span(OpKind.STATE_H2D, Lane.H2D, 0.0, 2.0),
         Span(OpKind.UPDATE_HOST, Lane.HOST, 1.0, 4.0),
-        Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 9.0),  # no lane of the update
+        Span(OpKind.FORWARD, Lane.COMPUTE, 0.0, 9.0),  # no op of an update
     )
     assert overlap(Timeline(spans=spans, source="measured")) == (1.0, 4.0)

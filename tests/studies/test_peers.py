@@ -59,7 +59,7 @@ def suite(tmp_path, monkeypatch):
 def test_speedups_are_against_stock_and_the_best_exact_peer(suite):
     found = compare(suite)
     assert found["speedup"] == 4.0
-    # Twin-Flow at 0.8: neither stale ZenFlow, nor what does not offload, nor what does not clip.
+    # The best is Twin-Flow at 0.8: ZenFlow has stale updates, and others do not offload or do not clip.
     assert found["speedup_over_best_exact_peer"] == 2.0
     assert found["correct"] is True
     assert found["noise"] == pytest.approx(1.05)

@@ -35,7 +35,7 @@ def test_phases_are_told_apart_and_the_gap_between_steps_is_not_counted(monkeypa
     engine, clock = _Engine(now), PhaseClock(cuda=False)
     for _ in range(3):
         loss = timed_step(engine, (None, None), clock)
-        now[0] += 100.0  # data, prints
+        now[0] += 100.0  # time for data and prints
     assert not loss.requires_grad
     assert engine.calls == ["forward", "backward", "step"] * 3
     row = {"forward": 1.0, "backward": 2.0, "step": 4.0, "iteration": 7.0}

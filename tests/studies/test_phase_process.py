@@ -55,7 +55,7 @@ def test_kill_is_sigkill_and_leaving_the_block_kills(tmp_path):
     assert not child.running
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])  # spawn: where there is CUDA
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])  # the study uses spawn with CUDA
 def test_a_pause_ends_when_the_parent_says_so(tmp_path, monkeypatch, method):
     monkeypatch.setattr(phase_process, "_start_method", lambda: method)
     path = tmp_path / "turn"

@@ -63,7 +63,7 @@ def test_the_shipped_path_with_nothing_fitted_meets_the_target(pairs, testbed):
 def test_memory_errs_upward_or_within_the_margin(pairs):
     for pair in pairs:
         measured, predicted = judging.measured_and_predicted(pair, "memory")
-        logged = 0.005  # GiB: half the last digit of a log
+        logged = 0.005  # GiB: half of the last digit in a log
         assert predicted >= (1 - UNKNOWN_MARGIN) * (measured - logged), pair[0]
 
 
@@ -102,7 +102,7 @@ def test_what_is_predicted_does_not_depend_on_what_was_measured(runs):
 
 
 def test_the_model_is_what_the_logged_memory_shows(runs):
-    # Slopes of logged memory over ranks: 11.0 GiB of 16-bit parameters for 7 B, 20.85 for 13 B.
+    # Growth of logged memory with the number of ranks: 11.0 GiB of 16-bit parameters for 7 B, 20.85 for 13 B.
     machine = preset("a100-node")
     for label, gib in ((7, 11.0), (13, 20.85)):
         run = next(r for r in runs if r.params_b == label and r.dp == 1)
@@ -122,7 +122,7 @@ def test_accumulation_is_what_the_global_batch_says(tmp_path):
     ms = [predict(run, machine) for run in (once, twice, often)]
     assert ms[1]["fwd_ms"] == pytest.approx(2 * ms[0]["fwd_ms"], rel=0.01)
     assert ms[1]["step_ms"] == pytest.approx(ms[0]["step_ms"], rel=0.01)
-    # Each further micro-batch fetches the sum and sends it back to the host; only the last one sends fp32.
+    # Each further micro-batch copies the sum to the GPU and back to the host. Only the last one copies fp32.
     further = ms[1]["bwd_ms"] - ms[0]["bwd_ms"]
     assert 0.4 * ms[0]["bwd_ms"] < further < ms[0]["bwd_ms"]
     assert ms[2]["bwd_ms"] == pytest.approx(ms[0]["bwd_ms"] + 7 * further, rel=0.01)
@@ -484,5 +484,5 @@ def test_random_draws_are_judged_beside_a_machine_with_nothing_fitted():
     (found,) = left_out.random_draws(runs, 1)["same campaign"].values()
     assert found["nothing_fitted"]["n"] == found["runs_left_out"]["n"]
     assert found["triples"] == 1
-    assert found["runs_left_out"]["n"] == 6  # of nine
+    assert found["runs_left_out"]["n"] == 6  # six of nine runs
     assert 0 <= found["intervals_held_pct"] <= 100

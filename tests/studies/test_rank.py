@@ -35,15 +35,15 @@ def left(port):
 def test_a_run_leaves_no_shared_memory(kill, deepspeed_ops, tmp_path, monkeypatch):
     for name in ("RANK", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("LOCAL_SIZE", "1")  # all ranks here: the buffers are made at once
+    monkeypatch.setenv("LOCAL_SIZE", "1")  # all ranks run here, so the buffers are made immediately
     with PhaseProcess(run, {"for_ever": kill}, tmp_path / "log") as child:
         port = next(child.progress()).note
         if kill:
-            assert left(port)  # there is something to give back
+            assert left(port)  # there are buffers to remove
             child.kill()
         else:
             child.finish()
-            assert not left(port)  # the run has cleaned up behind itself
+            assert not left(port)  # the run has removed its buffers
     assert not left(port)
 
 
@@ -67,7 +67,7 @@ def test_what_no_process_has_mapped_is_left_and_what_one_has_is_not(monkeypatch,
     for name in names:
         (tmp_path / name).write_bytes(bytes(4096))
     with (tmp_path / names[1]).open("r+b") as file, mmap.mmap(file.fileno(), 4096):
-        assert launcher.left_shared_buffers() == []  # too young: they may be mapped in a moment
+        assert launcher.left_shared_buffers() == []  # a new buffer may be about to be mapped
         monkeypatch.setattr(launcher, "_YOUNG_S", -1.0)
         assert [path.name for path in launcher.left_shared_buffers()] == [names[0], names[2]]
         found = memory.shared_memory()[0]

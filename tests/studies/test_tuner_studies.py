@@ -29,7 +29,7 @@ def run(monkeypatch):
 
 @pytest.mark.slow
 def test_optimality(tmp_path, run):
-    few = ("--pairs", "1", "--few", "2", "--seed", "2")  # which are soon searched through
+    few = ("--pairs", "1", "--few", "2", "--seed", "2")  # pairs with quick searches
     found = run("optimality", tmp_path / "o.json", *few)
     assert len(found["rows"]) == 1
     assert len(found["few_subgroups"]["rows"]) == 2

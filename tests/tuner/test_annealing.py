@@ -144,7 +144,7 @@ def test_options_are_tried_where_they_help():
 def test_other_orders_of_the_updates_are_found():
     search = begun()
     updated_early = search.ordered(Candidate.of(("host",) * 20, order=UpdateOrder(host="arrival")))
-    search = Search(search.workload, search.machine, search.limits)  # which knows this plan alone
+    search = Search(search.workload, search.machine, search.limits)  # a search that knows only this plan
     before_s = search.score(updated_early).iteration_s
     settings(search)
     assert search.best().placements == updated_early.placements

@@ -24,7 +24,7 @@ GPT = {"layers": 4, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 
 
 def build(micro_batch, machine, strategy="zero3_offload", ranks=4):
-    # With DeepSpeed's own bucket, all gradients of this small model would leave at the end of backward.
+    # With DeepSpeed's own bucket, all gradients of this small model would leave the GPU at the end of backward.
     zero = {"stage": 3, "sub_group_size": 3e7, "reduce_bucket_size": 3e7}
     work = workload_from_model(
         GPT,
@@ -57,7 +57,7 @@ def test_rates_that_made_the_times_are_found_again():
     for seen in runs:
         again = predicted_s(seen.build(corrected), corrected)
         for phase, seconds in seen.measured_s.items():
-            assert again[phase] == pytest.approx(seconds, rel=0.08), phase  # held by the priors
+            assert again[phase] == pytest.approx(seconds, rel=0.08), phase  # the priors limit the correction
     assert corrected.loop_s.median == pytest.approx(0.2, rel=0.01)
     flops = corrected.device_flops_per_s
     assert flops.median == pytest.approx(truth.device_flops_per_s.median, rel=0.12)
@@ -208,7 +208,7 @@ def test_no_rate_is_calibrated_beyond_its_physical_limit(name):
     machine = preset(name)
     knobs = knobs_of(machine)
     fast = turned(machine, knobs, np.full(len(knobs), 5.0))
-    assert rank_share(fast, "dram", 4) == pytest.approx(1 / 4)  # together they have the whole
+    assert rank_share(fast, "dram", 4) == pytest.approx(1 / 4)  # the four ranks together have the whole bandwidth
     sheet = SHEETS[name]
     assert fast.device_flops_per_s.median == pytest.approx(sheet.flops)
     for field in ("h2d_bytes_per_s", "pageable_d2h_bytes_per_s"):
@@ -325,7 +325,7 @@ def test_a_plan_has_the_interval_that_was_judged(name, ranks):
     measured times. With measured layer times, it must be narrower.
     """
     machine = preset(name)
-    # With DeepSpeed's own bucket, all gradients of this small model would leave at the end of backward.
+    # With DeepSpeed's own bucket, all gradients of this small model would leave the GPU at the end of backward.
     zero = {"stage": 3, "sub_group_size": 3e7, "reduce_bucket_size": 3e7}
     work = workload_from_model(
         GPT, machine, {"bf16": {"enabled": True}, "zero_optimization": zero}, micro_batch=4, data_parallel=ranks

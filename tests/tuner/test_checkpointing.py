@@ -42,7 +42,7 @@ def simulation(have=None, work=None, placed=("host",) * 6):
     return CheckpointSimulation(work, made, have or machine())
 
 
-TWO_WRITERS = (2 + READY_BLOCKS) * BLOCK_BYTES  # the least
+TWO_WRITERS = (2 + READY_BLOCKS) * BLOCK_BYTES  # the least budget
 
 
 @settings(max_examples=6, deadline=None)
@@ -68,7 +68,7 @@ def test_the_joint_search_is_as_good_as_the_whole_grid(storage, dram, mtbf_s, sp
 def test_memory_that_brings_nothing_is_not_taken():
     quick = machine(storage_write_bytes_per_s=2e12)
     found = best_checkpointing(simulation(quick), Failures(3600.0, 60.0), 64 * GIB)
-    assert found.saving.copy_budget_bytes == 0  # all is on disk before the first update
+    assert found.saving.copy_budget_bytes == 0  # everything is on disk before the first update
 
 
 def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():

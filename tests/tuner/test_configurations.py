@@ -254,7 +254,7 @@ def test_no_simulation_beats_its_bounds(given, free):
         assert found.device_peak_bytes >= bounds.device_bytes, c
         lacking += bounds.missing_bytes > 0
     assert simulated > 2
-    assert lacking or "activation_checkpointing" in given  # which then fit
+    assert lacking or "activation_checkpointing" in given  # configurations with recomputation, which then fit
 
 
 CONFIGS = {
@@ -272,7 +272,7 @@ def test_a_configuration_is_the_same_in_search_simulate_and_plan(given, offload)
     asked = question(ds_config=given)
     found = asked.answer(c)
     shape = {"sequence": 1024, "data_parallel": 2}
-    # `tune plan` and `tune simulate`: flags, and the config as it was given.
+    # As `tune plan` and `tune simulate` are called: with flags, and with the config as it is.
     usual = workload_from_model(
         LLAMA, preset("h100-node"), given or None, micro_batch=2, gradient_accumulation_steps=2, **shape
     )

@@ -23,7 +23,7 @@ from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.shares import Shares
 from ebbtide.tuner.service.scenario import MODELS
 
-LITTLE = 0.11  # effort
+LITTLE = 0.11  # effort of a search
 
 
 def job(model, machine, **about):
@@ -101,7 +101,7 @@ def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
     def worse(question, progress, known, **options):
         calls.append(known)
         found = searched(question, progress, type(known)(), **options)
-        return found if len(calls) == 1 else found[:1]  # the largest subgroups alone
+        return found if len(calls) == 1 else found[:1]  # only the largest subgroups
 
     monkeypatch.setattr(decision, "_searches", worse)
     full = decide(Question.of(work, have, effort=LITTLE))

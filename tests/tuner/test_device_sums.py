@@ -17,7 +17,8 @@ def machine(link=4e9, device_gib=4.0):
 
 def accumulating(micro_batches=4):
     pass_s = 0.027 / micro_batches
-    counts = {"gradient_accumulation_steps": micro_batches, "clip_rate": 1.0}  # no update begins early
+    # With this clip rate, no update begins early.
+    counts = {"gradient_accumulation_steps": micro_batches, "clip_rate": 1.0}
     return workload(6, size=7 * 10**7, forward_s=pass_s, **counts)
 
 

@@ -258,7 +258,7 @@ WORKLOAD = {
     "memory_peaks": {"device": Quantity(median=1e9, q1=9e8, q3=1e9, n=5)},
     "warnings": ("noisy",),
 }
-BESIDE = {  # other fields that a field needs beside it to be allowed at all, or to count
+BESIDE = {  # field -> other fields that it needs to be allowed, or to have an effect
     "step_gather_s": {"zero_stage": 2},
     "network_step_gather_bytes": {"zero_stage": 2},
     "samples_per_iteration": {},
@@ -319,7 +319,7 @@ PLAN = {
     "trained_as": {"precision": "bf16", "micro_batch": 3},
     "about": "a model on a machine",
 }
-# What counts in training only: the test there that fails without it.
+# Fields with an effect in training only -> the test of training that fails without the field.
 IN_TRAINING = {
     "machine_fingerprint": "tests/runtime/test_fingerprints.py",
     "workload_fingerprint": "tests/runtime/test_fingerprints.py",
@@ -369,15 +369,15 @@ def test_every_field_of_a_workload(name, plain):
     changed = allowed(lambda: Workload.model_validate({**fields, name: WORKLOAD[name]}), name)
     if changed is None:
         return
-    if name in ("micro_batch", "sequence", "recompute"):  # what a plan tells the training that it was made for
+    if name in ("micro_batch", "sequence", "recompute"):  # what a plan says about the training that it was made for
         both = [{"micro_batch": 2, **more} for more in ({}, {name: WORKLOAD[name]})]
         without, told = (base_workload().model_copy(update=one).trained_as for one in both)
         assert told != without
         return
-    if name in ("parameters", "subgroup_size"):  # what a search for subgroups starts from
+    if name in ("parameters", "subgroup_size"):  # the start of a search for subgroup sizes
         assert how_it_is_cut(changed) != how_it_is_cut(base_workload())
         return
-    if name == "deepspeed_subgroup_size":  # what a plan says of the training that it is for
+    if name == "deepspeed_subgroup_size":  # what a plan says about the training that it is for
         made = [Candidate.of(MIX).plan(work) for work in (changed, base_workload())]
         assert [plan.config_subgroup_size for plan in made] == [9_000_000, 4_000_000]
         return
@@ -520,7 +520,7 @@ DS = {
 }
 
 
-DS_BESIDE = {  # a bucket that sees all of a small model keeps all of it
+DS_BESIDE = {  # if the bucket holds all gradients of a small model, all of them stay
     "zero_optimization.stage3_max_reuse_distance": {"stage3_prefetch_bucket_size": 0}
 }
 
@@ -544,7 +544,7 @@ def test_every_key_of_a_deepspeed_config_counts_or_is_told(key):
     before = {"bf16": {"enabled": True}, "zero_optimization": zero}
     if key == "zero_optimization":
         before = {"bf16": {"enabled": True}}
-    # Of parameters that end off a border.
+    # The parameters do not end at a boundary.
     shape = {"sequence": 1024, "model": {**GPT, "hidden": 260, "vocabulary": 501}}
     changed = allowed(lambda: estimated(on, ds_config=given, **shape), key.rpartition(".")[2])
     if changed is None:

@@ -38,12 +38,12 @@ SLOWER = {
     7: 0.02,
     12: 0.05,
     28: 0.004,
-    21: 1e-5,  # each part has a latency of its own
+    21: 1e-5,  # each part has its own latency
     30: 0.054,
     31: 0.01,
     36: 0.06,
-}  # row -> by how much at the most
-# Those over several nodes, and those of gradients that leave in parts.
+}  # row -> largest allowed difference
+# Rows with several nodes, and rows with gradients that leave in parts.
 IN_PARTS = {15, 20}
 FASTER = {5, 16, 27, 38, 49} | IN_PARTS
 CROWDED = {1, 3, 5, 7, 10, 11, 12, 15, 17, 21, 22, 23, 27, 28, 30, 32, 35, 36, 37, 40, 42, 45, 46, 47, 48}
@@ -79,7 +79,7 @@ def test_a_recorded_plan_takes_what_was_recorded(number):
     limits = Limits.of(workload, machine)
     fits = limits.hold(found.device_peak_bytes, found.host_peak_bytes)
     assert fits == (number not in CROWDED)
-    if fits:  # the bound is of plans that do
+    if fits:  # the bound is that of plans that fit
         floor_s = lower_bound(workload, machine, limits).iteration_s
         assert floor_s <= found.iteration_s * (1 + 1e-6)
 

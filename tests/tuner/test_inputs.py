@@ -271,7 +271,7 @@ def simulated(model, *more):
 
 
 def test_simulate_takes_what_the_config_offloads(model, tmp_path):
-    assert simulated(model)[0]["strategy"] == "zero3_offload"  # no config: what a plan is against
+    assert simulated(model)[0]["strategy"] == "zero3_offload"  # without a config, a plan is compared with this strategy
     nothing = simulated(model, "--ds-config", ds(tmp_path))[0]
     assert nothing == simulated(model, "--strategy", "no_offload")[0]
     share = ["--ds-config", ds(tmp_path, {**CPU, "ratio": 0.3})]

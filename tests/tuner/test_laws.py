@@ -11,8 +11,8 @@ from ebbtide.tuner.placements.decision import Question, decide
 
 from tests.machines import GIB, node
 
-MORE = 1.2  # times as much
-NOTHING = 1e-3  # a search finds no two plans to the last digit
+MORE = 1.2  # factor by which a resource is increased
+NOTHING = 1e-3  # a search does not find the same plan to the last digit
 SEEDS = range(4)
 
 

@@ -71,7 +71,7 @@ def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
     rng = np.random.default_rng(seed)
     for _ in range(2):
         work, have = random_pair(rng, counts=(6, 24))
-        work = work.model_copy(update={"clip_rate": 1.0})  # no update is early
+        work = work.model_copy(update={"clip_rate": 1.0})  # with this clip rate, no update begins early
         sweep, count = PlanSweep(work, have, iterations=9), len(work.subgroups)
         for number in range(6):
             locations = spaced(count, int(rng.integers(1, count + 1)))
@@ -82,5 +82,5 @@ def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
             away = sum(n for n, there in zip(work.subgroups, locations, strict=True) if there == "host")
             here = lower_bound(work, have, limits, away=away).iteration_s
             assert here <= seconds * (1 + 1e-6)
-            if not number:  # the first of a pair's plans
+            if not number:  # the first plan of a pair
                 assert lower_bound(work, have, limits).iteration_s <= here * (1 + 1e-4)

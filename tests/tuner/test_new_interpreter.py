@@ -14,17 +14,18 @@ from ebbtide.tuner.cli import main
 from tests.runtime.checkpoint.conftest import Bench, some_state
 
 GPT = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
-HERE = {  # the command's arguments, and its exit code
+HERE = {  # command -> arguments, and exit code
     "simulate": ("--machine rtx4090 --model model.json", 0),
     "search": ("--machine rtx4090 --model small.json --global-batch 4 --micro-batch 4 --free recompute --trials 1", 0),
     "calibrate": ("rtx4090 --model model.json --runs runs.csv -o machine.json", 0),
-    "verify": ("-- python -c pass", 2),  # which trains nothing
+    "verify": ("-- python -c pass", 2),  # a command that trains nothing
     "checkpoint list": ("checkpoints", 0),
     "checkpoint verify": ("checkpoints", 0),
     "checkpoint prune": ("checkpoints --keep 1", 0),
     "checkpoint export": ("checkpoints --to exported", 0),
 }
-# Started anew in `test_wheel.py`, `test_first_contact.py`, `test_documents.py` (serve) and `profiler/test_launch.py`.
+# These commands run in a new interpreter in `test_wheel.py`, `test_first_contact.py`, `test_documents.py` (serve) and
+# `profiler/test_launch.py`.
 ELSEWHERE = {"profile", "plan", "show", "run", "doctor", "report", "serve"}
 
 

@@ -259,7 +259,7 @@ def ground(tmp_path_factory):
     (folder / "wide.json").write_text(json.dumps({**TINY, "layers": 3}))
     large = {"layers": 8, "hidden": 8192, "heads": 64, "vocabulary": 16000}
     (folder / "large.json").write_text(json.dumps(large))
-    # As many parameters. With more layers, searches of other lengths and seeds end with other plans.
+    # The number of parameters is the same. With more layers, other searches and seeds find other plans.
     deep = {"layers": 32, "hidden": 4096, "heads": 32, "vocabulary": 32000}
     (folder / "deep.json").write_text(json.dumps(deep))
     ds = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -309,7 +309,7 @@ def recorder(monkeypatch):
     """
     seen = Recorder()
     for target, result in {
-        # First, while it is imported: it takes `verify` by name, which is replaced below.
+        # First, while it is imported, because it imports `verify` by name, which is replaced below.
         "ebbtide.runtime.storage.export.export": "out/one",
         "ebbtide.tuner.commands.profiling.machine_profile": None,
         "ebbtide.tuner.commands.profiling.script_profile": None,
@@ -330,7 +330,7 @@ def recorder(monkeypatch):
     }.items():
         monkeypatch.setattr(target, seen(target, result))
     monkeypatch.setattr("ebbtide.tuner.service.resources.Service", seen("Service"))
-    # How long is searched is not what is asked here.
+    # The length of the search does not matter here.
     monkeypatch.setattr("ebbtide.tuner.placements.annealing.MOST_EVALUATIONS", 60)
     monkeypatch.setenv("EBBTIDE_TOKEN", "fixed")
     return seen

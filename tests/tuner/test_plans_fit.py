@@ -18,7 +18,8 @@ from pydantic import ValidationError
 from tests.machines import node
 
 HOST_GIB = 40
-NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)  # a search each: shrinking takes minutes
+# Without shrinking, which would take a search per attempt, and minutes in total.
+NO_SHRINK = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
 def workload(subgroups=4, micro_batches=1):
@@ -64,7 +65,7 @@ def prediction(**changes):
     mtbf_s=st.sampled_from([None, 3600.0]),
     storage_gb=st.sampled_from([None, 1, 100]),
 )
-@example(4.0, 40.0, 2, 1, True, None, False, None, None, None)  # the fastest of few candidates do not fit
+@example(4.0, 40.0, 2, 1, True, None, False, None, None, None)  # here, the fastest of few candidates do not fit
 def test_no_flag_makes_a_plan_that_does_not_fit(
     device_gib, host_gib, subgroups, micro_batches, robust, margin, offload_parameters, sizes, mtbf_s, storage_gb
 ):

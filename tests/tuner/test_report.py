@@ -69,7 +69,7 @@ def test_the_tables_fit_80_columns_and_say_what_is_missing():
     assert "…" not in shown
     assert "170.32" in shown
     assert "stride 2, of 16 threads needs 3.0 GiB more GPU memory" in " ".join(shown.split())
-    for column in table.columns[1:]:  # numbers stand in one line
+    for column in table.columns[1:]:  # the numbers of a row are on one line
         assert all(cell in shown for cell in column.cells)
     console = Console(file=io.StringIO(), width=80)
     console.print(memory(plan))

@@ -18,8 +18,8 @@ OFFLOADED = {
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 3, "sub_group_size": 3e7, "offload_optimizer": {"device": "cpu"}},
 }
-# From a run of DeepSpeed 0.19.8: ZeRO-3, accumulation 2, one sample each, no training_data, and
-# one second of something else after each step. The clock on the wall said 1.135 to 1.151 s.
+# From a run of DeepSpeed 0.19.8 with ZeRO-3, accumulation 2 and one sample each, without training_data, and with one
+# second of other work after each step. By the clock, a step took 1.135 to 1.151 s.
 REAL = """\
 [Rank 0] time (ms) | optimizer_step: 16.03
 [Rank 0] time (ms) | fwd_microstep: 31.66 | bwd_microstep: 57.96 | step_microstep: 22.91
@@ -74,7 +74,7 @@ def test_the_loop_is_what_the_times_of_day_show(tmp_path):
     phases = {k: v for k, v in seen.measured_s.items() if k != "iteration"}
     assert phases == pytest.approx({"forward": 0.04249, "backward": 0.08197, "step": 0.008825}, rel=1e-3)
     assert seen.measured_s["iteration"] == pytest.approx(1.135, abs=0.003)
-    (note,) = seen.notes  # ten times the phases is worth a word
+    (note,) = seen.notes  # a note is shown for ten times the time of the phases
     assert "1 s of an iteration are outside its phases" in note
 
 
@@ -93,7 +93,7 @@ def test_a_log_tells_its_ranks_threads(tmp_path, said):
     assert few > 2 * all_
     assert any("run on 1 thread of each rank" in note for note in seen.notes)
     given = replace(described, shape={**described.shape, "omp_threads": 64})
-    (told,) = seen_in(tmp_path, said + REAL, given)  # who says it is believed
+    (told,) = seen_in(tmp_path, said + REAL, given)  # a time that the user gives is taken as it is
     assert predicted_s(told.build(on), on)["step"] == all_
     assert not any("OMP_NUM_THREADS" in note for note in told.notes)
 
@@ -148,7 +148,7 @@ def test_times_of_day_that_cannot_be_are_told_and_left_out(tmp_path):
         (1, True, False),
         (2, True, True),
         (4, True, True),
-        (20, True, False),  # 1.135 s hold 17
+        (20, True, False),  # 17 samples fit into 1.135 s
         (1, False, False),
         (2, False, True),
         (5, False, False),
@@ -198,8 +198,8 @@ def test_two_levels_in_one_log_are_told(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "split"),
     [
-        ([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6], None),  # a drift
-        ([1.0, 1.0, 1.0, 1.0, 1.0, 9.0], None),  # a stray one
+        ([1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6], None),  # the times drift
+        ([1.0, 1.0, 1.0, 1.0, 1.0, 9.0], None),  # one stray time
         ([1.0, 2.0, 1.0, 2.0], 2),
         ([1.0, 1.02, 0.98, 1.3, 1.31], 3),
         ([], None),

@@ -36,7 +36,7 @@ def workload(subgroups=20, size=3 * 10**7, forward_s=0.01, **changes):
 def test_the_plan_beats_or_equals_everything_it_lists():
     found = ebbtide.tuner.plan(workload(), machine())
     assert len(found.alternatives) >= 5
-    for other in (p for p in found.alternatives if not p.note):  # what does not fit may be faster
+    for other in (p for p in found.alternatives if not p.note):  # alternatives that do not fit may be faster
         assert found.prediction.iteration_s <= other.iteration_s * (1 + 1e-9), other.strategy
 
 
@@ -91,7 +91,7 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     found = ebbtide.tuner.plan(work, have, device_memory_bytes=limit)
     assert found.prediction.device_peak_bytes <= limit * (1 - UNKNOWN_MARGIN)
     floor = lower_bound(work, have, Limits.of(work, have, limit)).iteration_s
-    # An op may end 1e-12 s early in the simulator; over some hundred ops that adds up.
+    # In the simulator, an op may end 1e-12 s early, and over some hundred ops this adds up.
     assert floor <= found.prediction.iteration_s * (1 + 1e-8)
 
 
@@ -106,7 +106,7 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
 def test_no_plan_is_faster_than_the_bound(staged, slots, threads, overlap, shared):
     from ebbtide.simulator import Plan
 
-    by_threads = {1: Quantity.exact(4e9), 4: Quantity.exact(2e9)}  # fewer may be faster
+    by_threads = {1: Quantity.exact(4e9), 4: Quantity.exact(2e9)}  # more threads may be slower
     have = machine(host_adam_by_threads=by_threads, device_shares_host_cores=shared, unified_memory=shared)
     work = workload(8)
     plan = Plan(
@@ -122,7 +122,7 @@ def test_no_plan_is_faster_than_the_bound(staged, slots, threads, overlap, share
 
 
 def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_on_the_host():
-    little = 8 * GIB  # too little for residents
+    little = 8 * GIB  # too little memory for resident subgroups
     fast = ebbtide.tuner.plan(
         workload(size=2 * 10**8),
         machine(h2d_bytes_per_s=2e11, d2h_bytes_per_s=2e11, host_adam_params_per_s=1e9, dram_bytes_per_s=1e12),

@@ -21,7 +21,7 @@ from ebbtide.tuner.service.scenario import MODELS
 
 from tests.tuner.test_laws import job as random_job
 
-MOST = 300  # changes
+MOST = 300  # largest number of changes
 # Jobs whose best mixture of placements lies between the points of the first grid.
 BETWEEN = {"Mistral 7B": ("h100-node", 30), "Qwen3 4B": ("gh200", 30), "Llama 2 13B": ("gh200", 64)}
 MOVING = ("Llama 3 8B", "a100-node", 40)  # parameters in host memory make its iteration 12% shorter

@@ -139,7 +139,7 @@ def test_one_figure_everywhere():
 
 
 def test_the_rate_at_which_steps_clip_can_be_asked_of_a_what_if():
-    roomy = machine(2.8 / (1 - UNKNOWN_MARGIN))  # a margin stays free, as in a plan
+    roomy = machine(2.8 / (1 - UNKNOWN_MARGIN))  # with the margin that a plan leaves free
     table = what_if(small(), roomy, ["ebbtide"], clip_rate=[1.0, 0.0, 0.05])
     always_s, never_s, some_s = table.iteration_s
     assert never_s < some_s < always_s

@@ -192,7 +192,7 @@ def test_several_directories_are_as_fast_as_their_shares_let_them():
     both = StorageRates.together(drives)
     assert both.read_bytes_per_s.median == pytest.approx(6e9 * 7 / 6)
     assert both.write_bytes_per_s.median == pytest.approx(4e9 * 7 / 6)
-    # Reading and writing at once takes 1/4 ns x 6/7 a byte on either: as long as writing alone.
+    # Reading and writing at once takes 1/4 ns x 6/7 per byte in each direction, as long as writing alone.
     assert both.duplex_factor.median == pytest.approx((1 / 7 + 3 / 14) / (3 / 14) / 2)
 
 

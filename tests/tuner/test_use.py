@@ -62,5 +62,5 @@ def test_a_plan_knows_what_it_was_made_for(planned):
 def test_a_plan_that_is_shown_names_what_it_counts_on(planned, capsys):
     _, made = planned
     show_plan(made, wide_console())
-    told = " ".join(capsys.readouterr().out.split())  # lines end where the console does
+    told = " ".join(capsys.readouterr().out.split())  # the console breaks lines at its width
     assert "bf16, micro-batch 2, accumulation 4, 512 tokens per sample, gradient_checkpointing=True" in told

@@ -116,7 +116,7 @@ def flip(name, at=17):
 def test_runs_on_other_numbers_of_ranks_are_compared_by_whole_tensors(tmp_path, stock):
     split = Trained(tmp_path, "plan", ranks=3).run()
     finding = judge(split, stock, None, same_bits=True)
-    # A loss a rank is all that differs.
+    # The runs differ only in the loss of each rank.
     assert finding.first is None or finding.first.name.startswith("loss")
     tensors = [step.tensors for step in split.steps]
     for ours, theirs in zip(tensors, [step.tensors for step in stock.steps], strict=True):

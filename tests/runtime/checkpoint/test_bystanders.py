@@ -154,7 +154,7 @@ def in_flight(folder, at="payload_fsynced"):
 def test_the_end_of_a_multiprocessing_child_waits_for_the_commit(tmp_path):
     def child():
         gate, _ = in_flight(tmp_path / "run")
-        gate.opened.set()  # and returns at once, long before the commit
+        gate.opened.set()  # it returns long before the commit
 
     process = multiprocessing.get_context("fork").Process(target=child)
     process.start()
@@ -325,7 +325,7 @@ def test_a_trainer_that_ends_gracefully_at_sigterm_still_does(tmp_path):
             pass
         gate.opened.set()
         job.wait()
-        os._exit(8 if grace.sigterm_came.is_set() else 7)  # as at the end of a batch
+        os._exit(8 if grace.sigterm_came.is_set() else 7)  # as the scheduler of a batch system ends a job
     assert os.read(into, 1) == b"x"
     os.kill(pid, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7

@@ -72,7 +72,7 @@ def test_every_system_call_fails_in_turn(tmp_path, error, lasting):
         files = FaultyFiles(at, error, lasting=lasting)
         try:
             job = bench.begin(some_state(2), "b", files=files, keep=1)
-        except OSError:  # in the foreground
+        except OSError:  # a fault in the foreground
             assert files.fired
             heard += 1
             continue
@@ -104,7 +104,7 @@ def two_ranks(tmp_path, files0=None, files1=None, *, step1=7, deadline_s=20.0, b
     for rank, files in enumerate((files0, files1)):
         bench = Bench(folder, deadline_s=deadline_s)
         if files is not None:
-            files.armed = False  # faults are counted from the background on
+            files.armed = False  # count faults only in the background
         state = {f"part{rank}": some_state(rank)["optim_states"]}
         step = step1 if rank == 1 else 7
         jobs.append(bench.begin(state, "t", files=files, rank=rank, world_size=2, nonce="n", step=step))
@@ -341,7 +341,7 @@ def test_a_full_tmpfs(small_tmpfs):
         bench.save(some_state(2, elements=100_000), "b")
     assert verify(bench.folder, "a") == []
     assert visible(bench.folder) == ["a", "latest"]
-    bench.save(some_state(2), "b")  # the abandoned one gave its space back
+    bench.save(some_state(2), "b")  # the abandoned checkpoint has released its memory
     assert verify(bench.folder, "b") == []
 
 
@@ -360,7 +360,7 @@ def test_a_rank_that_comes_before_latest_is_written_loads_what_the_others_load(t
         rank, world_size = 1, 2
 
         def concat(self, items):
-            latest.write_text("a")  # rank 0 comes to the load, all of its save behind it
+            latest.write_text("a")  # rank 0 reaches the load after its save is complete
             return items
 
     assert Resumption(Peers()).choose(bench.folder, None) == "a"

@@ -24,7 +24,7 @@ def check(folder: Path, commits: int):
     for entry in list_checkpoints(folder):
         assert entry.status == "committed"
         assert verify(folder, entry.tag) == []
-    newest = newest_whole([folder])  # gives a swapped-out checkpoint its name back, too
+    newest = newest_whole([folder])  # also restores the name of a checkpoint that was swapped out
     assert (newest.manifest.step if newest else 0) >= commits
     tags = {e.tag for e in list_checkpoints(folder)}
     shown = {p.name for p in folder.iterdir() if p.is_dir() and not p.name.startswith(".")}

@@ -78,10 +78,10 @@ def test_a_kill_while_it_is_given_back_is_made_good_by_the_next_run(root, monkey
                 cut = False
             except Cut:
                 cut = True
-        again = again.rename(f"{again}_and_again")  # else it is known as settled
+        again = again.rename(f"{again}_and_again")  # under its old name, the folder would be remembered as settled
         assert os.listdir(again / "checkpoints") == ["checkpoint_0"], number
         assert verify(again / "checkpoints/checkpoint_0", "state") == [], number
-        left = rotation.twin(again / "checkpoints")  # empty: another rank may be making its own
+        left = rotation.twin(again / "checkpoints")  # an empty folder, which another rank may be filling
         assert not any(left.rglob("*")), number
         if not cut:
             break

@@ -34,7 +34,7 @@ def make(subgroup=20_000, **zero):
     from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config
 
     config = ds_config(2, subgroup, learning_rate=1e-2, **zero)
-    # DeepSpeed's own Adam takes other powers of beta after a resume; torch's is exact.
+    # torch's Adam, because DeepSpeed's own computes powers of beta differently after a resume.
     config["zero_force_ds_cpu_optimizer"] = False
     model = ByteGPT(SIZES["tiny"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -92,7 +92,7 @@ def test_resumes_bit_exact_into_the_live_buffers(engines, tmp_path):
     engine, batches, lazy = engines(CheckpointPlan(interval_steps=2, dir=str(tmp_path)))
     lazy.client_state = lambda: {"data_position": engine.global_steps}
     train(engine, batches, 0, 5)
-    draws = (random.random(), np.random.rand(), torch.rand(1).item())  # after step 4's save
+    draws = (random.random(), np.random.rand(), torch.rand(1).item())  # drawn after the save of step 4
     lazy.wait()
     assert (tmp_path / "latest").read_text() == "global_step4"
     train(engine, batches, 5, 7)
@@ -233,7 +233,7 @@ def test_nowhere_to_save_to_is_a_value_error_as_with_stock(engines, save_dir):
 
 
 def test_an_update_during_persist_is_not_in_the_file(engines, tmp_path):
-    gate = Gate("first_block")  # the only writer stops there until two updates are done
+    gate = Gate("first_block")  # the only writer stops at this point until two updates have ended
     plan = CheckpointPlan(dir=str(tmp_path), writers=1)
     engine, batches, lazy = engines(plan, block_bytes=65536, files=gate)
     train(engine, batches, 0, 2)
@@ -315,7 +315,7 @@ def test_nothing_is_visible_before_the_commit(engines, tmp_path, held):
     train(engine, batches, 0, 1)
     engine.save_checkpoint(str(tmp_path))
     assert lazy.running
-    with ours():  # as another process sees it: whoever looks in this one waits
+    with ours():  # as another process sees it, because a reader in this process would wait
         assert not (tmp_path / "latest").exists()
         assert not (tmp_path / "global_step1").exists()
     assert (tmp_path / "latest").exists()
@@ -326,7 +326,7 @@ def test_nothing_is_visible_before_the_commit(engines, tmp_path, held):
 def test_busy_policies(engines, tmp_path, held):
     def two_saves(busy):
         folder = tmp_path / busy
-        held.at = "first_block"  # where it can still be given up
+        held.at = "first_block"  # at this point, the checkpoint can still be given up
         engine, batches, lazy = engines(CheckpointPlan(busy=busy), files=held)
         train(engine, batches, 0, 1)
         held.opened.clear()
@@ -362,7 +362,7 @@ def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
         train(engine, batches, 1, 2)
     assert isinstance(raised.value.__cause__, OSError)
     gate.then = lambda: None
-    train(engine, batches, 2, 3)  # told once; training may go on
+    train(engine, batches, 2, 3)  # the error is raised once, and training may continue
     engine.save_checkpoint(str(tmp_path), tag="after")
     lazy.wait()
     assert (tmp_path / "latest").read_text() == "after"
@@ -551,7 +551,7 @@ def test_under_a_trainer_a_save_returns_with_its_files_in_place(engines, tmp_pat
     with ours():
         assert (tmp_path / "latest").read_text() == "global_step1"
         before = (tmp_path / "global_step1/ebbtide.json").stat().st_ino
-    as_a_trainer(lambda: engine.save_checkpoint(str(tmp_path)))  # Trainer saves twice
+    as_a_trainer(lambda: engine.save_checkpoint(str(tmp_path)))  # the Trainer saves each checkpoint twice
     lazy.wait()
     assert (tmp_path / "global_step1/ebbtide.json").stat().st_ino == before
     assert not (tmp_path / ".ebbtide").exists()
@@ -568,7 +568,7 @@ def test_a_failure_to_place_is_raised_by_the_save_itself(engines, tmp_path):
     engine, batches, lazy = engines(CheckpointPlan(mode="in_place"), files=files)
     train(engine, batches, 0, 1)
     engine.save_checkpoint(str(tmp_path), tag="good")
-    lazy.wait()  # durable: the fault is the next one's
+    lazy.wait()  # so that the fault hits the next checkpoint
     files.at = len(files.calls) + 15
     with pytest.raises((CheckpointError, OSError)):
         engine.save_checkpoint(str(tmp_path), tag="bad")
@@ -584,7 +584,7 @@ def test_a_forked_child_that_ends_does_not_wait_for_its_parents_writers(engines,
     engine.save_checkpoint(str(tmp_path))
     pid = os.fork()
     if pid == 0:
-        lazy.close()  # what atexit calls
+        lazy.close()  # atexit calls this method
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     lazy.wait()
@@ -602,7 +602,7 @@ def test_what_a_trainer_never_completed_stays_marked_if_an_error_ends_the_run(en
     train(engine, batches, 0, 1)
     folder = tmp_path / "checkpoint-1"
     engine.save_checkpoint(str(folder))
-    for name in ("last_value", "last_exc"):  # as Python sets them where nobody catches it
+    for name in ("last_value", "last_exc"):  # Python sets these for an uncaught exception
         monkeypatch.setattr(sys, name, error, raising=False)
     lazy.close()
     assert (folder / ".ebbtide").exists() == (error is not None)

@@ -36,7 +36,7 @@ def save_often(root, rank, world_size, times, ready, failed):
             assert job.wait(60)
             if job.failure is not None:
                 raise job.failure
-        except Exception as error:  # whatever a rank meets is the result
+        except Exception as error:  # any error of a rank is a result
             failed.put(f"{number}: rank {rank}: {error!r}")
 
 
@@ -90,7 +90,7 @@ def test_a_folder_that_another_rank_has_made_is_never_replaced(tmp_path, monkeyp
 
     Otherwise the other rank's next file operation would be in a folder that is gone.
     """
-    if plain:  # a filesystem without a rename that refuses
+    if plain:  # a file system without renames that fail if the target exists
         monkeypatch.setattr(file_layer, "_renamed", refuse)
     folder = tmp_path / "new/checkpoint-10"
     files = MakingMeanwhile(folder)
@@ -120,7 +120,8 @@ def test_whichever_rank_makes_the_folder_it_comes_with_its_note(tmp_path, monkey
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-10"]
 
 
-if __name__ == "__main__":  # python -m tests.runtime.checkpoint.test_first_save 300: so many by two and by three ranks
+# Python -m tests.runtime.checkpoint.test_first_save 300 runs 300 saves each with two and with three ranks.
+if __name__ == "__main__":
     import tempfile
     from pathlib import Path
 

@@ -97,7 +97,7 @@ def begin(folder, step):
         commit.note.await_trainer()
         start(commit)
 
-    Commit.begin = waiting  # in this process, which is about to die
+    Commit.begin = waiting  # in this process, which is about to be killed
     job = Bench(folder).begin(
         some_state(step, elements=3000),
         "state",

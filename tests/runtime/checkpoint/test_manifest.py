@@ -86,7 +86,7 @@ def test_arbitrary_values_in_a_sealed_manifest(value, key):
         page = parse(sealed(body), RankManifest, "m")
     except ManifestError:
         return
-    assert dump(page) == sealed(body)  # what is accepted is what was written
+    assert dump(page) == sealed(body)  # an accepted manifest is the one that was written
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "", "a\0b"])

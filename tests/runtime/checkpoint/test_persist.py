@@ -73,7 +73,7 @@ def test_a_tensor_over_several_subgroups_is_streamed_from_where_it_is(bench):
     found = load(bench.folder / "a", "optim_states")
     assert torch.equal(found["whole"], flat)
     assert torch.equal(found["lean"], flat[:15_000])
-    assert bench.live.runs(flat.data_ptr() + 4 * 19_999, 8) is None  # beyond the last
+    assert bench.live.runs(flat.data_ptr() + 4 * 19_999, 8) is None  # after the last registered byte
 
 
 def test_file_equals_what_was_saved(bench):
@@ -288,7 +288,7 @@ def test_a_block_that_waits_for_the_disk_may_be_copied_and_is_then_written_once(
     writer = job._writer
     block = writer._blocks[0]
     block.state = State.WRITING
-    writer._at_disk.acquire()  # the disk is busy
+    writer._at_disk.acquire()  # so that the disk is busy
     thread = threading.Thread(target=writer._in_turn, args=(block, memoryview(bytes(BLOCK))))
     thread.start()
     with writer._condition:
@@ -296,7 +296,7 @@ def test_a_block_that_waits_for_the_disk_may_be_copied_and_is_then_written_once(
     slot = writer._claim(block, 0, patient=False)
     assert slot is not None
     with writer._condition:
-        block.slot, block.state = slot, State.READY  # another thread has it ready
+        block.slot, block.state = slot, State.READY  # another thread has made it ready
     writer._at_disk.release()
     thread.join(30)
     assert not thread.is_alive()

@@ -93,7 +93,7 @@ def test_automatic_checkpoints_are_written_and_resumed(front_door, stock, tmp_pa
     engine = start(key)
     train(engine, 0, STEPS)
     check_checkpoints(engine, tmp_path, stock)
-    # DeepSpeed's own Adam takes other powers of beta after a resume.
+    # With DeepSpeed's own Adam, powers of beta would differ after a resume.
     assert not differences(resumed(key, tmp_path), resumed(None, tmp_path))
 
 
@@ -152,5 +152,5 @@ def test_auto_says_that_it_plans_for_one_stage_only(front_door, monkeypatch, cap
     engine = start({"plan": "auto"})
     assert "plan='auto' makes no plan for a model of 2 pipeline stages" in caplog.text
     train(engine, 0, 1)
-    assert len(session_of(engine).after_step) == 1  # the checkpoints' function, and none that plans
+    assert len(session_of(engine).after_step) == 1  # only the function of the checkpoints, and none that plans
     engine.destroy()

@@ -39,7 +39,7 @@ def guarded(bench, state, tag, files):
     """Start a checkpoint save as the engine does, with file operations that pause the save. Return the save
     once it has paused.
     """
-    job = bench.begin(state, tag, files=files, nonce="next")  # as random as the engine's
+    job = bench.begin(state, tag, files=files, nonce="next")  # the engine's nonces are random, this one is given
     job._when_over = lambda: release(job)
     guard(job)
     job.start()
@@ -120,7 +120,7 @@ def test_a_kill_after_the_commit_leaves_the_newer_one(tmp_path):
 
 
 def half(folder):
-    bystanders._heard("shutil.rmtree", (str(folder), None))  # as shutil.rmtree begins
+    bystanders._heard("shutil.rmtree", (str(folder), None))  # the event with which shutil.rmtree begins
     next(folder.glob("state/*optim_states.pt")).unlink()
 
 
@@ -243,7 +243,7 @@ def place_and_die(root):
     die()
 
 
-LEFT_BY_A_KILL = {  # how the first kill came, and what the machine did then; what must be there
+LEFT_BY_A_KILL = {  # kind of the first kill, and what the machine did then -> files that must exist
     "not committed": (lambda root: rotate_while_saving(root, "voted", die), None, 10),
     "committed": (lambda root: rotate_while_saving(root, "latest_written", die), None, 20),
     "torn": (place_and_die, torn, 10),
@@ -270,7 +270,8 @@ def test_a_kill_anywhere_in_the_resume_is_made_good_by_the_next(tmp_path, monkey
                 cut = False
             except Cut:
                 cut = True
-        root = root.rename(tmp_path / f"{number}-again")  # else it is known as settled
+        # Under its old name, the folder would be remembered as settled.
+        root = root.rename(tmp_path / f"{number}-again")
         assert os.listdir(root) == [f"checkpoint-{step}"], number
         assert verify(root / f"checkpoint-{step}", "state") == [], number
         if not cut:
@@ -390,7 +391,7 @@ def test_nothing_is_left_of_a_tag_replaced_in_place(tmp_path):
     saved(folder, 10)
     _, job = placed(tmp_path, "nowhere", lambda: None)
     assert job.wait(30)
-    assert list_checkpoints(folder)[0].step == 1  # counted by the new bench
+    assert list_checkpoints(folder)[0].step == 1  # the new bench counts steps from 1
     assert sorted(os.listdir(folder)) == ["latest", "state", "trainer_state.json"]
 
 
@@ -532,7 +533,7 @@ def test_the_folder_of_a_save_that_failed_is_out_of_the_next_runs_way(tmp_path):
         with pytest.raises((OSError, CheckpointError)):
             Bench(tmp_path / "checkpoint-20").save(some_state(20), "state", files=FaultyFiles(30))
         (tmp_path / "checkpoint-20/zero_to_fp32.py").write_text("")
-        assert (tmp_path / "checkpoint-20").exists()  # the run's own looks move nothing
+        assert (tmp_path / "checkpoint-20").exists()  # the run's own listings move no files
         os._exit(0)
 
     assert killed(fail_and_end) == 0

@@ -24,7 +24,8 @@ class Stops(Files):
     def point(self, name):
         if name == self.at:
             self.say("stopping")
-            # To this thread: sent to the process, another one may take it, and this one goes on.
+            # Sent to this thread. If it were sent to the process, another thread might take it, and this thread would
+            # continue.
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             self.say("going on")
 
@@ -49,19 +50,19 @@ def rank_1(folder, point, log):
         say("saved")
         files = Stops(point, say)
         bench.save(some_state(2), "b", rank=1, world_size=2, nonce="second", step=2, files=files)
-    except BaseException as error:  # the parent reads it
+    except BaseException as error:  # the parent process reads it
         say(f"told: {error}")
     finally:
         os._exit(0)
 
 
-# None behind which the job's own thread goes on to its vote.
+# No point after which the job's own thread continues to its vote.
 @pytest.mark.parametrize("point", ["staging_made", "first_block", "payload_fsynced"])
 def test_the_other_rank_is_told_within_the_deadline(tmp_path, point):
     folder, log = tmp_path / "checkpoints", tmp_path / "log"
     bench = Bench(folder, deadline_s=60.0)
     job = bench.begin(some_state(1), "a", world_size=2, nonce="first", step=1)
-    pid = rank_1(folder, point, log)  # before this process has threads
+    pid = rank_1(folder, point, log)  # before this process starts threads
     try:
         job.start()
         assert job.wait(60)
@@ -69,7 +70,7 @@ def test_the_other_rank_is_told_within_the_deadline(tmp_path, point):
         bench.deadline_s = 0.5
         with pytest.raises(CheckpointError, match=r"ranks \[1\] did not report"):
             bench.save(some_state(2), "b", world_size=2, nonce="second", step=2)
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # it was stopped, or comes to it now
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)  # waits until the process is stopped
         assert [entry.tag for entry in list_checkpoints(folder)] == ["a"]
         os.kill(pid, signal.SIGCONT)
         assert os.waitstatus_to_exitcode(ended(pid)) == 0

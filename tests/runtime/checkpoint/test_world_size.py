@@ -63,7 +63,7 @@ def gone_on(folder, stage, *, plan):
     path, _ = engine.load_checkpoint(str(folder), tag="universal")
     assert path is not None
     if not plan and stage < 3:
-        engine.optimizer._hp_optimizer_states_linked = False  # as after DeepSpeed's first step
+        engine.optimizer._hp_optimizer_states_linked = False  # the state after DeepSpeed's first step
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     loaded = state_of(engine)
     losses, _ = train(engine, 3)

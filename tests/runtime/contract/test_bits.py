@@ -18,7 +18,7 @@ from tests.runtime.contract.training import DEVICES, all_state, assert_same, att
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 MIX = ["host", "device", "resident", "stored"]
-LOCATIONS = ["device", "host"]  # of another length: in six subgroups all combinations
+LOCATIONS = ["device", "host"]  # another length than the placements, so that six subgroups have all combinations
 
 
 def l2_adam():
@@ -52,7 +52,7 @@ def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
-# Parameters leave the device after each pass, whatever comes next, and are gathered ahead.
+# Parameters leave the GPU after each forward and backward, and are gathered ahead.
 EVERY_PASS = {
     "stage3_max_reuse_distance": 0,
     "stage3_max_live_parameters": 60_000,
@@ -93,7 +93,7 @@ ZERO_3_ONLY = {
 }
 DEVICE = list(DEVICES)[-1]
 UNIFIED = next(iter(DEVICES))
-# Every case on ZeRO-3 and 2; without copies between memories, and on ZeRO-1, what differs there.
+# Each case runs with ZeRO-3 and 2. Without copies between memories, and with ZeRO-1, only cases that differ there run.
 EVERYWHERE = [
     *((case, 3, DEVICE) for case in CASES),
     *((case, 2, DEVICE) for case in CASES if case not in ZERO_3_ONLY),
@@ -121,7 +121,7 @@ def stock(case, stage=3):
 def test_every_configuration(case, stage, device):
     locations = LOCATIONS if stage == 3 and device == DEVICE else None
     ours = attached(engine_for(case, stage), MIX, device, locations=locations)
-    # So small is what is trained.
+    # The trained part of the model is small, so there are few subgroups.
     few = {"one_subgroup": 1, "frozen_parameters": 2, "offloaded_and_frozen": 2}
     assert len(ours.optimizer._ebbtide.executor.states) >= few.get(case, 3)
     assert_same(outcome(ours), stock(case, stage))
@@ -213,7 +213,7 @@ def test_any_placement_and_timing_with_a_resume_in_between(before, after, accumu
         ours = under(after)
         ours.load_checkpoint(folder)
     state, more, more_norms = outcome(ours, STEPS - saved_at, first=saved_at)
-    if accumulation > 1:  # the norm of the step before is not in a checkpoint
+    if accumulation > 1:  # a checkpoint does not contain the norm of the previous step
         more_norms[0] = norms[-1]
     assert_same((state, torch.cat([torch.stack(losses), more]), norms + more_norms), expected)
 
@@ -360,7 +360,7 @@ def test_save_and_resume_in_another_placement(stage, device, tmp_path):
     saving = attached(engine_for("clipping", stage), MIX, device, locations=locations)
     train(saving, 3)
     saving.save_checkpoint(str(tmp_path))
-    train(saving, 1, first=3)  # the checkpoint is of before, whatever is overwritten meanwhile
+    train(saving, 1, first=3)  # the checkpoint must hold the state from before these steps
     saving.destroy()
     offload = {"offload_param": {"device": "cpu"}} if stage == 3 else {}
     resumed = attached(start(stage=stage, **offload), ["resident", "host"], device)
@@ -368,14 +368,14 @@ def test_save_and_resume_in_another_placement(stage, device, tmp_path):
     assert path is not None
     ours = outcome(resumed, 3, first=3)
     assert_same((ours[0], ours[1], ours[2]), (expected[0], expected[1][3:], expected[2][3:]))
-    if stage == 3 and device == DEVICE:  # of what lies in memory: the rest is to be exported
+    if stage == 3 and device == DEVICE:  # only state in memory, because state on a drive must be exported
         saving = attached(engine_for("clipping", stage), MIX[:3], device, locations=locations)
         train(saving, 3)
         saving.save_checkpoint(str(tmp_path))
         saving.destroy()
         stocks = start(**offload)
         stocks.load_checkpoint(str(tmp_path))
-        # Stock computes powers of the betas otherwise after a load: what it has loaded is the same.
+        # After a load, DeepSpeed computes powers of the betas in another way, so only the loaded state is compared.
         loaded = state_of(stocks)
         stocks.destroy()
         again = attached(start(**offload), ["host"], device)
@@ -436,7 +436,7 @@ def test_the_order_of_the_updates_changes_no_bit(case):
     assert_same(outcome(ours), stock(case))
 
 
-PLANTS = {  # the lane that waits for nothing, and who is late
+PLANTS = {  # lane without waits -> the op that comes too late
     "slot reused before its write-back": (Lane.H2D, OpKind.STATE_D2H),
     "update before its state has come": (Lane.DEVICE_UPDATE, OpKind.STATE_H2D),
     "write-back before the update": (Lane.D2H, OpKind.UPDATE_DEVICE),

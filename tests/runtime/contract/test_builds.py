@@ -73,7 +73,7 @@ def test_an_older_deepspeeds_way_of_counting_steps(older, monkeypatch, tmp_path)
     def new():
         return start(model=Odd(), subgroup_size=9_001)
 
-    steps = 8  # by then pow and the running product have differed
+    steps = 8  # after this many steps, powers of beta and their running product differ
     expected = outcome(new(), steps)
     ours = attached(new(), MIX, DEVICE, None, subgroup=9_001)
     assert ours.optimizer._ebbtide.executor.rule._bias.recounts is older

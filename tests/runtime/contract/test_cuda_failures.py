@@ -34,7 +34,7 @@ def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monk
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     engine = start(precision="fp16", extra={"fp16": OVERFLOWS})
     ebbtide.runtime.attach(engine, plan_for(engine, pattern), device=CudaDevice())
-    fake.latest_s = 1e6  # nothing runs before something waits for it
+    fake.latest_s = 1e6  # no op runs before some code waits for it
     train(engine, 1)
     assert engine.skipped_steps == 1
     switch_plan(engine, plan_for(engine, ["host", "resident"] if pattern == ["device"] else MIX))

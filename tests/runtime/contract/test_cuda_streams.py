@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 
-AHEAD = {"speculate": 2, "speculate_visits": 2, "device_sums": 2}  # updates before the norm, sums that do not cross
+AHEAD = {"speculate": 2, "speculate_visits": 2, "device_sums": 2}  # early updates, and sums that stay on the GPU
 
 
 def a_minute_later(monkeypatch):
@@ -44,7 +44,7 @@ def attached(engine, pattern, **fields):
     return ebbtide.runtime.attach(engine, plan_for(engine, pattern, **fields), device=CudaDevice())
 
 
-# The other cases: below, where DeepSpeed's streams are late too.
+# The other cases are tested below, with late streams of DeepSpeed too.
 @pytest.mark.parametrize(
     "case", ["no_clipping", "fp32_accumulation", "no_persistent_parameters", "offloaded_and_frozen"]
 )
@@ -65,7 +65,7 @@ def test_deepspeed_itself_is_sound_on_late_streams(late_deepspeed):
 
 @pytest.mark.parametrize(
     "case", ["clipping", "accumulation", "small_buckets", "offloaded_parameters"]
-)  # small buckets: each larger parameter's gradient is reduced where autograd left it
+)  # buckets are small, so the gradients of larger parameters are reduced where autograd left them
 def test_stocks_bits_where_deepspeeds_streams_are_late_too(late_deepspeed, case):
     locations = LOCATIONS if "offloaded" in case else None
     assert_same(outcome(attached(engine_for(case), MIX, locations=locations, **AHEAD)), stock(case))
@@ -116,7 +116,7 @@ def test_nothing_waits_for_the_whole_device_in_a_steady_step(late_deepspeed):
     assert late_deepspeed.counts["compiled"] == 0
     assert late_deepspeed.counts["device"] == 0
     assert late_deepspeed.counts["pageable"] == 0
-    # DeepSpeed's own: at the end of each backward, and where a module's gather is waited for.
+    # DeepSpeed's own waits: at the end of each backward, and where a module waits for its gather.
     gathering = [m for m in engine.module.modules() if list(m.parameters(recurse=False))]
     assert late_deepspeed.counts["held_up"] <= 3 * (1 + len(gathering)), len(gathering)
     engine.destroy()
@@ -169,7 +169,7 @@ def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
     """
     ours = attached(engine_for("clipping"), MIX)
     monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", 48 * 3600.0)
-    train(ours, 1)  # two days lie between this step and the start
+    train(ours, 1)  # two days pass between this step and the start
     ours.optimizer._ebbtide.executor.history.clear()
     train(ours, 2, first=1)
     lanes = {Lane.H2D, Lane.D2H, Lane.DEVICE_UPDATE, Lane.H2D_PARAMETERS}
@@ -240,7 +240,7 @@ def test_the_time_to_start_the_updates_is_measured_without_waits_for_the_gpu(fak
         return longer
 
     class Norm(torch.Tensor):
-        is_cuda = True  # the fake's tensors are in host memory
+        is_cuda = True  # the fake keeps its tensors in host memory
         cpu = after(60.0, torch.Tensor.cpu)
 
     norms_to_host = optimizer._norms_to_host
@@ -270,7 +270,7 @@ def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
     In this test each gradient copy to host memory takes a minute, and the backward pass has to wait for it.
     """
     monkeypatch.setattr("ebbtide.runtime.execution.gradient_ops.GRADIENTS_UNDER_WAY_BYTES", 0)
-    monkeypatch.setattr(fake, "latest_s", 1e6)  # a copy runs when something waits for it
+    monkeypatch.setattr(fake, "latest_s", 1e6)  # a copy runs when some code waits for it
     copy = CudaDevice.copy
 
     def pass_a_minute():

@@ -177,7 +177,7 @@ def test_plans_change_at_any_micro_batch(stage, accumulation):
     session, apart = engine.optimizer._ebbtide, []
 
     def switch(number):
-        if number in (5, 6):  # states go away for a micro-batch
+        if number in (5, 6):  # the state leaves the GPU for a micro-batch
             (engine.offload_states if number == 5 else engine.reload_states)()
             return
         fields = {"device_sums": [0, 99, 3][number % 3]}
@@ -281,7 +281,7 @@ def test_what_sums_take_is_told_to_the_byte(stage, sums):
     plan, amounts = own.plan, tally(sizes, own.plan.placements)
     stay = sum(sizes[s] for s in chosen(engine))
     before, told = (held.bytes(amounts, plan.staging_slots, plan.host_slots, summed=n) for n in (0, stay))
-    # They leave from where they are: the room for gradients under way is that of the others.
+    # They are copied from their own memory, so the limit for gradients under way concerns the others only.
     assert sum(sizes) * 2 < GRADIENTS_UNDER_WAY_BYTES
     assert told["device"] == before["device"]
     assert held_bytes(engine) == 2 * stay

@@ -121,7 +121,7 @@ def test_parameters_on_the_host(locations, pattern):
     ("proved", "pattern"), [(True, "mixed"), *((False, name) for name in PATTERNS)], indirect=["pattern"]
 )
 def test_wrong_early_updates_are_redone(proved, pattern):
-    # No part has one gradient alone, whose norm would be known only behind it.
+    # Each part has several gradients, because the norm of a single gradient would be known only after it.
     engine, counts = updating_early(whole(clipping=0.001), pattern, subgroup=17_000)
     if not proved:
         engine.optimizer.early_updates_allowed = lambda: True
@@ -399,7 +399,7 @@ def test_what_is_left_behind_is_whole(pattern):
         for one in (engine, stock):
             train(one, count)
         flats = [*engine.optimizer.__dict__["fp32_partitioned_groups_flat"]]
-        released = []  # the tensors themselves: another tensor could get the address of one that is freed
+        released = []  # the tensors themselves, because the address of a freed tensor may be reused
         engine.optimizer._ebbtide.device.host_release = released.append
         engine.destroy()
         assert released

@@ -112,7 +112,7 @@ def overflown(engine, number):
 @pytest.mark.parametrize("change", [written, overflown])
 def test_an_early_update_counts_for_nothing_once_state_is_written_or_the_step_is_skipped(change, placement):
     engine = pausing(placement)
-    engine.session.pausing.stepped = lambda right: None  # never pauses
+    engine.session.pausing.stepped = lambda right: None  # so that early updates never pause
     begun, state, losses = steps_with(engine, change)
     assert begun == [len(state)] * STEPS, "each step must begin early updates, whatever became of the last ones"
     _, others, theirs = steps_with(pausing(placement, 0), change)

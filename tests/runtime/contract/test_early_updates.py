@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif("emulated" not in DEVICES, reason="counts early updates on emulated streams"),
 ]
 DEVICE = "emulated"
-SCALED_STEPS = 8  # of which the first overflow
+SCALED_STEPS = 8  # the first of these steps overflow
 OVERFLOWS = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
 
 
@@ -84,7 +84,7 @@ def test_right_early_updates(case, name, overlap):
 
 
 def clipping_hard():
-    # No subgroup has one gradient alone, whose norm would be known only behind it.
+    # Each subgroup has several gradients, because the norm of a single gradient would be known only after it.
     return start(clipping=0.01, subgroup_size=17_000)
 
 
@@ -228,7 +228,7 @@ def another_moment_in_place(engine, number):
 
 
 SAID = [another_rate, another_gradient, another_master]
-IN_PLACE = [another_master_in_place, another_moment_in_place]  # nobody reads what is written to a view of stored state
+IN_PLACE = [another_master_in_place, another_moment_in_place]  # writes to a view of stored state have no effect
 
 
 @pytest.mark.parametrize(

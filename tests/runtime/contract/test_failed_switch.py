@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("only_rank")
 RUNTIME = Path(ebbtide.runtime.__file__).parent
 SWITCHING = ("execution", "zero", "devices")  # folders with the code that a switch runs
 ACCUMULATION = 2
-DEADLINE_S = 60.0  # for a step and for the end of an engine, which take milliseconds: what hangs fails
+DEADLINE_S = 60.0  # limit for a step and for the end of an engine, which take milliseconds
 
 
 class Planted(torch.OutOfMemoryError):
@@ -62,7 +62,7 @@ class Failing:
         if event not in ("call", "c_call") or caller is None or not _switches(caller.f_code.co_filename):
             return
         name = frame.f_code.co_qualname if event == "call" else getattr(called, "__qualname__", "")
-        if name.endswith("__exit__"):  # the release of a lock cannot fail
+        if name.endswith("__exit__"):  # releasing a lock cannot fail
             return
         key = caller.f_code.co_qualname, caller.f_lineno, name
         if self._at == (key, self.calls[key]):
@@ -78,7 +78,7 @@ class Failing:
         sys.setprofile(None)
 
 
-@functools.cache  # asked at every call that a switch makes
+@functools.cache  # cached, because it is called for every call in a switch
 def _switches(file):
     path = Path(file)
     return path.is_relative_to(RUNTIME) and path.relative_to(RUNTIME).parts[0] in SWITCHING
@@ -138,7 +138,7 @@ def calls_of(layout, back):
     return [(key, number) for key, count in seen.calls.items() for number in sorted({0, count - 1})]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # generators that are closed
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # for generators that are closed
 @pytest.mark.parametrize(("layout", "back"), [("stage 3", False), ("parts of subgroups", True), ("stage 2", False)])
 def test_an_error_at_any_call_of_a_switch_leaves_the_plan_before(layout, back):
     """Check that training goes on, with stock DeepSpeed's results, after an error at any call that a switch makes,
@@ -211,9 +211,9 @@ def test_a_plan_that_cannot_be_restored_ends_training_clearly(layout, broken, mo
         assert isinstance(ended_within(use), LostPlanError)
     assert ended_within(engine.destroy) is None
     left = [thread for thread in threading.enumerate() if thread not in before]
-    left = [thread for thread in left if thread.name != "ebbtide-sigterm"]  # a process keeps this one
+    left = [thread for thread in left if thread.name != "ebbtide-sigterm"]  # a process keeps this thread
     for thread in left:
-        thread.join(5)  # one that was told to end may not have run since
+        thread.join(5)  # a thread that was told to end may not have run since
     assert not [thread.name for thread in left if thread.is_alive()]
 
 
@@ -340,7 +340,7 @@ def test_half_way_what_is_on_a_drive_already_is_checked_when_it_is_read():
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(list(DEVICES)[-1]))
     session = engine.optimizer._ebbtide
     assert session.stored.subgroups() == frozenset()
-    session.executor.states[1].placement = "stored"  # as `Movement` leaves it
+    session.executor.states[1].placement = "stored"  # the state that `Movement` leaves
     assert session.stored.subgroups() == {1}
     session.executor.states[1].placement = "host"
     engine.destroy()

@@ -33,7 +33,7 @@ PATTERNS = {
     "hosted": ["host"],
     "one of each": ["host", "device", "resident"],
     "staged": ["device", "device", "resident"],
-    "stored": ["stored", "device", "stored"],  # ZeRO-3 only
+    "stored": ["stored", "device", "stored"],  # needs ZeRO-3
 }
 GRADIENTS = {
     "bf16": {},
@@ -68,7 +68,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     locations = ["device", "host"] if stage == 3 else ["device"]
     engine = attached(start(stage=stage, **options), PATTERNS[pattern], DEVICE, seed=None, locations=locations)
     own = engine.optimizer._ebbtide
-    if micro_batches > 1:  # what is kept from one window to the next is there from the second on
+    if micro_batches > 1:  # from the second step on, the sums of the previous step are kept
         train(engine, 2 * micro_batches)
     sizes = tuple(s.elements for s in own.executor.states)
     kept = own.executor.states[0].gradient.element_size()
@@ -80,7 +80,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     assert told["host"] == engine.optimizer._ebbtide.host_bytes()
     on_host = [RECIPES[placement].gradient == "host" for placement in plan.placements]
     leave = sum(n for n, location in zip(sizes, on_host, strict=True) if location) * kept
-    assert told["device"] == allocated_device_bytes(own.executor) + leave  # fewer than the bound
+    assert told["device"] == allocated_device_bytes(own.executor) + leave  # fewer bytes than the limit
     named = own.plan.model_copy(update={"subgroups": sizes})
     needed = needed_bytes(named, kept, stage=stage, micro_batches=micro_batches)
     assert needed == told["host"]
@@ -154,7 +154,7 @@ def test_gradients_under_way_are_bounded(monkeypatch):
 
     The copies are slower than backward here. Without the limit, most gradients would wait on the GPU.
     """
-    most = 30_000  # bytes: some parameters are larger, and go alone
+    most = 30_000  # bytes. Larger parameters are sent alone
     monkeypatch.setattr(gradient_ops, "GRADIENTS_UNDER_WAY_BYTES", most)
     expected = outcome(start(accumulation=2), 4)
     engine, sent, seen = start(accumulation=2), deque(), []

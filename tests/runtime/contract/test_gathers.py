@@ -106,7 +106,7 @@ def test_what_a_config_says_before_anything_runs(reuse, recompute):
         "tie_word_embeddings": False,
     }
     zero = {"stage3_max_reuse_distance": reuse, "stage3_param_persistence_threshold": 100}
-    if reuse < 10**9:  # how far DeepSpeed looks ahead depends on modules without parameters too
+    if reuse < 10**9:  # the distance that DeepSpeed looks ahead also depends on modules without parameters
         zero["stage3_prefetch_bucket_size"] = 0
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**shape))
@@ -163,8 +163,8 @@ def a_life(engine, folder, rank=0):
         with GatheredParameters(list(engine.module.parameters())):
             notes.extend(p.detach().clone() for p in engine.module.parameters())
         with GatheredParameters(list(engine.module.head.parameters()), modifier_rank=0):
-            engine.module.head.weight.data.mul_(0.5 + rank)  # only the first rank's counts
-        # Last: what it has asked for ahead stays in flight to the next forward, with stock too.
+            engine.module.head.weight.data.mul_(0.5 + rank)  # only the first rank's values count
+        # Last, because the gathers that it starts ahead stay in flight until the next forward, as in DeepSpeed.
         engine.eval()
         with torch.no_grad():
             notes.append(engine(*batches.at(number + 100, engine.device)).clone())
@@ -174,7 +174,7 @@ def a_life(engine, folder, rank=0):
     notes += train(engine, 2, first=6, batches=batches)[0]
     engine.save_16bit_model(str(folder), "weights.bin")
     engine.save_checkpoint(str(folder))
-    later = train(engine, 2, first=8, batches=batches)[0]  # while it is written
+    later = train(engine, 2, first=8, batches=batches)[0]  # while the checkpoint is being written
     engine.destroy()
     if rank == 0:
         notes += torch.load(folder / "weights.bin", weights_only=True).values()
@@ -214,7 +214,8 @@ def alive_as_stock(folder, rank=0):
     wrong = [i for i, (a, b) in enumerate(zip(*notes, strict=True)) if not torch.equal(a, b)]
     there = loaded(born_partitioned(), folder / "ours", rank)
     back = loaded(ours(), folder / "stock", rank)
-    # Stock computes powers of the betas otherwise after a load: ours goes on as if nothing were.
+    # After a load, DeepSpeed computes powers of the betas in another way. Under a plan, training continues as without
+    # the load.
     wrong += differences(there[0], back[0])
     return wrong + [n for n in (1, 2) if not torch.equal(back[1][-n], notes[0][-n])]
 

@@ -22,7 +22,7 @@ from tests.runtime.held_bytes import HeldBytes
 from tests.runtime.measured_memory import Counting
 
 pytestmark = pytest.mark.usefixtures("only_rank")
-MODEL = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)  # no tensor above 3% of it
+MODEL = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)  # no tensor has more than 3% of the parameters
 MOST_BYTES_PER_PARAM = 16
 GIVEN_BYTES = 14  # master, moments, 16-bit gradient
 
@@ -184,7 +184,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
     )
     engine.offload_states(include=None if stage == 3 else [OffloadStateTypeEnum.lp_params])
     assert emptied[-1], "the cache must be emptied after all memory is released"
-    engine.offload_states()  # nothing more to do
+    engine.offload_states()  # has no effect the second time
     assert stage == 3 or are_at(engine, parameter_storages(engine))
     assert on_device(engine, device) == 0
     gone = {state.parameter_location for state in engine.optimizer._ebbtide.executor.states}
@@ -196,7 +196,7 @@ def test_offloaded_states_give_the_device_back_and_no_bit_differs(stage, monkeyp
     assert stage == 3 or are_at(engine, parameter_storages(engine))
     now = engine.optimizer._ebbtide.plan
     assert (now.placements, now.parameter_locations) == (plan.placements, plan.parameter_locations)
-    assert on_device(engine, device) >= before  # parameters are in memory of ours now, too
+    assert on_device(engine, device) >= before  # parameters are now in ebbtide's own memory too
     more, more_norms = train(engine, 2, first=4)
     ours = all_state(engine), torch.stack(losses + more), norms + more_norms
     engine.destroy()

@@ -34,7 +34,7 @@ from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, atta
 pytestmark = pytest.mark.usefixtures("only_rank")
 DEVICE = list(DEVICES)[-1]
 MIX = ["host", "device", "resident"]
-LARGE = 40_000  # elements: two of DeepSpeed's subgroups
+LARGE = 40_000  # elements, so that DeepSpeed has two subgroups
 SHORT_LIVED = {
     "stage3_max_live_parameters": 1,
     "stage3_max_reuse_distance": 0,
@@ -115,7 +115,7 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
     assert {e.source.subgroup for e in layout.extents} >= set(range(len(subgroups)))
     assert bytes_of_tensors(layout)[1] < 1_000
     saving.save_checkpoint(str(tmp_path))
-    train(saving, 1, first=3)  # the checkpoint is of before, whatever is overwritten meanwhile
+    train(saving, 1, first=3)  # the checkpoint must hold the state from before these steps
     saving.destroy()
     elsewhere = cut(coarse(), ["resident", "host"], locations=["host", "device", "host"])
     for resumed in (coarse(), elsewhere):

@@ -125,7 +125,7 @@ def test_clipping_and_accumulation_have_torch_s_bits(overlap):
     settings = {"clip": 0.05, "accumulation": 3}
     engine = engine_of(PATTERNS["mixed"], overlap=overlap, **settings)
     clipped = torch_alone(**settings)
-    assert not torch.equal(clipped[0][0][1], torch_alone(accumulation=3)[0][0][1])  # it clips
+    assert not torch.equal(clipped[0][0][1], torch_alone(accumulation=3)[0][0][1])  # clipping has an effect
     assert_same(engine, train(engine), clipped)
 
 
@@ -135,7 +135,7 @@ def test_a_forward_waits_for_the_updates_of_its_own_parameters_only():
     held = (OpKind.UPDATE_HOST, last)
     engine.session.executor.gradients.before_op = lambda op: (op.kind, op.subgroup) == held and go_on.wait(60)
     losses = train(engine, 1)
-    engine.model[0](torch.tensor([1]))  # the embedding is subgroup 0's
+    engine.model[0](torch.tensor([1]))  # the embedding's parameters are subgroup 0
     still_running = engine.session.executor.busy
     go_on.set()
     assert still_running
@@ -161,7 +161,7 @@ def test_a_checkpoint_written_during_training_resumes_with_the_same_bits(tmp_pat
     engine = engine_of(PATTERNS["mixed"], clip=0.05)
     train(engine, 2)
     job = engine.save(tmp_path, "two", bytes_per_s=100_000)
-    train(engine, STEPS - 2, 2)  # updates overwrite what is still to be written
+    train(engine, STEPS - 2, 2)  # updates overwrite state that is not written yet
     assert job.wait(60)
     assert job.failure is None
     engine.session.close()

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="NCCL tak
 def test_two_ranks_have_stocks_bits_and_one_that_fails_takes_the_other_with_it(deepspeed_ops, tmp_path):
     with_avx2 = runs_here("avx2")
     if with_avx2:
-        stock_op("adam", "avx2")  # built once, not by both ranks at once
-    done = launch("tests.runtime.contract.two_ranks", tmp_path)  # a hang would run into its limit
+        stock_op("adam", "avx2")  # built once here, and not by both ranks at the same time
+    done = launch("tests.runtime.contract.two_ranks", tmp_path)  # a process that hangs would reach its time limit
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.json"
         assert path.exists(), done.stderr[-3000:]

@@ -122,7 +122,7 @@ def test_gathered_parameters_eval_and_state_dicts():
             consolidated = engine._zero3_consolidated_16bit_state_dict()
             notes.extend(v.clone() for v in consolidated.values())
             with GatheredParameters(list(engine.module.head.parameters()), modifier_rank=0):
-                engine.module.head.weight.data.mul_(0.5)  # what the next forward computes with
+                engine.module.head.weight.data.mul_(0.5)  # the parameter that the next forward uses
 
         notes.extend(outcome(engine, 3, each=look)[1])
         seen.append(notes)
@@ -189,7 +189,7 @@ def waited_for(engine):
 @pytest.mark.parametrize("read", [shown_after_a_step, waited_for])
 def test_what_is_read_right_after_a_step_is_new_and_whole(read):
     def new():
-        # Whose forward DeepSpeed traces by what is gathered when.
+        # DeepSpeed traces the forward of this model by the order of its gathers.
         return start(model=ReadsAnothersParameter(SIZES["tiny"]))
 
     seen = []

@@ -39,7 +39,7 @@ from tests.runtime.contract.training import (
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 LAST = list(DEVICES)[-1]
-FREE_BYTES = 410_000  # not all fits beside two slots of the largest subgroup
+FREE_BYTES = 410_000  # less than all state beside two slots of the largest subgroup
 ON_HOST = {"offload_param": {"device": "cpu"}, **EVERY_PASS}
 
 
@@ -71,8 +71,8 @@ def test_memory_holds_slots_and_storage_the_rest(device):
     assert slots < 2 * 12 * (SUBGROUP + 64 + 20_000)
     parameters = sum(t.nbytes for t in executor.parameter_slots)
     assert session.host_bytes() == slots + 2 * elements + parameters
-    # The first state, and three steps' of what Adam changes: nothing else is written, or read, but
-    # what the fourth begins with.
+    # Written: the first state, and the tensors that Adam changed in three steps. Read: the state with which the fourth
+    # step begins.
     store = executor.store
     assert 4 * 12 * elements <= store.written_bytes < 4.2 * 12 * elements
     engine.destroy()
@@ -135,7 +135,7 @@ def test_a_plan_that_stores_more_than_there_is_room_for_is_refused(monkeypatch):
         without_room.setattr("ebbtide.runtime.checkpoint.files.Files.allocate", full)
         with pytest.raises(StorageError, match="No space left"):
             switch_plan(engine, plan)
-    train(engine, 1, first=1)  # goes on
+    train(engine, 1, first=1)  # training continues
     switch_plan(engine, plan)
     stock = start()
     train(stock, 2)
@@ -215,7 +215,7 @@ def test_a_config_that_offloads_to_a_drive_takes_a_plan(tmp_path):
     engine = on_a_drive(tmp_path, plan.model_copy(update={"storage_dir": None}))
     assert engine.optimizer._ebbtide.plan.count("stored") > 0
     assert [p.name for p in tmp_path.iterdir()] == ["ebbtide_state"]
-    # Stock adds its norm up by subgroup: of other subgroups its last bit may be another.
+    # DeepSpeed adds up its norm per subgroup, so with other subgroups the last bit may differ.
     assert_same(outcome(engine), outcome(start(subgroup_size=15_000)))
 
 
@@ -231,11 +231,11 @@ def test_of_a_config_for_a_drive_what_memory_holds_stays_there(tmp_path, known_m
     made = session.plan
     assert 0 < made.count("stored") < made.subgroup_count
     assert known_machine == [[str(tmp_path / "ebbtide_state")]]
-    # Where DeepSpeed had masters, their gradients, and those that accumulate.
+    # DeepSpeed had masters, their gradients, and gradients that accumulate in this memory.
     room = FREE_BYTES + (4 + 4 + 2) * sum(made.subgroups)
     assert session.host_bytes() <= room
     losses, _ = train(engine, 4, each=lambda e, _: e.save_checkpoint(tmp_path / "ck"))
-    assert session.watch is not None  # it has planned
+    assert session.watch is not None  # the engine has made a plan
     assert session.host_bytes() <= room
     engine.destroy()
     free_memory(monkeypatch, 10**12)

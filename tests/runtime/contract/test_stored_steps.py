@@ -98,7 +98,7 @@ def test_a_checkpoint_has_no_byte_of_what_is_stored_and_a_resume_writes_none(pat
     begun = store_of(again).written_bytes
     again.load_checkpoint(tmp_path / "ck")
     assert store_of(again).written_bytes == begun
-    assert store_of(again).read_bytes == 0  # moments are read, and checked, by the first step
+    assert store_of(again).read_bytes == 0  # moments are read and checked in the first step
     assert_same(outcome(again, 3, first=3), undisturbed(3, 3))
 
 
@@ -139,7 +139,7 @@ def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_ov
     assert held["storage"] <= extents.stat().st_size <= held["storage"] + padding
     engine.load_checkpoint(tmp_path / "ck", tag="global_step3")
     train(engine, 1, first=3)
-    engine.save_checkpoint(tmp_path / "ck")  # in the place of the one that was passed over
+    engine.save_checkpoint(tmp_path / "ck")  # replaces the checkpoint that was skipped
     engine.checkpoint_engine.wait()
     assert [record.step for record in store_of(engine).steps] == [4, 3]
     for step in (4, 3):
@@ -192,7 +192,7 @@ def test_without_a_number_a_run_goes_on_with_that_of_the_store(tmp_path):
 
 
 def test_a_checkpoint_whose_state_was_written_over_is_refused_and_the_newest_named(tmp_path):
-    engine = stored(tmp_path, keep=0)  # no checkpoint is deleted; one step's state stays
+    engine = stored(tmp_path, keep=0)  # no checkpoint is deleted, but only one step's state is kept
     for tag in ("global_step2", "other"):
         train(engine, 2)
         engine.save_checkpoint(tmp_path / "ck", tag=tag)
@@ -287,7 +287,7 @@ def test_a_flipped_bit_of_a_moment_is_found_by_another_plan_when_it_is_loaded(fl
 def test_a_folder_that_has_moved_is_resumed_from_and_one_that_is_missed_is_named(tmp_path):
     saved(tmp_path, 2)
     (tmp_path / "state").rename(tmp_path / "elsewhere")
-    lost = stored(tmp_path)  # makes a store of its own in the old place
+    lost = stored(tmp_path)  # makes a new store in the old folder
     with pytest.raises(CheckpointError, match=r"must be in .*/state, .*Move the folder with"):
         lost.load_checkpoint(tmp_path / "ck")
     lost.destroy()

@@ -17,8 +17,8 @@ from tests.runtime.contract.training import DEVICES, assert_same, attached, star
 pytestmark = pytest.mark.usefixtures("only_rank")
 MIX = ["host", "device", "resident", "stored"]
 
-# b backward, z zero_grad, s step: batches dropped after their backward, one or two in a row;
-# two backwards before one step; both.
+# b: backward, z: zero_grad, s: step. The loop has batches that are dropped after their backward (one, or two in a row),
+# two backwards before one step, and both together.
 LOOP = "bs bz bs bz bz bs bbs bs bz bbs bz bs"
 DEVICE = list(DEVICES)[-1]
 
@@ -106,12 +106,12 @@ def test_sums_of_micro_batches_can_be_read_as_stocks_can(stage, device):
     assert [set(sums) for sums in ours] == [set(sums) for sums in stock]
     pairs = list(zip(ours, stock, strict=True))
     assert all(torch.equal(mine[k], its[k]) for mine, its in pairs for k in its)
-    # A lone backward, such as ZeRO-1 copies to the host, is no sum.
+    # A gradient of a single backward, which ZeRO-1 copies to the host, is no sum.
     assert [len(sums) > 0 for sums in stock] == [stage == 2] * len(stock)
     assert not any(torch.equal(stock[0][k], stock[-1][k]) for k in stock[0])
 
 
-# Each step ends its window, however many backwards it had: DeepSpeed counts none of them.
+# Each step ends its window, with any number of backwards, because DeepSpeed does not count them.
 UNMANAGED = "bs bbs bz bbz bbs"
 
 
@@ -153,8 +153,8 @@ class Experts(torch.nn.Module):
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-# Experts skipped by the last micro-batch of a window, by the first, by whole windows; one that is
-# reached by a last micro-batch late, or never.
+# Experts that the last micro-batch of a window skips, that the first one skips, and that whole windows skip. One expert
+# gets its first token in a late last micro-batch, and one never.
 ROUTES = "012 012 012 01 12 012 02 12 0 1 12 20 1 012 2 0 2 1 01 0 02 1"
 RARE = "0 01 1 0 02 1 012 0 1 0 2 1"
 

@@ -94,7 +94,7 @@ def start(model: torch.nn.Module | None = None, parameters: Any = None, **config
     torch.manual_seed(0)
     model = model if model is not None else SmallModel()
     settings = {"micro_batch": 2, "subgroup_size": SUBGROUP, "learning_rate": 1e-3}
-    extra = copy.deepcopy(config.pop("extra", {}))  # DeepSpeed 0.18.6 pops keys out of it
+    extra = copy.deepcopy(config.pop("extra", {}))  # a copy, because DeepSpeed 0.18.6 removes keys from it
     made = {**ds_config(**{**settings, **config}), **extra}
     parameters = parameters(model) if parameters is not None else model.parameters()
     return deepspeed.initialize(model=model, model_parameters=parameters, config=made)[0]

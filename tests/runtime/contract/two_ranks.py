@@ -22,8 +22,8 @@ from tests.runtime.stock_builds import runs_here, use_build
 
 MIX = ["host", "device", "resident", "stored"]
 DEVICE = list(DEVICES)[-1]
-UNEVEN = 9_999  # elements of a subgroup: nothing here divides by two
-# An optimizer of torch's, by its own step.
+UNEVEN = 9_999  # elements of a subgroup, so that nothing here can be divided by two
+# An optimizer of torch, with its own step.
 OWN = {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "weight_decay": 0.1}}}
 MIXED = (MIX, DEVICE)
 PLANS = ((["host"], next(iter(DEVICES))), MIXED)
@@ -176,7 +176,7 @@ def main(folder):
             clipping=clipping,
         )
     found |= compare("one waits", [(["host", "device"], DEVICE)], overlaps="first")
-    # Its linear layers add a bias as it was gathered: in fp32 behind a step, else in bf16.
+    # Its linear layers add a bias in the precision in which it was gathered: fp32 after a step, otherwise bf16.
     lower = {"lower_precision_safe_modules": ["studies.bench.byte_gpt.Linear"]}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", **lower}}
     found |= compare("autocast", [MIXED], precision="fp32", extra=autocast)
@@ -210,4 +210,4 @@ def main(folder):
             found |= compare("AVX2", [MIXED])
     (folder / f"rank{rank}.json").write_text(json.dumps(found))
     run(MIX, fail=True)
-    (folder / f"trained{rank}.json").write_text("{}")  # not reached
+    (folder / f"trained{rank}.json").write_text("{}")  # written only if no error is raised

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.runtime import fake_cuda
 
-KEPT = 400  # accesses of a storage
+KEPT = 400  # most remembered accesses of a storage
 VALUES = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
 
 
@@ -43,7 +43,7 @@ class Order:
         self._lock = threading.RLock()
         self._clocks = defaultdict(lambda: defaultdict(int))
         self._seen, self._alive = {}, {}
-        self._completions = {}  # id -> (itself, clock at submit, clock at its end)
+        self._completions = {}  # id -> (completion, clock when submitted, clock at its end)
 
     # -- clocks ------------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Order:
 
         def queried(event):
             reached = query(event)
-            # One of the default stream may well not have been reached yet on CUDA: says nothing.
+            # On CUDA, an event of the default stream may not have been reached yet, so it proves nothing.
             if reached and event.latest and event.latest._stream is not fake_cuda.DEFAULT:
                 order.after(_host(), getattr(event, "clock", {}))
             return reached
@@ -174,19 +174,19 @@ class Order:
             order.access(stream, to, True, f"a copy to, {where}")
             copy_later(stream, to, source, crossing)
             if crossing and not (fake.runtime.pinned(to) or fake.runtime.pinned(source)):
-                order.after(_host(), order.snapshot(stream))  # it has blocked
+                order.after(_host(), order.snapshot(stream))  # the host has waited for the stream
 
         def ran(stream, func, args, kwargs):
             order.issued(stream)
             updates = "device_update" in getattr(func, "__qualname__", "")
             what = f"a kernel, {_where()}"
             for place, tensor in enumerate(args):
-                if isinstance(tensor, torch.Tensor):  # an update writes all but the gradient
+                if isinstance(tensor, torch.Tensor):  # an update writes all tensors except the gradient
                     order.access(stream, tensor, (place == 0) != updates, what)
             run_later(stream, func, args, kwargs)
 
         def updated(state, grad, out, *rest, **options):
-            if threading.current_thread() is not threading.main_thread():  # which asks stock's op
+            if threading.current_thread() is not threading.main_thread():  # other threads run DeepSpeed's op
                 order.access(_host(), grad, False, "a host update")
                 for tensor in (*state, out):
                     order.access(_host(), tensor, True, "a host update")
@@ -194,7 +194,7 @@ class Order:
 
         def allocated(*args, **kwargs):
             made, stream = empty(*args, **kwargs), fake_cuda.current_stream()
-            if kwargs.get("device") is not None:  # who had the memory before may still use it
+            if kwargs.get("device") is not None:  # earlier users of the memory may still be using it
                 order.issued(stream)
                 order.access(stream, made, True, "an allocation")
             return made
@@ -292,7 +292,7 @@ class _Ops(TorchDispatchMode):
             order.access(actor, tensor, id(tensor) in written, what)
         crosses = func is torch.ops.aten.copy_.default and not host
         if crosses and any(self._fake.runtime.pinned(t) for t in given):
-            order.after(_host(), order.snapshot(stream))  # it has blocked
+            order.after(_host(), order.snapshot(stream))  # the host has waited for the stream
         return out
 
     @staticmethod

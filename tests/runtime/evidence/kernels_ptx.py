@@ -27,11 +27,11 @@ from ebbtide.simulator.engines.cache import cache_dir
 from tests.runtime.evidence import ptx_to_cpp
 
 TRITON = tuple(map(int, version("triton").split(".")[:2])) if find_spec("triton") else (0, 0)
-# Triton 3.2 knows no Blackwell: its assembler ends at Hopper.
+# The assembler of Triton 3.2 supports GPUs up to Hopper, and not Blackwell.
 ARCHITECTURES = (80, 90, 100, 120) if TRITON >= (3, 3) else (80, 90)
 BLOCK = 1024
 TRITONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# Gradient and parameter on the device: what accumulates in 16 bits or in fp32, and kept gradients.
+# Dtypes of gradient and parameter on the GPU: for sums in 16 bits and in fp32, and for kept gradients.
 WIRES = [
     (torch.bfloat16, torch.bfloat16),
     (torch.float16, torch.float16),
@@ -92,7 +92,7 @@ def compiled(form: Form, *, assembled: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         kept = cache_dir() / "tests" / f"triton-{'cubin' if assembled else 'ptx'}"
         patch.setenv("TRITON_CACHE_DIR", str(kept))
-        if not assembled:  # half of the time
+        if not assembled:  # assembling takes half of the time
             patch.setattr(CUDABackend, "make_cubin", staticmethod(lambda *_: b""))
         made = triton.compile(source, target=target, options={"enable_fp_fusion": False})
     return dict(made.asm)
@@ -108,7 +108,7 @@ def _source(kernel: Any, signature: dict[str, str], constants: dict[str, int], s
         at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         attrs = {(i,): [["tt.divisibility", 16]] for i in sixteens}
         return ASTSource(fn=kernel, signature=signature, constexprs=at, attrs=attrs)
-    from triton.backends.compiler import AttrsDescriptor  # Triton 3.2
+    from triton.backends.compiler import AttrsDescriptor  # the API of Triton 3.2
 
     attrs = AttrsDescriptor.from_hints(dict.fromkeys(sixteens, 16))
     types = {n: t for n, t in signature.items() if n not in constants}

@@ -46,7 +46,7 @@ static inline u32 fma1_wrong(u32 x, u32 y, u32 z) {
 }
 """
 
-_SIMPLE = {  # what the destination becomes, of its operands
+_SIMPLE = {  # instruction -> C++ expression of its operands
     "mul.wide.u32": "(u64)(u32){1} * (u64)(u32){2}",
     "mul.wide.s32": "(u64)((int64_t)(int32_t){1} * (int64_t)(int32_t){2})",
     "cvt.s64.s32": "(u64)(int64_t)(int32_t){1}",
@@ -79,7 +79,7 @@ _SIMPLE = {  # what the destination becomes, of its operands
         for t in ("b32", "b64", "s32", "s64")
     },
 }
-MUTATED = {  # the arithmetic, and what an inexact device would make of it
+MUTATED = {  # instruction -> what an inexact device would compute instead
     "fma.rn.f32": "fma1_wrong({1}, {2}, {3})",
     "mul.rn.f32": "mul1_wrong({1}, {2})",
     "add.rn.f32": "add1_wrong({1}, {2})",

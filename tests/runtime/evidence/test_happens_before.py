@@ -40,7 +40,7 @@ pytestmark = [
 
 def checked(fake, patch, engine, loop=None, steps=3, pattern=MIX, **fields):
     """Train some steps under a plan on the fake CUDA, and return the recorded order of all memory accesses."""
-    fake.latest_s = 1e6  # nothing runs, and no event is seen to be reached, before it is waited for
+    fake.latest_s = 1e6  # no op runs, and no event is seen as reached, before some code waits for it
     order = Order(fake)
     order.install(patch)
     with order.watching():
@@ -48,7 +48,7 @@ def checked(fake, patch, engine, loop=None, steps=3, pattern=MIX, **fields):
         ebbtide.runtime.attach(engine, plan, device=CudaDevice())
         (loop or train)(engine, steps * engine.gradient_accumulation_steps())
     engine.destroy()
-    fake.violations.clear()  # what a missing wait brings about is not the subject here
+    fake.violations.clear()  # consequences of a missing wait are not tested here
     return order
 
 
@@ -251,13 +251,13 @@ MUTANTS = {
         deaf(Partitions, "bring", "current_event"),
     ),
 }
-# Nothing notices these, as DeepSpeed is today; each costs an event per step or less.
+# With today's DeepSpeed, no test can notice that these waits are missing. Each costs at most one event per step.
 SPARE = {
-    # Attaching ends with copies between host and device that hold the host up until all is there.
+    # Attaching ends with copies between host and device, for which the host waits.
     "lanes begin before their memory is theirs": ("ZeRO-3, clipping", (CudaDevice, "lanes", unordered_lanes)),
-    # The norm has been read on the host before updates start, after all gradients of its stream.
+    # The host has read the norm before updates start, and the norm comes after all gradients of its stream.
     "updates do not wait for the norm": ("ZeRO-3, clipping", without(Wait.NORM)),
-    # The passes have waited for their copies, and the norm has been read behind them.
+    # Forward and backward have waited for their copies, and the norm was read after them.
     "a parameter is written while it is copied": (
         "ZeRO-3, offloaded_parameters",
         (Executor, "launch", launched_behind_no_copy),
@@ -271,29 +271,29 @@ GRADIENTS = {
     "reduced": "a gradient is copied before it is there",
     "after": "the next sum is fetched before the last is on the host",
 }
-NO_WAITS = {"op", "summed"}  # which, and when
+NO_WAITS = {"op", "summed"}  # the names of the op, and of the time of the copy
 STEPS = {
     Wait.NORM: "updates do not wait for the norm",
     Wait.GRADIENT: "an update does not wait for its gradient",
     Wait.PREVIOUS: "ops do not wait for those of their step",
     Slot.STAGING: "a staged update comes in while another goes out",
     Slot.PARAMETER: "new parameters go where others are copied from",
-    # On lanes of their own kind: tests/runtime/test_executed_dag.py, and the drive's own order.
+    # These lanes are tested in tests/runtime/test_executed_dag.py, or the drive itself keeps the order.
     Slot.OUTGOING: "",
     Slot.STATE: "",
-    # Of the host, and of gradients.
+    # waits of the host, and of gradients
     Wait.GATE: "",
     Wait.SUM: "",
     Wait.LAST: "",
 }
 STREAMS = {"wait_event", "wait_stream", "wait_on", "training_waits", "wait_parameters", "updates_of", "current_event"}
-# Who makes a stream wait: the mutant that takes it away; "": its waits are in other rows.
+# Function that makes a stream wait -> the mutant without this wait, or "" if its waits are in other rows.
 WAITERS = {
     "devices/lane.py: wait_on": "",
-    "devices/lane.py: _execute": "",  # those of ops
+    "devices/lane.py: _execute": "",  # waits of ops
     "devices/base.py: training_waits": "",
     "devices/cuda.py: lanes": "lanes begin before their memory is theirs",
-    "devices/cuda.py: moment": "",  # the clock's
+    "devices/cuda.py: moment": "",  # waits of the clock
     "devices/cuda.py: before_reuse": "gradients' memory is reduced into again",
     "execution/executor.py: update_early": "an early update does not wait for its gradient",
     "execution/executor.py: launch": "a parameter is written while it is copied",
@@ -338,7 +338,7 @@ def test_every_wait_in_the_code_has_its_mutant():
 def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, capsys, mutant):
     case, broken = (MUTANTS | SPARE)[mutant]
     monkeypatch.setattr(*broken)
-    # A mutant's race shows in two steps. The others get as many as the runtime itself.
+    # A mutant's race shows in two steps. The other cases get three, like the runtime itself.
     order = run_case(late_deepspeed, monkeypatch, case, steps=2 if mutant in MUTANTS else 3)
     assert bool(order.races) == (mutant in MUTANTS), "a mutant must race, unless it is in SPARE"
     with capsys.disabled():

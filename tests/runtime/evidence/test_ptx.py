@@ -40,7 +40,7 @@ RULE_OF = {
 }
 FORMS = [
     Form(*key, *wire, architecture) for key, wire, architecture in itertools.product(RULE_OF, WIRES, ARCHITECTURES)
-] + [  # a parameter's own slice of a subgroup begins anywhere
+] + [  # a parameter's own slice of a subgroup may begin anywhere
     Form(*key, *WIRES[0], architecture, aligned=False) for key, architecture in itertools.product(RULE_OF, NEWER)
 ]
 
@@ -68,12 +68,12 @@ def differing(function, form, n, tail, rate=0.3):
     generator = torch.Generator().manual_seed(n + tail)
     kind, settings, group = RULE_OF[form.kernel, form.variant]
     rule = kind(**settings)
-    # So large that the decay's rounding shows.
+    # So large that rounding of the weight decay shows.
     group = {**group, "lr": rate, "weight_decay": 5 * group["weight_decay"]}
-    size = torch.randint(-44, 10, (n,), generator=generator)  # alike, so that sums round
+    size = torch.randint(-44, 10, (n,), generator=generator)  # similar exponents, so that sums are rounded
     size[::3] = 0
     ours = [values(size, generator) for _ in range(1 + len(rule.moments))]
-    if form.kernel != "lion":  # the last is a sum of squares
+    if form.kernel != "lion":  # the last tensor is a sum of squares
         ours[-1] = ours[-1].square()
     theirs = [t.clone() for t in ours]
     outs = [torch.zeros(n, dtype=form.out) for _ in range(2)]
@@ -105,7 +105,7 @@ def test_ptx_has_the_host_kernels_bits(kernels, capsys):
     The tested lengths include blocks that are not full, and elements that remain after the last whole vector.
     """
     sources, names = {}, {}
-    for form, asm in kernels.items():  # two generations often get the same
+    for form, asm in kernels.items():  # two generations of GPUs often get the same code
         text = "\n".join(ptx_to_cpp.body_of(asm["ptx"]))
         names[form] = sources.setdefault(text, form).name
     functions = [ptx_to_cpp.translate(kernels[form]["ptx"], form.name) for form in sources.values()]
@@ -166,8 +166,8 @@ def test_ptx_that_computes_otherwise_shows(kernels, capsys):
             which.value = place
             if not differing(getattr(loaded, form.name), form, 16384, 8192):
                 hidden.append((form.kernel, op.removesuffix("x2")))
-    # Of Lion's first average only the sign counts, which no rounding changes: two sums, two of the
-    # products, and the choice between them.
+    # Only the sign of Lion's first average counts, and no rounding changes it. So two sums, two of the products, and
+    # the choice between them have no effect.
     alike = {("lion", op): 2 * 4 for op in ("fma.rn.f32", "selp.f32", "mul.rn.f32")}
     assert not Counter(hidden) - Counter(alike)
     with capsys.disabled():

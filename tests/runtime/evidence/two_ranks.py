@@ -36,7 +36,7 @@ CASES = {
     "ZeRO-2": {"stage": 2, "clipping": 0.1},
     "ZeRO-2, full buckets": {"stage": 2, "reduce_bucket_size": 17_000},
 }
-MUTANTS = {  # of what ranks exchange; the others: in one process
+MUTANTS = {  # mutants of exchanges between ranks. The others run in one process
     "readers wait for nothing": ("ZeRO-3, gathers ahead", (Executor, "wait_parameters", nothing)),
     "a gradient is copied before it is reduced": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
     "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),

@@ -74,7 +74,7 @@ def main(count, seed):
         with tempfile.TemporaryDirectory() as folder:
             try:
                 said = run(rng, Path(folder))
-            except BaseException as error:  # the count goes on, and says which
+            except BaseException as error:  # the other runs continue, and the result names the failed ones
                 failed += 1
                 said = f"FAILED {type(error).__name__}: {' '.join(str(error).split())[:300]}"
             print(f"RUN {number}: {said}", flush=True)

@@ -114,7 +114,7 @@ def test_engines_that_train_nothing_stay_as_they_are(front_door, plan, caplog):
     key = {"plan": plan, "checkpoint": {"interval_steps": 2, "dir": "checkpoints"}}
     reference = config_with(key, precision="fp32")
     reference["zero_optimization"] = {"stage": 0}
-    reference["optimizer"]["params"]["torch_adam"] = True  # the fused one needs a GPU
+    reference["optimizer"]["params"]["torch_adam"] = True  # the fused optimizer needs a GPU
     engine = initialize(reference)
     assert not hasattr(engine.optimizer, "_ebbtide")
     assert type(engine.checkpoint_engine).__name__ == "TorchCheckpointEngine"
@@ -135,7 +135,7 @@ def test_a_bad_key_is_told_before_the_model_is_touched(front_door):
 def test_where_nothing_is_offloaded_stock_trains_and_checkpoints_may_still_be_asked_for(front_door, plan, caplog):
     for key in ({"plan": "auto"}, {"plan": plan}, {"plan": "auto", "checkpoint": {"keep": 1}}):
         config = config_with(key, offload=False)
-        config["optimizer"]["params"]["torch_adam"] = True  # a fused one is a minute to compile
+        config["optimizer"]["params"]["torch_adam"] = True  # a fused optimizer takes a minute to compile
         engine = initialize(config)
         assert type(engine.optimizer).__name__ == "DeepSpeedZeroOptimizer_Stage3"
         lazy = type(engine.checkpoint_engine).__name__ == "LazyCheckpointEngine"

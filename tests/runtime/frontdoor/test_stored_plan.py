@@ -16,7 +16,7 @@ from tests.runtime.contract.training import assert_same, outcome, start
 from tests.runtime.frontdoor.test_front_door import config_with, front_door, initialize
 
 __all__ = ["front_door"]  # a fixture
-TWO_BLOCKS = SIZES["tiny"]  # enough subgroups that memory holds a part of them
+TWO_BLOCKS = SIZES["tiny"]  # enough subgroups, so that memory holds only some of them
 
 
 def profiled(folder):
@@ -26,7 +26,7 @@ def profiled(folder):
     engine.destroy()
     work = work.model_copy(update={"memory_peaks": {}})
     work.save(folder / "workload.json")
-    # So little of either memory that half of the state must go elsewhere.
+    # Both memories are so small that half of the state must go to the drive.
     device = work.device_base_bytes + sum(layer.activation_bytes for layer in work.layers)
     node(device_memory_bytes=2 * device).save(folder / "machine.json")
     return work, device
@@ -59,7 +59,7 @@ def test_a_plan_of_tune_plan_that_stores_trains_with_stocks_bits(front_door, tmp
     folders = [tmp_path / "a", tmp_path / "b"]
     storage = [word for folder in folders for word in ("--storage", f"{folder}:1GB")]
     made, said = planned(tmp_path, *storage, "--endurance", "600")
-    assert 0 < made.count("stored") < made.subgroup_count  # memory keeps what it can
+    assert 0 < made.count("stored") < made.subgroup_count  # memory holds as much state as fits
     assert made.storage_shares == {str(folder): 0.5 for folder in folders}
     assert "Drives rated for 600 TB last" in said
     engine = initialize(config_with({"plan": str(tmp_path / "plan.json"), "device": "emulated"}), TWO_BLOCKS)

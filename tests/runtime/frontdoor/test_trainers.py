@@ -139,7 +139,7 @@ def test_lora_and_the_best_model_at_the_end(front_door, tmp_path):
 
 
 BEST = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 10}
-# The greatest loss: the first checkpoint stays the best one.
+# The best loss is the greatest one, so the first checkpoint stays the best one.
 BEST |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 
 
@@ -160,15 +160,15 @@ def test_the_best_model_of_stored_state_is_there_at_the_end(front_door, tmp_path
     end.
     """
     out = tmp_path / "out"
-    rows = trainers.samples(80)  # more than are trained on: the loss on the first ones falls
+    rows = trainers.samples(80)  # more samples than are trained, so that the loss on the first ones falls
     monkeypatch.setattr(trainers, "samples", lambda: rows)
     options = {**BEST, "save_total_limit": limit, "output_dir": str(out)}
     trainers.with_trainer(stored_key(tmp_path / "state"), **options)
     listed = {f.name: list_checkpoints(f)[0].status for f in out.iterdir()}
     whole = {name for name, status in listed.items() if status == "committed"}
-    kept = {None: {2, 10}, 1: {2}, 3: {2, 8, 10}}[limit]  # 2 is the best
+    kept = {None: {2, 10}, 1: {2}, 3: {2, 8, 10}}[limit]  # checkpoint 2 is the best one
     assert whole == {f"checkpoint-{step}" for step in kept}
-    assert len(listed) == (5 if limit is None else len(kept))  # the others are listed as hulls
+    assert len(listed) == (5 if limit is None else len(kept))  # the others are listed without their state
     for name in whole:
         assert not stored_problems(out / name / name.replace("checkpoint-", "global_step"))
 

@@ -29,7 +29,7 @@ from studies.bench.many_engines import freeze_heap, remember_processor
 from tests.runtime.forked_ranks import LIMIT_S, RANKS, variables
 
 STEPS = 8
-SUBGROUP = 2048  # a rank of two has one of each placement
+SUBGROUP = 2048  # elements. Each of two ranks then has a subgroup with each placement
 VOCABULARY, SEQUENCE, BATCH = 64, 16, 2
 PATTERN = ("host", "device", "resident")
 _TIMED = ("_runtime", "_per_second")
@@ -250,7 +250,7 @@ def with_lightning(key: dict[str, Any] | None, **options: Any) -> tuple[Any, lis
     from tests.runtime.frontdoor.lightning_run import fit
 
     config = ds_config(key, train_micro_batch_size_per_gpu=BATCH, **options.pop("config", {}))
-    # Lightning fills these in where they are missing; it does not know "auto".
+    # Lightning fills in these keys if they are missing, but does not know "auto".
     for name in ("gradient_clipping", "gradient_accumulation_steps", "bf16"):
         del config[name]
     return fit(config, model(), samples(), STEPS)
@@ -364,5 +364,5 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    STEPS = 6  # as many ranks as share a core
+    STEPS = 6  # number of steps. As many ranks run as share a core
     main(Path(sys.argv[1]), sys.argv[2:])

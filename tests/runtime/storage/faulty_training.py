@@ -29,7 +29,7 @@ from studies.bench.many_engines import answer_once
 from studies.checkpoints.run import warm_up
 
 STEPS, RESUMED_STEPS, FAULT_AT, LIMIT_S = 4, 2, 2, 60
-STALL_S = 0.8  # of a drive. The log tells of it after a quarter of this time
+STALL_S = 0.8  # duration of a drive's stall. The log reports it after a quarter of this time
 
 
 class Drive(Files):
@@ -112,8 +112,8 @@ class Case:
     drive: Drive = field(default_factory=Drive)
     at: int | None = FAULT_AT
     verify_reads: bool = False
-    flip_tensor: int | None = None  # on the drive, between two runs
-    deadline_s: float = 30.0  # training looks for a stall every quarter of it, and every second
+    flip_tensor: int | None = None  # flipped on the drive, between two runs
+    deadline_s: float = 30.0  # training looks for a stall after each quarter of this time, and at least every second
 
 
 def cases():
@@ -146,7 +146,7 @@ def engine_on(place, drive, case):
     from tests.runtime.contract.training import DEVICES, attached, start
 
     for module in (ebbtide.runtime.storage.store, ebbtide.runtime.storage.reader):
-        vars(module)["Files"] = lambda: drive  # this process is this run
+        vars(module)["Files"] = lambda: drive  # so that this whole process uses the faulty drive
     ebbtide.runtime.storage.waiting.TOLD_AFTER_S = STALL_S / 4
     checkpoint = CheckpointPlan(keep=2, deadline_s=case.deadline_s, verify_reads=case.verify_reads)
     return attached(
@@ -169,7 +169,7 @@ def steps(engine, first, told, last=STEPS, drive=None, at=None, save_in=None):
     batches = Batches(2, SIZES["tiny"].sequence)
     for number in range(first, last):
         if number == at:
-            engine.optimizer.wait()  # the steps before write without a fault
+            engine.optimizer.wait()  # so that the earlier steps are written without a fault
             drive.armed = True
         loss = train_step(engine, batches.at(number, engine.device))
         told["losses"][str(number)] = loss.item().hex()

@@ -219,7 +219,7 @@ def test_versions_beside_a_failing_commit_stay(stores):
     step(store, 1)
     begun(store)
     write_all(store, 2)
-    files.at, files.lasting = len(files.calls) + 1, True  # the first one is fdatasync
+    files.at, files.lasting = len(files.calls) + 1, True  # the first of these calls is fdatasync
     with pytest.raises(StorageError):
         commit(store, 2, 2)
     with contextlib.suppress(StorageError):

@@ -15,7 +15,7 @@ from tests.runtime.storage.conftest import BLOCK, commit
 
 ELEMENTS = {0: 1_500, 1: 700}  # two blocks, so that one of them may be missing
 SIZES = {subgroup: (4 * elements,) for subgroup, elements in ELEMENTS.items()}
-GROWN = 2  # a subgroup that comes later
+GROWN = 2  # a subgroup that is added later
 ELEMENTS[GROWN] = 1_100
 
 

@@ -96,7 +96,7 @@ def test_kept_steps_stay_while_others_are_written(stores, keep):
     store = stores.open(keep=keep)
     for number in (1, 2, 3, 4):
         step(store, number)
-    write_all(store, 5)  # never committed
+    write_all(store, 5)  # this state is never committed
     store = stores.reopen(keep=keep)
     assert [s.step for s in store.steps] == [4, 3, 2, 1][:keep]
     for record in store.steps:
@@ -124,7 +124,7 @@ def test_a_resumed_run_goes_on_and_forgets_what_it_passed_over(stores):
     store = stores.reopen(keep=2)
     oldest = store.steps[-1].name
     assert store.restore(oldest).step == 1
-    write_all(store, 1)  # the state of step 2, again
+    write_all(store, 1)  # the state of step 2 again
     store.restore(oldest)
     for subgroup in ELEMENTS:
         assert equal(read(store, subgroup), state(subgroup, 1))
@@ -144,7 +144,7 @@ def test_an_announced_version_is_not_recycled_until_its_commit(stores):
     late = threading.Thread(target=write_all, args=(store, 3))
     late.start()
     late.join(0.2)
-    assert late.is_alive()  # one extent is step 1's, the other version 2's
+    assert late.is_alive()  # one extent belongs to step 1, and the other one to version 2
     assert equal(read(store, 0), state(0, 2))
     commit(store, 2, 2)
     late.join(20)
@@ -171,7 +171,7 @@ def test_a_commit_waits_for_its_versions_writes(stores):
 
 def test_what_is_never_written_fails_the_commit_in_time(stores):
     store = stores.open()
-    store._progress._deadline_s = 0.2  # not of the drive
+    store._progress._deadline_s = 0.2  # the store's limit, not the drive's
     assert begun(store) == 1
     store.write(0, state(0, 1), 1)
     with pytest.raises(StorageError, match=r"version 1 must .* 0.2 s, but .*\[1, 2\]"):
@@ -180,7 +180,7 @@ def test_what_is_never_written_fails_the_commit_in_time(stores):
 
 def test_a_commit_that_never_comes_fails_the_write_in_time(stores):
     store = stores.open()
-    store._progress._deadline_s = 0.2  # not of the drive
+    store._progress._deadline_s = 0.2  # the store's limit, not the drive's
     step(store, 1)
     assert begun(store) == 2
     write_all(store, 2)
@@ -213,7 +213,7 @@ def test_what_is_written_to_a_view_reaches_no_extent_but_by_a_write(stores):
     store.write(0, view, 2)
     assert torch.equal(read(store, 0)[0], state(0, 9)[0])
     assert torch.equal(view[0], state(0, 9)[0])
-    view[0].copy_(state(0, 8)[0])  # the live extent is written over from itself
+    view[0].copy_(state(0, 8)[0])  # the live extent is overwritten with a view of itself
     store.write(0, view, 3)
     assert torch.equal(read(store, 0)[0], state(0, 8)[0])
     store.restore()
@@ -289,7 +289,7 @@ def test_commits_come_one_after_the_other(stores):
         threads.append(threading.Thread(target=commit, args=(store, number, number)))
         threads[-1].start()
         assert files.there.wait(20)
-    threads[1].join(0.3)  # time to overtake
+    threads[1].join(0.3)  # time in which the other thread could overtake
     files.go.set()
     for thread in threads:
         thread.join(20)

@@ -36,7 +36,8 @@ THEN_SAID = {
     "flipped master": "The newest whole checkpoint: ",
     "read at resume": "Input/output error (EIO)",
 }
-DAMAGED = {"torn, all reads checked", "torn at the end", "flipped master"}  # on the drive
+# Faults after which the drive holds damaged state.
+DAMAGED = {"torn, all reads checked", "torn at the end", "flipped master"}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def check_bits(life, stock):
 @pytest.mark.parametrize("name", SAID)
 def test_a_fault_is_told_and_costs_no_bit_and_no_committed_step(name, found):
     lives = found[name]
-    assert all(life["status"] == 0 for life in lives), lives  # ended, and by itself
+    assert all(life["status"] == 0 for life in lives), lives  # every process has ended by itself
     first, *later = lives
     for life in later if name == "torn at the end" else lives:  # a later read trusts the drive
         check_bits(life, found["stock"])

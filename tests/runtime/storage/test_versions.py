@@ -82,7 +82,7 @@ def test_the_state_of_an_announced_version_is_the_newest_up_to_it():
         write(ledger, subgroup, 0)
     version = ledger.announce([0, 2])
     assert ledger.missing(version) == []
-    assert write(ledger, 0) == 1  # of that subgroup alone, behind the announced version
+    assert write(ledger, 0) == 1  # only of that subgroup, after the announced version
     assert write(ledger, 0) is None or ledger.subgroups[0].versions.count(0) == 1
     assert [one.hashes for one in ledger.extents_of(version)] == [hashes(0, 0), hashes(2, 0)]
     with pytest.raises(StorageError, match="must be announced"):

@@ -29,7 +29,7 @@ from tests.runtime.zoo.configs import TABLE, as_trained, offloads, published, ze
 from tests.runtime.zoo.training import STEPS, Outcome, stock, trained
 
 SUBGROUP = 5_000  # elements, for several subgroups of the tiny model
-DEADLINE = timedelta(minutes=3)  # of a collective: a rank that waits for ever ends with an error
+DEADLINE = timedelta(minutes=3)  # limit for a collective, after which a waiting rank ends with an error
 TOLD = {
     "trains under a plan": "same bits under a plan",
     "left to DeepSpeed": "left to stock",
@@ -116,7 +116,7 @@ def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
 def _tried(name: str, config: dict[str, Any], streams: bool) -> str:
     key = {"plan": "auto", **({"device": "emulated"} if streams else {})}
     ours = trained(config, key, STEPS, mixed=streams)
-    # ZenFlow's own process does not end with its engine: stock would hang here.
+    # The process of ZenFlow does not end with its engine, so DeepSpeed alone would hang here.
     alone = bool(ours.error) and "zenflow" in zero_of(config)
     mine = "refused under a plan only" if alone else _verdict(stock(json.dumps(config, sort_keys=True)), ours)
     verdict = _of_all_ranks(mine)

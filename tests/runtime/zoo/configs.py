@@ -17,7 +17,7 @@ from typing import Any
 
 TABLE = Path(__file__).parents[2] / "data" / "deepspeed_configs.json"
 HIDDEN = 32
-# Keys that write to other places or to a service, or set the size of the training. They do not matter here.
+# Keys that write to other places or services, or set the size of the training. The tests do not use them.
 _LEFT_OUT = ("tensorboard", "wandb", "csv_monitor", "comet", "train_batch_size", "steps_per_print")
 _BUCKETS, _LARGEST_BUCKET = ("reduce_bucket_size", "allgather_bucket_size"), 1_000_000
 _LEARNING_RATE = 1e-3
@@ -75,7 +75,7 @@ def as_trained(config: Mapping[str, Any], subgroup: int | None = None) -> dict[s
         if key == "nvme_path" and value:
             holder[key] = str(Path(tempfile.gettempdir()) / f"zoo-{os.getpid()}")
         if key == "output_file":
-            del holder[key]  # of the flops profiler
+            del holder[key]  # belongs to the flops profiler
         if key in _BUCKETS and isinstance(value, int | float):
             holder[key] = min(value, _LARGEST_BUCKET)
     if subgroup is not None and zero_of(made):

@@ -109,7 +109,7 @@ def test_moments_that_follow_an_fp32_master_are_fp32_whatever_the_key_says():
 def test_save_and_resume_both_ways(stage, extra, back, tmp_path):
     def engine(plan):
         made = start(stage=stage, extra=extra)
-        # Below ZeRO-3 the optimizer's step takes a whole partition.
+        # Under ZeRO-1 and 2, the optimizer's step takes a whole partition.
         size = {} if stage == 3 else {"subgroup": 10**9}
         return attached(made, ["host"], "unified", **size) if plan else made
 
@@ -117,7 +117,7 @@ def test_save_and_resume_both_ways(stage, extra, back, tmp_path):
     saving = engine(plan=back)
     first = train(saving, 3)
     saving.save_checkpoint(str(tmp_path))
-    train(saving, 1, first=3)  # while it is written
+    train(saving, 1, first=3)  # while the checkpoint is being written
     saving.destroy()
     resumed = engine(plan=not back)
     resumed.load_checkpoint(str(tmp_path))

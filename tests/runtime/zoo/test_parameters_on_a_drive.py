@@ -83,7 +83,8 @@ def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
     DeepSpeed computes the parameters on the drive from the masters, which must be in memory for this. A config with
     masters on a drive and all parameters in host memory is not refused.
     """
-    monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: 0)  # no room for masters
+    # So that there is no room for masters.
+    monkeypatch.setattr("ebbtide.runtime.zero.storing.free_host_bytes", lambda: 0)
     made = config(tmp_path, 15_000, 5_000)
     made["zero_optimization"]["offload_optimizer"] |= {"device": "nvme", "nvme_path": str(tmp_path)}
     ours = trained(made, EMULATED, steps=1, model=SMALL)

@@ -19,7 +19,7 @@ from tests.runtime.zoo.configs import HIDDEN, client_optimizer
 
 MODEL = ByteGPTConfig(layers=1, hidden=HIDDEN, heads=2, sequence=16)
 MIX: tuple[Placement, ...] = ("host", "device", "resident")
-STEPS = WATCHED_STEPS + 3  # "auto" switches after those that it watches
+STEPS = WATCHED_STEPS + 3  # "auto" switches after the steps that it watches
 
 
 @dataclass
@@ -79,7 +79,7 @@ def trained(
         )[0]
         seen = _train(engine, steps, mixed)
         return Outcome(seen + _state(engine), hasattr(engine.optimizer, "_ebbtide"))
-    except Exception as error:  # any error is the outcome
+    except Exception as error:  # any error is a result
         return Outcome([], error=f"{type(error).__name__}: {error}")
     finally:
         if engine is not None and engine.optimizer is not None:
@@ -140,7 +140,7 @@ def _state(engine: Any) -> list[torch.Tensor]:
         for master in getattr(optimizer, name, ()):
             kept = optimizer.optimizer.state[master]
             if int(kept.get("step", 1)) == 0:
-                kept = {}  # every step so far overflowed: stock has not made its moments yet
+                kept = {}  # if all steps so far overflowed, DeepSpeed has no moments yet
             held = [master, *(kept[key] for key in sorted(kept))]
             found += [torch.as_tensor(t).detach().clone() for t in held]
     return found

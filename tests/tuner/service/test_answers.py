@@ -21,7 +21,7 @@ from ebbtide.tuner.service.scenario import MODELS, resolve
 
 from tests.machines import GIB
 
-LLAMA = {"machine": "h100-node", "model": "Llama 3 8B", "clip_rate": 1.0}  # no update begins early
+LLAMA = {"machine": "h100-node", "model": "Llama 3 8B", "clip_rate": 1.0}  # with this clip rate, no update begins early
 
 
 def workload(**about):
@@ -274,14 +274,14 @@ def test_what_fits_nowhere_says_what_is_missing(server):
     "asked",
     [
         {"model": "Llama 3.2 1B", "machine": "rtx4090", "sequence": 8192, "micro_batch": 4},
-        # Offered here: GPUs, and host memory. `tests/tuner/test_ways_out.py` has larger models.
+        # Tested here: GPUs and host memory. `tests/tuner/test_ways_out.py` tests larger models.
         {
             "model": "Llama 3.2 1B",
             "machine": "a100-node",
             "device_memory_bytes": 12 * GIB,
             "host_memory_bytes": 6 * GIB,
         },
-        # The DeepSpeed config has another value for each of these changes.
+        # The DeepSpeed config has another value for each of these settings.
         {
             "model": "Llama 3.2 1B",
             "machine": "rtx4090",
@@ -293,7 +293,7 @@ def test_what_fits_nowhere_says_what_is_missing(server):
                 "zero_optimization": {"stage": 3},
             },
         },
-        # State in subgroups of another size would fit with other changes.
+        # State in subgroups of another size would need other changes.
         {
             "model": "Llama 3.2 3B",
             "machine": "rtx4090",

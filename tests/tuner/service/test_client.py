@@ -34,7 +34,7 @@ def test_a_profile_is_pushed(server, tmp_path, monkeypatch):
 
     fields = preset("h200").model_dump() | {"name": "pushed"}
 
-    def measured(output, *_):  # measuring has tests of its own, and takes seconds
+    def measured(output, *_):  # other tests measure, which takes seconds
         type(preset("h200")).model_validate(fields).save(output)
 
     monkeypatch.setattr(profiling, "machine_profile", measured)

@@ -213,7 +213,7 @@ def test_a_full_disk_is_told_as_one_and_ends(held, path, body):
     pages = writer.execute("PRAGMA page_count").fetchone()[0]
     writer.execute(f"PRAGMA max_page_count={pages}")
     filled = {**body, "machine": MACHINE} if path == "/jobs/plan" else body
-    for _ in range(20):  # until the pages that are there are full
+    for _ in range(20):  # until the existing pages are full
         response = client.post(f"/api/v1{path}?replace=true", json=filled)
         if response.status_code != 201:
             break
@@ -334,7 +334,8 @@ def test_an_answer_is_tried_again_when_its_worker_ends():
             assert len(killed) == 1, "no worker was killed: nothing was tested"
             most = 3
             with pytest.raises(WorkerError, match="short of memory"):
-                await lane.call("answer", {**asked, "model": "Llama 3 8B"}, kill)  # not computed before it is killed
+                # So that it is not computed before the worker is killed.
+                await lane.call("answer", {**asked, "model": "Llama 3 8B"}, kill)
             assert len(killed) == 3
         finally:
             lane.close()

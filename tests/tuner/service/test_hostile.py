@@ -127,7 +127,7 @@ def test_a_body_beyond_the_limit_is_not_even_read(server):
     )
     assert response.status_code == 413
 
-    def endless():  # without a length, in chunks
+    def endless():  # a body without a length, in chunks
         for _ in range(40):
             yield b" " * 2**16
 
@@ -193,7 +193,7 @@ def test_a_light_answer_does_not_wait_for_a_heavy_one(server):
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(server.post, "/what-if", heavy)
         server.post("/simulate", {**LLAMA, "link_bytes_per_s": 3.1e10})
-        assert not slow.done()  # answered while the heavy one still runs: no clock is needed
+        assert not slow.done()  # answered while the heavy request still runs, so that no clock is needed
         assert slow.result().status_code == 200
 
 
@@ -242,7 +242,7 @@ def served(folder, quota):
     settings.lifespan = "off"
     running = uvicorn.Server(settings)
     listening = running.config.bind_socket()
-    listening.listen()  # who comes before the server is ready waits in line
+    listening.listen()  # a client that comes before the server is ready waits in line
     thread = threading.Thread(target=lambda: asyncio.run(running.serve([listening])))
     thread.start()
     host, port = listening.getsockname()
@@ -269,7 +269,7 @@ def test_with_the_token_it_is(strict):
     headers = {"authorization": "Bearer right-token"}
     assert strict.get("/machines", headers=headers).status_code == 200
     page = strict.get(str(strict.base_url.copy_with(path="/")))
-    assert page.status_code == 200  # it holds nothing, and asks for the token
+    assert page.status_code == 200  # the page has no data, and asks for the token
 
 
 def test_a_slow_client_is_let_go(impatient):
@@ -279,7 +279,7 @@ def test_a_slow_client_is_let_go(impatient):
     for sent in (head, b"GET / HTTP/1.1\r\nHost", b""):
         with socket.create_connection(address, 60) as slow:
             slow.sendall(sent)
-            assert b" 408 " in slow.recv(65536)  # the server's time runs out, not this test's
+            assert b" 408 " in slow.recv(65536)  # the server's time limit ends it, not that of this test
 
 
 def test_a_stalled_client_holds_nobody_up(server):

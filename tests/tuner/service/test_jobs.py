@@ -27,7 +27,7 @@ from tests.tuner.service.test_hostile import children
 SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
 GRID = {**SMALL, "strategies": ["zero3_offload"], "changes": {"h2d_bytes_per_s": [1e10 + 1e8 * i for i in range(12)]}}
-PATIENCE_S = 120  # for what takes seconds on a machine with a free core
+PATIENCE_S = 120  # limit for work that takes seconds on a machine with a free core
 
 
 def ended(server, job, limit_s=300):
@@ -160,12 +160,13 @@ def test_a_plan_job_is_watched_to_its_end(server):
     machine = preset("rtx4090")
     model = {**MODELS["Llama 3.2 1B"], "_name_or_path": "Llama 3.2 1B"}
     work = workload_from_model(model, machine, sequence=2048, micro_batch=1)
-    expected = predict(work, machine, plan, Limits.of(work, machine))  # the mean over clipped steps and others
+    # The mean over steps that clip and steps that do not.
+    expected = predict(work, machine, plan, Limits.of(work, machine))
     assert plan.prediction.iteration_s == pytest.approx(expected.iteration_s)
     assert plan.checkpoint.interval_steps > 0
-    # Of two sizes of subgroups within half a percent, a full search takes the larger one.
+    # Of two subgroup sizes with times within half a percent, a full search takes the larger one.
     assert plan.prediction.iteration_s <= result["quick_iteration_s"] * (1 + 1e-9)
-    responses.PlanResult.model_validate(result)  # as the API's description says
+    responses.PlanResult.model_validate(result)  # as the API's schema describes it
 
 
 def test_a_grid_job_tells_how_far_it_is(server):
@@ -186,7 +187,7 @@ def test_what_is_forgotten_is_gone_unless_it_is_still_open(server):
     refused = server.client.delete(f"/jobs/{waits}?forget=true")
     assert refused.status_code == 422
     assert "cancel it first" in refused.text
-    left = server.client.delete(f"/jobs/{waits}").json()  # else it is searched, and the next tests wait for it
+    left = server.client.delete(f"/jobs/{waits}").json()  # otherwise the search runs, and the next tests wait for it
     assert left["state"] == "cancelled"
     span = {"kind": "forward", "lane": "device compute", "start_s": 0, "end_s": 1}
     run = server.post("/runs", {"name": "once", "spans": [span]}).json()["id"]
@@ -374,7 +375,7 @@ def test_a_server_that_ends_ends_its_streams(mortal):
             next(lines)
         server.process.terminate()
         for lines in both:
-            for _ in lines:  # to the end, which is one: a stream that is cut raises
+            for _ in lines:  # to the end of the stream. A stream that is cut off raises an error
                 pass
     server.process.wait(PATIENCE_S)
     assert "Traceback" not in server.errors.read_text()

@@ -19,12 +19,12 @@ AXE = Path(__file__).parent / "axe" / "axe.min.js"
 QUIET = ("gpu", "background-networking", "component-update", "sync")
 FLAGS = ["--headless", "--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
 KINDS = ("parameters", "gradients", "state", "activations", "buckets", "staging")
-PATIENCE_MS = 300_000  # a browser among other tests; playwright's own is 30 s
-# A model with few layers: a search for the plan of a larger one, its drawing and its checks take much longer.
+PATIENCE_MS = 300_000  # for a browser beside other tests. Playwright's default is 30 s
+# A model with few layers, because searching, drawing and checking the plan of a larger one takes much longer.
 ASKED = "/?model=Llama+3.2+1B&machine=rtx4090-x4"
 
-# After each change of the form the page asks for the full search, which takes seconds of a core. No test looks at its
-# answer, so the page gets the quick answer instead, which it has asked for in two parts.
+# After each change of the form, the page requests the full search, which takes seconds of a core. No test looks at its
+# answer. So the page gets the quick answer instead, which it has requested in two parts.
 QUICK_ANSWERS = """
 const { fetch } = window;
 let timelines, quick;
@@ -40,13 +40,13 @@ window.fetch = async (url, options = {}) => {
   return response;
 };
 """
-# A second press deletes, if it comes within SURE_MS of jobs.js. A starved test may be later than that.
+# A second press within SURE_MS of jobs.js deletes. A slow test may be later than that.
 UNHURRIED = """
 const { setTimeout } = window;
 window.setTimeout = (call, ms, ...rest) => setTimeout(call, ms === 4000 ? 600_000 : ms, ...rest);
 """
 
-# What stands out to the right of a width.
+# Elements that extend beyond a width.
 BEYOND = """width => [...document.querySelectorAll("body *")]
     .filter(one => one.getBoundingClientRect().right > width)
     .map(one => one.outerHTML.slice(0, 90))"""
@@ -54,7 +54,7 @@ BEYOND = """width => [...document.querySelectorAll("body *")]
 
 @pytest.fixture(scope="module")
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")  # not in the workers that run other files
+    sync_api = pytest.importorskip("playwright.sync_api")  # workers that run other files do not import it
     with sync_api.sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         yield started
@@ -101,7 +101,7 @@ def settled(page):
     page.wait_for_selector('#table[aria-busy="false"] tr[data-strategy=twin_flow]')
 
 
-# The texts of empty fields that do not fit into them.
+# Placeholder texts that do not fit into their fields.
 CUT_PLACEHOLDERS = """() => {
   const pen = document.createElement("canvas").getContext("2d");
   return [...document.querySelectorAll("#controls input[type=number]:placeholder-shown")].filter((field) => {
@@ -121,7 +121,7 @@ SLOW_REQUESTS = """() => {
 }"""
 
 
-# To a position beside the one that is wanted. The page hears of the key that follows.
+# Moves the slider next to the wanted position. The key that follows sends the event to the page.
 MOVE = """([id, steps]) => {
     const slider = document.getElementById(id);
     slider.value = Number(slider.value) + steps;
@@ -181,7 +181,7 @@ def test_moving_sliders_shows_what_the_api_says(page, server):
         assert cells[0] == page.evaluate("async s => (await import('/format.js')).seconds(s)", row["iteration_s"])
         assert cells[-1] == ("✓ fits" if row["fits"] else f"✗ {row['reason']}")
     held = {role: kinds["device"] for role, kinds in expected["memory"].items()}
-    told = page.get_attribute("#kinds .chart svg", "aria-label")  # the device is first
+    told = page.get_attribute("#kinds .chart svg", "aria-label")  # the chart of the GPU is the first
     gib = "async b => (await import('/format.js')).gib(b)"
     for role, kinds in held.items():
         words = [f"{kind} {page.evaluate(gib, kinds[kind])}" for kind in KINDS if kinds.get(kind)]
@@ -284,7 +284,7 @@ def _runs_again_and_is_deleted(page, card):
     assert card.count() == 1
     card.get_by_role("button", name="Delete for good?").click()
     card.wait_for(state="detached")
-    page.wait_for_function("() => location.search === '?view=work'")  # it was the one shown
+    page.wait_for_function("() => location.search === '?view=work'")  # the deleted job was shown
     page.fill("#filter", "no such job")
     assert cards.count() == 0
     page.fill("#filter", "rtx4090 plan")
@@ -298,7 +298,7 @@ def test_a_lost_connection_is_told_until_it_is_back(page, server):
     assert "No connection" in page.inner_text("#lost")
     page.unroute("**/api/v1/events")
     page.wait_for_selector("#lost", state="hidden")
-    page.problems.clear()  # the browser's own line about the request
+    page.problems.clear()  # the browser's own message about the request
 
 
 def test_a_job_can_be_cancelled_while_it_reports(page, server):
@@ -307,7 +307,7 @@ def test_a_job_can_be_cancelled_while_it_reports(page, server):
     """
     opened(page, server, "/?model=Llama+2+13B&machine=h100-node&gpus=4&micro_batch=4")
     page.click("#search-configurations")
-    card = page.locator("#jobs .card", has_text="13B").first  # a job of another test may still run
+    card = page.locator("#jobs .card", has_text="13B").first  # a job of another test may still be running
     cancel = card.get_by_role("button", name="Cancel")
     cancel.focus()
     while not page.evaluate("document.querySelector('#jobs .card progress').value > 0"):
@@ -360,7 +360,7 @@ def test_what_cannot_be_answered_leaves_nothing_to_press(page, server):
     page.wait_for_selector("#answer.refused")
     for button in ("save-plan", "save-trace", "save-report", "search"):
         assert page.is_disabled(f"#{button}")
-    page.problems.clear()  # the browser's own line about the 422
+    page.problems.clear()  # the browser's own message about the 422
 
 
 def test_a_link_to_what_is_not_here_says_so(page, server):
@@ -396,7 +396,7 @@ def test_configurations_are_searched_and_shown(page, server):
     number, found = next(
         (n, row["configuration"]) for n, row in enumerate(result["front"]) if row["configuration"]["micro_batch"] == 1
     )
-    page.evaluate(SLOW_REQUESTS)  # what stands on the page meanwhile is no answer
+    page.evaluate(SLOW_REQUESTS)  # meanwhile the page shows no answer
     rows.nth(number).get_by_role("link").click()
     settled(page)
     assert page.input_value("#n-micro_batch") == str(found["micro_batch"])
@@ -429,7 +429,7 @@ def test_a_style_sheet_that_fails_once_is_asked_for_again(page, server):
     page.route("**/style.css", lambda route: route.abort(), times=1)
     opened(page, server)
     page.wait_for_function("() => getComputedStyle(document.body).display === 'flex'")
-    page.problems.clear()  # the browser's own line about it
+    page.problems.clear()  # the browser's own message about it
 
 
 def test_the_page_opens_with_the_demos_run(page, server):
@@ -457,7 +457,7 @@ def test_timelines_are_read_and_zoomed_by_keyboard_and_pointer(page, server):
     before = page.locator("#timelines .tick").all_text_contents()
     page.keyboard.press("+")
     assert page.locator("#timelines .tick").all_text_contents() != before
-    assert page.locator("#timelines .chosen-op").count() == 1  # around what was chosen
+    assert page.locator("#timelines .chosen-op").count() == 1  # a frame around the chosen op
     page.keyboard.press("0")
     assert page.locator("#timelines .tick").all_text_contents() == before
     box = page.locator("#timelines svg").bounding_box()
@@ -588,7 +588,7 @@ def test_where_nothing_fits_a_press_makes_it_fit(page, server):
     _photograph(page, "ways_out")
     offered.click()
     page.wait_for_function("() => document.querySelector('#answer').dataset.verdict === 'offload'")
-    assert parse_qs(page.evaluate("location.search.slice(1)")).get("sequence") is None  # 2048
+    assert parse_qs(page.evaluate("location.search.slice(1)")).get("sequence") is None  # 2048 is the default
     assert page.locator("#ways").is_hidden()
 
 
@@ -605,7 +605,7 @@ def test_a_number_may_be_typed_and_a_stage_chosen(page, server):
     assert asked["device_memory_bytes"] == round(20.5 * 2**30)
     assert asked["zero_stage"] == 2
     page.reload()
-    page.wait_for_selector('#table[aria-busy="false"] tr')  # of ZeRO-2, which has fewer peers
+    page.wait_for_selector('#table[aria-busy="false"] tr')  # for ZeRO-2, which has fewer other systems
     assert page.input_value("#n-micro_batch") == "5"
     assert page.input_value("#c-zero_stage") == "2"
     page.fill("#n-micro_batch", "-3")
@@ -734,7 +734,7 @@ def test_a_plan_comes_with_what_to_type(page, server):
     assert json.loads(download.value.path().read_text())["zero_optimization"]["stage"] == 3
 
 
-# The style sheet's dark scheme changes colours alone, and at all widths: it can break the rules about colours.
+# The dark scheme of the style sheet changes colors only, at all widths. So only the rules about colors can fail.
 RULES = {
     "light": "{resultTypes: ['violations']}",
     "dark": "{resultTypes: ['violations'], runOnly: ['color-contrast', 'link-in-text-block']}",
@@ -752,7 +752,8 @@ def test_no_serious_fault_of_access_and_no_sideways_scrolling(browser, server, w
     page.on("response", lambda r: missing.append((r.url, r.status)) if r.status >= 400 else None)
     opened(page, server, f"{ASKED}&pin=model%3DLlama%2B3%2B8B%26machine%3Drtx4090")
     styled = page.evaluate("getComputedStyle(document.body).display")
-    assert (styled, missing) == ("flex", [])  # once seen without style: by what, this tells
+    # The page was once seen without its style. This shows which file was missing.
+    assert (styled, missing) == ("flex", [])
     page.click("#sweep summary")
     page.click("#upload summary")
     page.add_script_tag(path=str(AXE))

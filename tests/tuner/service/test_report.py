@@ -170,7 +170,7 @@ def test_of_a_runs_iterations_a_typical_one_is_shown():
     from ebbtide.simulator import Lane, OpKind, Span
     from ebbtide.tuner.answer.timeline_view import window
 
-    ends = [1.0, 3.0, 4.0, 9.0, 10.5]  # 2, 1, 5 and 1.5 long: 2.5 on average without the first
+    ends = [1.0, 3.0, 4.0, 9.0, 10.5]  # durations of 2, 1, 5 and 1.5: 2.5 on average without the first
     spans = tuple(Span(OpKind.BACKWARD, Lane.COMPUTE, end - 0.5, end, iteration=i) for i, end in enumerate(ends))
     assert window(Timeline(spans, "measured")) == (9.0, 10.5)
 

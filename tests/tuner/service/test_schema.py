@@ -16,10 +16,10 @@ STREAMS = ("/api/v1/events", "/api/v1/jobs/{job}/events")
 
 @pytest.mark.slow
 def test_the_schema_is_kept(server):
-    # What earlier tests left complains now. In the middle of an import it would be told with a
-    # traceback, which Python 3.11 parses: "AST constructor recursion depth mismatch".
+    # Objects that earlier tests left emit warnings now. During an import, a warning would be shown with a traceback,
+    # which Python 3.11 cannot parse: "AST constructor recursion depth mismatch".
     gc.collect()
-    schemathesis = pytest.importorskip("schemathesis")  # not before: it takes a second to import
+    schemathesis = pytest.importorskip("schemathesis")  # imported here, because the import takes a second
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
@@ -28,7 +28,7 @@ def test_the_schema_is_kept(server):
     seconds, failures = [], []
     for result in schema.get_all_operations():
         operation = result.ok()
-        if operation.path in STREAMS:  # they do not end
+        if operation.path in STREAMS:  # streams do not end
             continue
 
         @hypothesis.given(case=operation.as_strategy())
@@ -46,7 +46,7 @@ def test_the_schema_is_kept(server):
 
         try:
             probe()
-        except Exception as failure:  # the other routes are tried all the same
+        except Exception as failure:  # the other routes are tried anyway
             failures.append(f"{operation.method} {operation.path}: {failure!r} {failure}"[:2000])
     print(len(seconds), "requests; the slowest:", *sorted(seconds, key=lambda row: row[0])[-3:], sep="\n")
     assert not failures, "\n\n".join(failures)
