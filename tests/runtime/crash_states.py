@@ -176,11 +176,15 @@ class RecordingFiles(Files):
     on_rmdir = on_unlink
 
 
-def crash_states(ops, seed):
-    """Yield (disk, number of commits so far) for each state in which a crash may leave the disk.
+def crash_states(ops, seed, durable="committed"):
+    """Yield (disk, number of saves so far that a crash may not undo) for each state in which a crash may leave the
+    disk.
 
     A crash may come after any of the recorded system calls. All earlier calls that were synced have reached the
     disk. Of the earlier calls that were not synced, many different subsets are tried as those that have reached it.
+
+    Args:
+        durable: Named point of a save at which a crash may not undo the save any more.
     """
     rng = random.Random(seed)
     for end in range(len(ops) + 1):
@@ -196,7 +200,7 @@ def crash_states(ops, seed):
         choices = [set(free), set()]
         choices += [set(free) - {i} for i in free] + [{i} for i in free]
         choices += [{i for i in free if rng.random() < 0.5} for _ in range(RANDOM_SUBSETS)]
-        commits = sum(op.kind == "point" and op.args[0] == "committed" for op in prefix)
+        commits = sum(op.kind == "point" and op.args[0] == durable for op in prefix)
         for chosen in choices:
             disk = Disk()
             # A folder exists as an object even if no name leads to it.

@@ -170,7 +170,7 @@ class Commit:
         a = self._attempt
         for record in files:
             real.fsync_file(a.target / record.path)
-        for folder in sorted({(a.target / f.path).parent for f in files} | {a.target}):
+        for folder in sorted({(a.target / f.path).parent for f in files} | {a.target, *self._grown}):
             real.fsync_folder(folder)
         if a.rank != 0:
             real.write_durably(a.target / synced_name(a.rank), b"")

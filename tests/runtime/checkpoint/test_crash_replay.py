@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
+from ebbtide.runtime.checkpoint.protocol.commit import Deferred
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from ebbtide.runtime.checkpoint.trainers.bystanders import watch
 
@@ -71,6 +72,27 @@ def test_every_crash_state_opens(tmp_path, memory, scenario):
         check(folder / "ck", commits)
         shutil.rmtree(folder)
     assert len(seen) > 100
+
+
+def test_a_checkpoint_that_was_made_durable_behind_its_name_survives_every_crash(tmp_path, memory):
+    """Check the setting ``checkpoint.mode: in_place``, with which a checkpoint gets its name first and is made durable
+    afterwards. From then on a crash loses nothing of it, nor the new folders that lead to it.
+    """
+    files = RecordingFiles(tmp_path / "world")
+    files.root.mkdir()
+    bench = Bench(files.root / "new/ck", writers=1)
+    for number in (1, 2):
+        bench.save(some_state(number, elements=64), f"t{number}", files=Deferred(files), durably=files)
+    tried = 0
+    for number, (disk, durable) in enumerate(crash_states(files.ops, seed=1, durable="done")):
+        if durable:
+            tried += 1
+            disk.build(memory / f"state{number}")
+            newest = newest_whole([memory / f"state{number}/new/ck"])
+            assert newest is not None
+            assert newest.manifest.step >= durable
+            shutil.rmtree(memory / f"state{number}")
+    assert tried > 100
 
 
 def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
