@@ -91,21 +91,21 @@ class Machine(Shown, Page):
     host_memory_bytes: Annotated[int, Rate(1e16)] = Field(gt=0)
     device_memory_bytes: Annotated[int, Rate(1e16)] = Field(gt=0)
 
-    h2d_bytes_per_s: Annotated[Quantity, Rate(1e14, label="copy host to device", scatters=True)]
-    d2h_bytes_per_s: Annotated[Quantity, Rate(1e14, label="copy device to host", scatters=True)]
+    h2d_bytes_per_s: Annotated[Quantity, Rate(1e14, label="copy host to device")]
+    d2h_bytes_per_s: Annotated[Quantity, Rate(1e14, label="copy device to host")]
     duplex_factor: Quantity = Quantity.exact(1.0)
     pageable_h2d_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("h2d_bytes_per_s", 1 / 4))] = None
     pageable_d2h_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("d2h_bytes_per_s", 1 / 4))] = None
     copy_latency_s: Annotated[float, Rate(1.0, changeable=False)] = Field(1e-5, ge=0)
     launch_latency_s: Annotated[float, Rate(1.0, changeable=False)] = Field(5e-6, ge=0)
 
-    dram_bytes_per_s: Annotated[Quantity, Rate(1e15, label="host memory", scatters=True)]
+    dram_bytes_per_s: Annotated[Quantity, Rate(1e15, label="host memory")]
     host_copy_bytes_per_s: Annotated[Quantity | None, Rate(1e15, ("dram_bytes_per_s", 1 / 3))] = None
-    host_adam_params_per_s: Annotated[Quantity, Rate(1e14, label="host Adam, ebbtide", scatters=True)]
+    host_adam_params_per_s: Annotated[Quantity, Rate(1e14, label="host Adam, ebbtide")]
     host_adam_out_of_place: Quantity | None = None
     stock_host_adam_params_per_s: Annotated[Quantity, Rate(1e14, label="host Adam, stock")]
     stock_host_adam_thread_params_per_s: Annotated[Quantity | None, Rate(1e14)] = None
-    device_adam_params_per_s: Annotated[Quantity, Rate(1e15, label="device Adam", scatters=True)]
+    device_adam_params_per_s: Annotated[Quantity, Rate(1e15, label="device Adam")]
     host_adam_by_threads: dict[int, Quantity] = Field(default_factory=dict)
     device_flops_per_s: Annotated[Quantity | None, Rate(1e19)] = None
     attention_flops_per_s: Annotated[Quantity | None, Rate(1e19, ("device_flops_per_s", ATTENTION_OF_PRODUCTS))] = None

@@ -146,11 +146,9 @@ class Rate:
             used in its place.
         changeable: True if `Machine.with_rates` may change the rate.
         label: Name of the rate in tables for people. Empty: it is not shown.
-        scatters: True if a robust plan allows for the spread of this rate's measurements.
     """
 
     most: float
     instead: tuple[str, float] | None = None
     changeable: bool = True
     label: str = ""
-    scatters: bool = False

@@ -5,7 +5,7 @@ parameters.
 import ebbtide.tuner
 import numpy as np
 import pytest
-from ebbtide.simulator import build_schedule, simulate
+from ebbtide.simulator import build_schedule, preset, simulate, workload_from_model
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import GIB, Limits
@@ -84,3 +84,13 @@ def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
             assert here <= seconds * (1 + 1e-6)
             if not number:  # the first plan of a pair
                 assert lower_bound(work, have, limits).iteration_s <= here * (1 + 1e-4)
+
+
+def test_the_advice_on_the_subgroup_size_moves_no_parameters_that_must_stay():
+    have = preset("rtx4090")
+    work = workload_from_model("Llama 3 8B", have, sequence=1024)
+    asked = {"offload_parameters": False, "effort": 0.1}
+    reasons = ebbtide.tuner.plan(work, have, subgroup_sizes=(), **asked).reasons
+    advice = next(reason for reason in reasons if "smaller subgroups" in reason)
+    finer = ebbtide.tuner.plan(work, have, **asked).prediction.iteration_s
+    assert advice.endswith(f"an iteration takes {finer * 1e3:.0f} ms")

@@ -19,6 +19,7 @@ from ebbtide.tuner.candidates.update_orders import UpdateOrders
 from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predicted_anew
+from ebbtide.tuner.placements.search import Score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -163,14 +164,21 @@ def test_unified_memory_leaves_all_on_the_host():
     assert set(ebbtide.tuner.plan(workload(), have).placements) == {"host"}
 
 
-def test_failures_set_the_interval_and_robust_plans_are_plans():
+def test_failures_set_the_checkpoint_interval():
     often = ebbtide.tuner.plan(workload(4), machine(), mtbf_s=600)
     seldom = ebbtide.tuner.plan(workload(4), machine(), mtbf_s=10**6)
     assert 0 < often.checkpoint.interval_steps < seldom.checkpoint.interval_steps
-    spread_out = Quantity(median=50e9, q1=30e9, q3=60e9, n=9)
-    shaky = machine().model_copy(update={"h2d_bytes_per_s": spread_out})
-    robust = ebbtide.tuner.plan(workload(4), shaky, robust=True)
-    assert robust.prediction.iteration_high_s >= robust.prediction.iteration_low_s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_robust_plan_has_the_least_upper_end_of_the_interval_that_it_tells(seed):
+    rng = random.Random(seed)
+    copies = Quantity(median=50e9, q1=rng.uniform(10e9, 40e9), q3=60e9, n=9)
+    updates = Quantity(median=2e9, q1=rng.uniform(0.5e9, 1.8e9), q3=2.2e9, n=9)
+    shaky = machine().model_copy(update={"h2d_bytes_per_s": copies, "host_adam_params_per_s": updates})
+    work = workload(8)
+    plain, robust = (ebbtide.tuner.plan(work, shaky, effort=0.1, robust=r).prediction for r in (False, True))
+    assert robust.iteration_high_s <= plain.iteration_high_s * (1 + 1e-9)
 
 
 def test_what_does_not_fit_says_what_is_missing():
@@ -180,6 +188,18 @@ def test_what_does_not_fit_says_what_is_missing():
         ebbtide.tuner.plan(workload(40, 10**9), machine(), host_memory_bytes=10 * GIB)
     with pytest.raises(ValueError, match="--gpu-memory"):
         Limits.of(workload(), machine(), device_memory_bytes=-1)
+
+
+def test_a_shortage_of_a_few_mib_is_not_told_as_none():
+    work, nearest = workload(), Score(1.0, 10 * GIB + 5 * 2**20, GIB)
+    told = ImpossibleError.explain(work, Limits(10 * GIB, 10 * GIB), [nearest]).fact
+    assert told.startswith("GPU memory is 5.0 MiB short")
+
+
+def test_subgroup_sizes_may_be_an_array():
+    sizes = [10**8, 5 * 10**7]
+    made = (ebbtide.tuner.plan(workload(), machine(), subgroup_sizes=s, effort=0.05) for s in (sizes, np.array(sizes)))
+    assert len({plan.digest for plan in made}) == 1
 
 
 @pytest.mark.parametrize("effort", [0, -0.1, 1.5])

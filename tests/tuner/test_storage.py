@@ -128,6 +128,14 @@ def test_where_memory_suffices_the_plan_is_that_without_storage():
     assert ebbtide.tuner.plan(work, have, **some, storage={"/nvme": TB}) == ebbtide.tuner.plan(work, have, **some)
 
 
+def test_the_endurance_of_drives_that_are_not_needed_is_answered():
+    some = {"device_memory_bytes": 6 * GIB, "storage": {"/nvme": TB}, "effort": 0.1}
+    plain, asked = (ebbtide.tuner.plan(workload(), machine(), **some, endurance_bytes=n) for n in (None, 6e14))
+    assert {*asked.reasons} - {*plain.reasons} == {
+        "memory holds all optimizer state, so the drives of --storage are not worn (--endurance)"
+    }
+
+
 def test_storage_that_is_too_small_is_told():
     with pytest.raises(ImpossibleError, match=r"memory is .* GiB short.*--storage"):
         planned(storage={"/nvme": GIB})

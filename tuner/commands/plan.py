@@ -72,7 +72,11 @@ if TYPE_CHECKING:
     "pieces: DeepSpeed uses the workload's sub_group_size, and the plan divides each of DeepSpeed's subgroups into "
     "smaller ones, of the fastest size.",
 )
-@click.option("--robust", is_flag=True, help="Minimize the 90th percentile of the predicted time, not the median.")
+@click.option(
+    "--robust",
+    is_flag=True,
+    help="Minimize the upper end of the interval around the predicted time, not the predicted time.",
+)
 @click.option(
     "--mtbf", type=DURATION, help="Mean time between failures of the job, e.g. 4h. Chooses the checkpoint interval."
 )

@@ -50,10 +50,8 @@ class ImpossibleError(RuleError):
 
 
 def _short(name: str, lacking: int, taken: int) -> str:
-    return (
-        f"{name} is {lacking / GIB:.2f} GiB short ({taken / GIB:.2f} GiB are needed, "
-        f"{(taken - lacking) / GIB:.2f} GiB are usable)"
-    )
+    short = f"{lacking / GIB:.2f} GiB" if lacking > 0.01 * GIB else size(lacking)  # 0.00 would hide it
+    return f"{name} is {short} short ({taken / GIB:.2f} GiB are needed, {(taken - lacking) / GIB:.2f} GiB are usable)"
 
 
 _ADVICE = {

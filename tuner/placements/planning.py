@@ -22,8 +22,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.reasons import reasons
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.calibrate.interval import plan_interval_s
-from ebbtide.tuner.calibrate.spread import sampled_machines
-from ebbtide.tuner.candidates.candidate import Candidate, seconds_of, turned
+from ebbtide.tuner.candidates.candidate import Candidate, turned
 from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
@@ -39,6 +38,10 @@ from ebbtide.tuner.quantities import told_seconds
 from pydantic import BeforeValidator
 
 FINALISTS = 8
+# Numbers of elements, such as a list or a numpy array.
+Sizes = Annotated[
+    Sequence[int], BeforeValidator(lambda given: given.tolist() if isinstance(given, np.ndarray) else given)
+]
 # A number of bytes, which may have a fraction, such as 23.6 * 2**30.
 Bytes = Annotated[
     int, BeforeValidator(lambda given: int(given) if isinstance(given, float) and math.isfinite(given) else given)
@@ -58,7 +61,7 @@ def plan(
     mtbf_s: float | None = None,
     restart_s: float = 60.0,
     checkpoint_dir: str | None = None,
-    subgroup_sizes: Sequence[int] | None = None,
+    subgroup_sizes: Sizes | None = None,
     pieces: bool = False,
     memory_margin: float | None = None,
     offload_parameters: bool = True,
@@ -74,8 +77,8 @@ def plan(
     Args:
         device_memory_bytes: GPU memory of one rank in bytes. If None, the machine's.
         host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
-        robust: True to minimize the 90th percentile of the iteration time instead of the expected time. The percentile
-            is over the measured spread of the machine's speeds, such as those of copies and updates.
+        robust: True to minimize the upper end of the interval around the predicted iteration time, instead of the
+            predicted time. The interval follows from the spread of the machine's speeds, such as those of copies.
         mtbf_s: Mean time between failures of the whole job, in seconds. Three checkpoint settings are then chosen for
             the best expected goodput (useful training per time): the interval, the limit for the bytes written per
             second, and the host memory for copies of state. If None, the plan has no checkpoint interval.
@@ -117,25 +120,29 @@ def plan(
     found = decide(question, lambda share, what: progress(0.9 * share, what))
     search, chosen = found.search, found.chosen
     if robust:
-        chosen = _robust_choice(search)
+        chosen = _robust_choice(search, chosen)
     progress(0.9, "comparing with other strategies")
     made = _as_plan(search, chosen, question.folders)
     why = about_early_updates(search, made, found.plain_s) + about_sums(search, chosen)
-    why += about_storage(search, chosen, endurance_bytes) + about_subgroups(search) + about_pieces(search.workload)
+    why += (
+        about_storage(search, chosen, endurance_bytes)
+        + about_subgroups(search, question)
+        + about_pieces(search.workload)
+    )
     result = _explained(made, search, why, workload)
     return with_checkpoints(result, search.workload, search.machine, search.limits, mtbf_s, restart_s, checkpoint_dir)
 
 
-def _robust_choice(search: Search) -> Candidate:
+def _robust_choice(search: Search, fastest: Candidate) -> Candidate:
+    """Return, among the fastest plans, the one with the least upper end of the interval around its predicted time."""
     fitting = [c for c, score in search.scores.items() if math.isfinite(score.iteration_s)]
     finalists = sorted(fitting, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
-    sweeps = [search.sweep.on(machine) for machine in sampled_machines(search.machine, search.seed)]
 
-    def ninth_decile(c: Candidate) -> float:
-        seconds = [seconds_of(sweep, c) for sweep in sweeps]
-        return float(np.quantile(seconds, 0.9))
+    def high_s(c: Candidate) -> float:
+        made = c.plan(search.workload)
+        return predict(search.workload, search.machine, made, search.limits, sweep=search.sweep).iteration_high_s
 
-    return min(finalists, key=ninth_decile)
+    return min([fastest, *finalists], key=high_s)
 
 
 def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:

@@ -2,16 +2,21 @@
 DeepSpeed's subgroups.
 """
 
+from dataclasses import replace
+
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.candidates.cuts import LARGE, TOLD
+from ebbtide.tuner.candidates.cuts import LARGE, SIZES, TOLD
 from ebbtide.tuner.placements.decision import QUICK, Question, decide
 from ebbtide.tuner.placements.search import Search
 
 
-def about_subgroups(search: Search) -> list[str]:
+def about_subgroups(search: Search, question: Question) -> list[str]:
     """Return advice to use a smaller subgroup size, if the plan's subgroups are large.
 
     A quick plan search finds the smaller size.
+
+    Args:
+        question: Input of the search that found the plan.
 
     Returns:
         A list with one sentence, or an empty list if a smaller size would gain little.
@@ -19,7 +24,7 @@ def about_subgroups(search: Search) -> list[str]:
     work, machine = search.workload, search.machine
     if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
         return []
-    found = decide(Question(work, machine, search.limits, seed=search.seed, effort=QUICK))
+    found = decide(replace(question, workload=work, subgroup_sizes=SIZES, effort=QUICK))
     other, seconds = found.search.workload, found.iteration_s
     if other is work or seconds > TOLD * search.best_s:
         return []

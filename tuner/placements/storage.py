@@ -72,12 +72,14 @@ def written_bytes(workload: Workload, plan: Plan) -> int:
 
 
 def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -> list[str]:
-    """Return a list of sentences about the optimizer state that a plan keeps on drives. The list is empty
-    if all state is in memory.
+    """Return a list of sentences about the optimizer state that a plan keeps on drives.
+
+    If all state is in memory, the list is empty, unless the endurance of the drives is given.
     """
     work = search.workload
     if STORED.isdisjoint(c.placements):
-        return []
+        unworn = "memory holds all optimizer state, so the drives of --storage are not worn (--endurance)"
+        return [] if endurance_bytes is None else [unworn]
     seconds, plan = search.score(c).iteration_s, c.plan(work)
     return [_in_memory(search, c, plan, seconds), wear(work, plan, seconds, endurance_bytes)]
 
