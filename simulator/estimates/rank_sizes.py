@@ -126,14 +126,26 @@ class RankSizes:
     def base_parts(self, blocks: Sequence[Block]) -> dict[BaseKind, int]:
         """Return the bytes of one rank's GPU memory that are in use throughout an iteration, as a dict by kind.
 
-        The kinds are ``parameters`` and, with recomputation, ``activations``: those of the last recomputed layer,
-        which stay until the next iteration replaces them. Gradient buckets are not included.
+        The kinds are ``parameters`` and ``activations``. The activations are, with recomputation, those of the last
+        recomputed layer, which stay until the next iteration replaces them. With pipeline stages, they are also those
+        of the other micro-batches whose backward has not run. Gradient buckets are not included.
         """
         held = self.held_elements(blocks) + self.gathered_elements(blocks)
         parts: dict[BaseKind, int] = {"parameters": held * self.wire}
-        if self.job.recompute:  # the activations stay until those of the next iteration replace them
-            parts["activations"] = int(self._stored(self.tokens * self.arch.hidden * self.wire / 2))
+        again = int(self._stored(self.tokens * self.arch.hidden * self.wire / 2)) if self.job.recompute else 0
+        activations = again + self.waiting_micro_batches * sum(self.activation_bytes(block) for block in blocks)
+        if activations:
+            parts["activations"] = activations
         return parts
+
+    @property
+    def waiting_micro_batches(self) -> int:
+        """Return how many other micro-batches wait for their backward while a pipeline stage runs one.
+
+        DeepSpeed runs forwards and backwards alternately (1F1B). Each later stage delays the backward of a
+        micro-batch by one forward.
+        """
+        return min(self.job.pipeline_parallel - self.job.stage, self.job.accumulation) - 1
 
     def whole_elements(self, block: Block) -> int:
         """Return the number of a block's parameter elements that all data-parallel ranks hold together.

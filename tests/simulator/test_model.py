@@ -359,6 +359,11 @@ def test_tensor_and_pipeline_parallelism_divide_the_model():
     assert sum(stage.params for stage in stages) == whole.params
     busy = stages[1].forward_s + stages[1].backward_s
     assert stages[1].pipeline_idle_s == pytest.approx(3 / 8 * busy)
+    # DeepSpeed runs 1F1B: the first of four stages holds four micro-batches' activations at once, the last one.
+    held = [stage.device_base_parts["activations"] for stage in stages]
+    assert [n - held[-1] for n in held] == [
+        left * stage.activation_bytes for left, stage in zip((3, 2, 1, 0), stages, strict=True)
+    ]
 
 
 def test_data_parallel_ranks_over_several_nodes_exchange_over_the_network():
