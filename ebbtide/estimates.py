@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import checked
+from ebbtide.simulator.rules import RuleError, checked
 from ebbtide.simulator.shown import Shown
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ def estimate(
     from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.limits import Limits
 
+    if batch < 1:
+        raise RuleError(f"batch must be a whole number >= 1, but got {batch}", key="batch")
     machine = _machine(gpu)
     shape: dict[str, Any] = {"sequence": sequence, "recompute": _recomputed(model)}
     if optimizer is not None:
@@ -135,12 +137,11 @@ def estimate(
 
 def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, notes: tuple[str, ...]) -> Estimate:
     from ebbtide.simulator.analysis.best_setting import simulated
-    from ebbtide.tuner.answer.rows import stock_beside
 
     work = job.workload(machine)
     setting: dict[str, Any] = {}
     if strategy == "stock":
-        strategy, setting = stock_beside(work, None)
+        strategy, setting = job.offload.strategy(work.zero_stage)
     elif strategy == "ebbtide":
         setting = {"plan": _planned(work, machine, limits) or _roomiest(work, machine, limits)}
     row = simulated(strategy, work, machine, limits, setting)
@@ -208,7 +209,6 @@ def _machine(gpu: str | Path | Machine) -> Machine:
 
 def _rule(optimizer: Any) -> str:
     """Return the simulator's name for a torch optimizer's update rule, such as "adam" for ``torch.optim.AdamW``."""
-    from ebbtide.simulator.rules import RuleError
     from ebbtide.simulator.update.optimizer import OPTIMIZERS
 
     kind = optimizer if isinstance(optimizer, str | type) else type(optimizer)
@@ -224,14 +224,15 @@ def _rule(optimizer: Any) -> str:
 
 
 def _strategy(ds_config: Any) -> str:
-    """Return the name of the offloading strategy that a DeepSpeed config sets: "ebbtide" (a plan), "stock"
-    (DeepSpeed's own offloading) or "no_offload".
+    """Return the name of the strategy with which training runs under a DeepSpeed config: "ebbtide" (a plan), "stock"
+    (DeepSpeed alone, with the offload that the config sets) or "no_offload".
     """
+    from ebbtide.simulator.estimates.offloading import left_to_stock
+
     config = _read(ds_config)
-    offload = (config.get("zero_optimization") or {}).get("offload_optimizer") or {}
-    if "ebbtide" in config:
+    if "ebbtide" in config and not left_to_stock(config):
         return "ebbtide"
-    return "stock" if offload.get("device") in ("cpu", "nvme") else "no_offload"
+    return "stock" if config else "no_offload"
 
 
 def _without_key(ds_config: Any) -> dict[str, Any] | None:

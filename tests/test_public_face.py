@@ -128,6 +128,22 @@ def test_an_estimate_says_what_is_missing_and_what_fits():
     assert "<table>" in offloaded._repr_html_()
 
 
+def test_an_estimate_is_for_what_runs_under_the_config():
+    def told(zero, **more):
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **zero}, **more}
+        return ebbtide.estimate(LLAMA, batch=1, sequence=512, gpu="h200", ds_config=config)
+
+    key = {"ebbtide": {"plan": "auto"}}
+    assert told({"offload_optimizer": {"device": "cpu"}}, **key).strategy == "ebbtide"
+    # The runtime leaves this to DeepSpeed, which keeps all state on the GPU.
+    assert told({}, **key) == told({})
+    assert told({}).strategy == "no offload"
+    assert told({"cpu_offload": True}) == told({"offload_optimizer": {"device": "cpu"}})
+    drive = {"device": "nvme", "nvme_path": "/drive"}
+    with pytest.raises(ValueError, match="device must be none or cpu to be simulated"):
+        told({"offload_optimizer": {"device": "cpu"}, "offload_param": drive})
+
+
 def test_an_estimate_of_what_fits_and_of_what_never_does():
     assert ebbtide.estimate(LLAMA, torch.optim.AdamW, batch=1, sequence=512, gpu="h200").fits
     small = ebbtide.preset("rtx4090").with_rates(host_memory_bytes=16 * 2**30)
@@ -171,6 +187,8 @@ def test_what_does_not_fit_names_the_ways_out_in_python():
         (lambda *_: ebbtide.estimate(LLAMA, batch=1, sequence=8, ds_config=[1]), "ds_config must be of type Mapping"),
         (lambda *_: ebbtide.estimate(torch.nn.Module(), batch=1, sequence=8), "must have parameters, but Module has"),
         (lambda *_: ebbtide.estimate(torch.nn.Linear, batch=1, sequence=8), "A model must be .* but got type"),
+        (lambda *_: ebbtide.estimate(LLAMA, batch=0, sequence=8), "batch must be a whole number >= 1, but got 0"),
+        (lambda *_: ebbtide.attach(None, "plan.json"), "engine must be an engine that deepspeed.initialize has made"),
         (lambda *_: ebbtide.estimate("", batch=1, sequence=8), "There is no known model ''"),
         (
             lambda work, here: ebbtide.build_schedule(here, work),

@@ -205,6 +205,11 @@ def attach(
         ConfigError: A plan cannot be applied to the engine.
         PlanError: The plan is for another model or sub_group_size.
     """
+    if not hasattr(engine, "optimizer"):
+        raise ConfigError(
+            f"engine must be an engine that deepspeed.initialize has made, but got {type(engine).__name__}: give the "
+            "first of the values that it returns"
+        )
     log.show(rank())
     _check_replan(replan, machine, workload)
     _check_dir(checkpoint)
