@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from ebbtide.simulator import Machine, build_strategy, preset, workload_from_model
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.tuner.calibrate.calibration import CalibrationError, predicted_s
 from ebbtide.tuner.calibrate.deepspeed_log import levels_s, read_log
 from ebbtide.tuner.calibrate.run_logs import Described, read_observations
@@ -96,6 +97,21 @@ def test_a_log_tells_its_ranks_threads(tmp_path, said):
     (told,) = seen_in(tmp_path, said + REAL, given)  # a time that the user gives is taken as it is
     assert predicted_s(told.build(on), on)["step"] == all_
     assert not any("OMP_NUM_THREADS" in note for note in told.notes)
+
+
+@pytest.mark.parametrize("offload", [{"device": "cpu", "pin_memory": False}, {"device": "cpu", "ratio": 0.5}, None])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_runs_are_those_of_the_offload_that_the_config_sets(tmp_path, offload, stage):
+    if stage == 2 and offload is not None:
+        offload = {"device": "cpu", "pin_memory": offload.get("pin_memory", True)}
+    zero = {"stage": stage, **({} if offload is None else {"offload_optimizer": offload})}
+    config = {"bf16": {"enabled": True}, "zero_optimization": zero}
+    on = preset("h200")
+    (run,) = seen_in(tmp_path, "step_ms\n9\n", Described(model=GPT, ds_config=config), "runs.csv")
+    job = Job.of_deepspeed(GPT, config)
+    name, options = job.offload.strategy(stage)
+    expected = build_strategy(name, job.workload(on), iterations=1, **options)
+    assert predicted_s(run.build(on), on) == predicted_s(expected, on)
 
 
 def test_a_row_tells_its_launcher(tmp_path):

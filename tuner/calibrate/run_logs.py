@@ -11,6 +11,7 @@ from typing import Any
 
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, started
+from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.strategies import build_strategy
@@ -37,7 +38,7 @@ class Described:
         ds_config: DeepSpeed's config or its path.
         workload: Measured workload, used instead of ``model``.
         shape: Further fields of a `Job` by name.
-        strategy: Name of the strategy that ran, such as DeepSpeed's own offload.
+        strategy: Name of the strategy that ran. None: DeepSpeed alone, with the offload settings of ``ds_config``.
         options: Options of the strategy.
     """
 
@@ -45,7 +46,7 @@ class Described:
     ds_config: str | Mapping[str, Any] | None = None
     workload: Workload | None = None
     shape: Mapping[str, Any] = field(default_factory=dict)
-    strategy: str = "zero3_offload"
+    strategy: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, machine: Machine) -> Schedule:
@@ -68,7 +69,12 @@ class Described:
         if "sub_group_size" in self.options:
             work = work.recut(int(self.options["sub_group_size"]))
         options = {k: v for k, v in self.options.items() if k != "sub_group_size"}
-        return build_strategy(self.strategy, work, iterations=1, **options)
+        name = self.strategy
+        if name is None:
+            moved = WITHOUT_CONFIG if self.workload else self.job.offload
+            name, own = moved.strategy(work.zero_stage)
+            options = own | options
+        return build_strategy(name, work, iterations=1, **options)
 
     @cached_property
     def job(self) -> Job:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,7 +45,9 @@ LARGE_MISS = 1.5
     "repeated.",
 )
 @click.option(
-    "--strategy", default="zero3_offload", show_default=True, help="Offload strategy of the measured runs (--runs)."
+    "--strategy",
+    help="Offload strategy of the measured runs (--runs). Default: DeepSpeed alone, with the offload settings of "
+    "--ds-config. Without --ds-config, DeepSpeed alone with optimizer state in host memory.",
 )
 @click.option(
     "--ratio",
@@ -56,7 +59,13 @@ LARGE_MISS = 1.5
 @JSON
 @guarded
 def calibrate(
-    machine: str, runs: tuple[str, ...], strategy: str, ratio: float | None, out: str, as_json: bool, **source: Any
+    machine: str,
+    runs: tuple[str, ...],
+    strategy: str | None,
+    ratio: float | None,
+    out: str,
+    as_json: bool,
+    **source: Any,
 ) -> None:
     """Correct the bandwidths and compute speeds of MACHINE (a file or a preset) with measured training runs.
 
@@ -88,7 +97,7 @@ def calibrate(
         click.echo(f"warning: {warning}", err=True)
 
 
-def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> Described:
+def _described(source: dict[str, Any], strategy: str | None, ratio: float | None) -> Described:
     from ebbtide.simulator.workload import Workload
     from ebbtide.tuner.calibrate.run_logs import Described
 
@@ -112,13 +121,14 @@ def _described(source: dict[str, Any], strategy: str, ratio: float | None) -> De
 
 
 def _show(calibrated: Calibrated, runs: int, out: str) -> None:
-    for change in calibrated.changes:
-        click.echo(
-            f"{change.field:32} {change.before:10.4g} -> {change.after:10.4g}  "
-            f"(with probability 50% the true value lies between {change.low:.4g} and {change.high:.4g}; "
-            f"all speeds of the group {change.knob!r} are corrected by the same factor)"
-        )
-    if not calibrated.changes:
+    for knob, changes in groupby(calibrated.changes, key=lambda change: change.knob):
+        click.echo(f"{knob}:")
+        for change in changes:
+            spread = f"({change.low:.4g} to {change.high:.4g})"
+            click.echo(f"  {change.field:32} {change.before:10.4g} -> {change.after:10.4g}  {spread}")
+    if calibrated.changes:
+        click.echo("The true value lies in the range in parentheses with probability 50%.")
+    else:
         click.echo(
             "no speed was corrected: the predictions are close to the runs, or no likely correction brings them closer"
         )
