@@ -66,7 +66,12 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
         return Verdict("offload", f"Offload with this plan: {gains}{beside}.")
     near = f", {distance(plan)}" if distance(plan) else ""
     fits = f"Fits with ebbtide ({told_seconds(plan.iteration_s)} per step{near})"
-    return Verdict("offload", f"{fits}. Stock DeepSpeed does not fit: it {stock.note}{beside}.")
+    lacking = f"Stock DeepSpeed does not fit: it {stock.note}"
+    if settings:
+        fastest = min(settings, key=lambda p: p.iteration_s)
+        name, gain = fastest.strategy.removeprefix(SETTING), _times(fastest, plan)
+        lacking += f". With {name} it fits, and this plan is {gain} as fast"
+    return Verdict("offload", f"{fits}. {lacking}{beside}.")
 
 
 def _over(stock: Prediction, settings: Sequence[Prediction], one: Prediction) -> str:
