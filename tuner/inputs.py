@@ -30,6 +30,7 @@ _RUN = (*_STARTED, "clip_rate")  # options that a profiled workload does not con
 # `KERNELS` and `LAUNCHERS` of `ebbtide.simulator.estimates`, which are not imported, so that `--help` is fast.
 _KERNELS = ("fused", "eager")
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "srun", "python")
+_EXCLUDE = (("keep_activations", "recompute_share"), ("no_flash_attention", "flash_version"))
 
 
 LONGEST = 4000  # most characters of an error message. The list of changes with which a job fits is long
@@ -203,6 +204,9 @@ def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict of `Job` fields, such as the sequence length and the number of ranks, from the values of
     the command-line flags that accompany ``--model``.
     """
+    for one, other in _EXCLUDE:
+        if about.get(one) and about.get(other) is not None:
+            raise BadInputError(f"only one of {_flag(one)} and {_flag(other)} may be given, but got both")
     ranks = ("data_parallel", "tensor_parallel", "pipeline_parallel")
     return {
         "sequence": about["sequence"] or SEQUENCE,
@@ -215,12 +219,21 @@ def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _absent(value: Any) -> bool:
+    """Return True for the value of a flag that was not given. The number 0 is a given value."""
+    return value is None or value is False
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def computed_by(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return a dict of `Job` fields on kernels and recomputation, from the values of the command-line flags
     that set them. Flags that were not given are left out.
     """
     names = ("recompute_share", "kernels", "flash_version", "fused_loss")
-    given: dict[str, Any] = {name: about[name] for name in names if about.get(name)}
+    given: dict[str, Any] = {name: about[name] for name in names if not _absent(about.get(name))}
     return given | ({"flash_attention": False} if about.get("no_flash_attention") else {})
 
 
@@ -273,9 +286,9 @@ def read_trained(
             f"exactly one of --workload and --model must be given, but got {'both' if workload else 'none'}"
         )
     beside = (*beside_workload, *_RUN)
-    without_effect = [k for k, v in about.items() if v and k not in beside]
+    without_effect = [k for k, v in about.items() if not _absent(v) and k not in beside]
     if workload is not None and without_effect:
-        flag = "--" + without_effect[0].replace("_", "-")
+        flag = _flag(without_effect[0])
         raise BadInputError(
             f"{flag} can be given only with --model, because a workload file already contains this setting, but got "
             f"--workload {workload}. Leave out {flag}, or run `tune profile` again with the other setting"

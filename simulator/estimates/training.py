@@ -43,7 +43,11 @@ Count = Annotated[int, _whole(MOST_RANKS)]
 Tokens = Annotated[int, _whole(MOST_TOKENS)]
 Switch = Annotated[bool, _must("be True or False", lambda v: isinstance(v, bool))]
 Share = Annotated[
-    float, _must("lie in (0, 1]", lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= 1)
+    float,
+    _must(
+        "lie in (0, 1] (--keep-activations means 0)",
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= 1,
+    ),
 ]
 Rate = Annotated[
     float | None, _must("lie in [0, 1]", lambda v: v is None or (isinstance(v, int | float) and 0 <= v <= 1))
