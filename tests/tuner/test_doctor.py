@@ -18,6 +18,7 @@ from ebbtide.tuner.doctor import examination, hardware, memory, software, storag
 from ebbtide.tuner.doctor.finding import bad, ok
 from ebbtide.tuner.doctor.known_wrong import known_wrong
 from ebbtide.tuner.doctor.under_a_plan import under_a_plan
+from ebbtide.tuner.service.server import shipped_example
 
 
 def doctor(*arguments):
@@ -54,6 +55,13 @@ def test_a_plan_that_does_not_fit(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert told["host memory"]["state"] == "bad"
     assert "--gpu-memory" in told["host memory"]["fix"]
+
+
+def test_host_memory_of_a_plan_is_what_its_prediction_says():
+    plan = Plan.load(shipped_example() / "plan.json")
+    told = plan.prediction.model_copy(update={"host_peak_bytes": 3 * 2**30, "limits": {}})
+    needs = memory.host_memory(2**40, plan.model_copy(update={"prediction": told}), ranks=2).detail
+    assert needs == "1024.0 GiB free, the plan needs 6.0 GiB for 2 rank(s)"
 
 
 def test_compilers_that_are_missing(monkeypatch):

@@ -62,7 +62,8 @@ def serve(port: int, host: str, allow_host: tuple[str, ...], db: str, show: str 
     _check_port(host, port)
     if host not in LOOPBACK and token is None:
         token = secrets.token_urlsafe(24)
-    hosts = (*LOOPBACK, *allow_host) + (("*",) if host in ("0.0.0.0", "::") else (host,))  # noqa: S104
+    own = "*" if host in ("0.0.0.0", "::") else host  # noqa: S104
+    hosts = tuple(name.lower() for name in (*LOOPBACK, *allow_host, own))
     service = Service(Store(db), token=token, hosts=hosts, light_workers=workers)
     if show is not None:
         _load(service, show)
