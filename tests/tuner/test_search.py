@@ -170,6 +170,16 @@ def test_failures_set_the_checkpoint_interval():
     assert 0 < often.checkpoint.interval_steps < seldom.checkpoint.interval_steps
 
 
+def test_host_memory_of_checkpoints_is_planned_and_told():
+    """Check the plan for failures if the plan without them leaves too little host memory for a checkpoint's writers."""
+    some = {"device_memory_bytes": 6 * GIB, "memory_margin": 0.0}
+    free = ebbtide.tuner.plan(workload(6), machine(), **some).prediction
+    some["host_memory_bytes"] = free.host_peak_bytes + 5 * 2**20
+    told = ebbtide.tuner.plan(workload(6), machine(), **some, mtbf_s=3600).prediction
+    assert sum(told.memory["host"].values()) == told.host_peak_bytes <= told.limits["host"]
+    assert told.limits["host"] == some["host_memory_bytes"]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_a_robust_plan_has_the_least_upper_end_of_the_interval_that_it_tells(seed):
     rng = random.Random(seed)

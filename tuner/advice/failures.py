@@ -15,7 +15,15 @@ from ebbtide.simulator.plan import CheckpointPlan, Plan
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.roles import Role
-from ebbtide.tuner.placements.checkpointing import LEAST_BUDGET_BYTES, Choice, blocks, rated, thriftiest
+from ebbtide.tuner.placements.checkpointing import (
+    LEAST_BUDGET_BYTES,
+    WRITERS_BYTES,
+    Choice,
+    blocks,
+    rated,
+    saved,
+    thriftiest,
+)
 
 RESTART_S = 60.0  # the default of `tune plan --restart`
 
@@ -43,16 +51,14 @@ def checkpointed(
     simulation = CheckpointSimulation(workload, plan, machine)
     failures = Failures(mtbf_s, RESTART_S)
     if plan.checkpoint.interval_steps:
-        tried = [rated(simulation, plan.checkpoint, failures)]
-    else:
-        assert plan.prediction is not None
-        spare = limits.spare_host_bytes(plan.prediction)
-        whole = blocks(streamed_bytes(workload, plan))
-        budgets = sorted({min(LEAST_BUDGET_BYTES, whole, spare), min(whole, spare)})
-        savings = [CheckpointPlan(copy_budget_bytes=budget) for budget in budgets]
-        tried = [rated(simulation, saving, failures) for saving in savings]
-    choice = thriftiest(tried)
-    return plan.model_copy(update={"checkpoint": choice.saving}), choice
+        choice = rated(simulation, plan.checkpoint, failures)
+        return plan.model_copy(update={"checkpoint": choice.saving}), choice
+    assert plan.prediction is not None
+    spare = max(0, limits.spare_host_bytes(plan.prediction) - WRITERS_BYTES)
+    whole = blocks(streamed_bytes(workload, plan))
+    budgets = sorted({min(LEAST_BUDGET_BYTES, whole, spare), min(whole, spare)})
+    choice = thriftiest([rated(simulation, CheckpointPlan(copy_budget_bytes=n), failures) for n in budgets])
+    return saved(plan, choice, limits), choice
 
 
 def goodput_of(

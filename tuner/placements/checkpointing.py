@@ -7,7 +7,7 @@ are impossible.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation, streamed_bytes
@@ -36,6 +36,7 @@ BUDGET_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)  # shares of a checkpoint's siz
 ROUNDS = 3  # rounds that try all budgets with the best cap, and then all caps with the best budget
 LEAST_GOODPUT = 0.01  # a job with less goodput makes no useful progress
 SAME = 1e-4  # relative gain of goodput that is not worth more memory
+WRITERS_BYTES = reserved_bytes(CheckpointPlan(copy_budget_bytes=0))  # host memory of the writers of any checkpoint
 
 
 @dataclass(frozen=True)
@@ -205,16 +206,31 @@ def with_checkpoints(
     simulation = CheckpointSimulation(workload, plan, machine)
     choice = best_checkpointing(simulation, failures, spare, CheckpointPlan(dir=folder))
     _check_progress(failures, choice.cost, choice.goodput)
-    host_peak = plan.prediction.host_peak_bytes + choice.cost.reserved_bytes
-    changes = {"stall_s": choice.cost.stall_s, "host_peak_bytes": host_peak}
-    prediction = plan.prediction.model_copy(update=changes)
-    return plan.model_copy(
-        update={
-            "checkpoint": choice.saving,
-            "prediction": Prediction.model_validate(prediction.model_dump()),
-            "reasons": (*plan.reasons, *_reasons(choice, simulation.iteration_s, failures)),
-        }
-    )
+    reasons = (*plan.reasons, *_reasons(choice, simulation.iteration_s, failures))
+    return saved(plan, choice, limits).model_copy(update={"reasons": reasons})
+
+
+def saved(plan: Plan, choice: Choice, limits: Limits) -> Plan:
+    """Return a copy of a training plan with checkpoint settings. Its prediction has the stall of training for
+    checkpoints, and the host memory that they reserve.
+    """
+    assert plan.prediction is not None
+    told, reserved = plan.prediction, choice.cost.reserved_bytes
+    host = told.memory.get("host", {})
+    buffers = {"host": {**host, "staging": host.get("staging", 0) + reserved}} if told.memory else {}
+    changes = {
+        "stall_s": choice.cost.stall_s,
+        "host_peak_bytes": told.host_peak_bytes + reserved,
+        "memory": {**told.memory, **buffers},
+        "limits": limits.by_memory,
+    }
+    prediction = Prediction.model_validate({**told.model_dump(), **changes})
+    return plan.model_copy(update={"checkpoint": choice.saving, "prediction": prediction})
+
+
+def without_writers(limits: Limits) -> Limits:
+    """Return memory limits for a plan search, less the host memory that the writers of any checkpoint reserve."""
+    return replace(limits, host_bytes=max(0, limits.host_bytes - WRITERS_BYTES))
 
 
 def _reasons(choice: Choice, iteration_s: float, failures: Failures) -> Iterator[str]:

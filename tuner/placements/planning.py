@@ -5,6 +5,7 @@ Only plans that fit into memory are considered. Goodput is the useful share of t
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ebbtide.tuner.calibrate.interval import plan_interval_s
 from ebbtide.tuner.candidates.candidate import Candidate, turned
 from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.garbage import without_garbage_collection
-from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints
+from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints, without_writers
 from ebbtide.tuner.placements.decision import QUICK as QUICK
 from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.locations import brought
@@ -117,6 +118,9 @@ def plan(
         effort=effort,
         pieces=pieces,
     )
+    whole = question.limits
+    if mtbf_s is not None:
+        question = replace(question, limits=without_writers(whole))
     found = decide(question, lambda share, what: progress(0.9 * share, what))
     search, chosen = found.search, found.chosen
     if robust:
@@ -130,7 +134,8 @@ def plan(
         + about_pieces(search.workload)
     )
     result = _explained(made, search, why, workload)
-    return with_checkpoints(result, search.workload, search.machine, search.limits, mtbf_s, restart_s, checkpoint_dir)
+    limits = replace(search.limits, host_bytes=whole.host_bytes)
+    return with_checkpoints(result, search.workload, search.machine, limits, mtbf_s, restart_s, checkpoint_dir)
 
 
 def _robust_choice(search: Search, fastest: Candidate) -> Candidate:

@@ -41,7 +41,7 @@ from ebbtide.tuner.answer.rows import Row, alternatives, compare, figures, stock
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
-from ebbtide.tuner.placements.checkpointing import check_failures
+from ebbtide.tuner.placements.checkpointing import check_failures, without_writers
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.storage import wear, with_storage
@@ -206,7 +206,8 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
     if request.effort == "full":
         progress(0.2, "searching the best plan")
         return _searched(request, machine, workload)
-    quick = even_plan(workload, machine, limits, **_freedom(request))
+    within = limits if request.mtbf_s is None else without_writers(limits)
+    quick = even_plan(workload, machine, within, **_freedom(request))
     if not quick.stores or quick.prediction is None:
         return quick
     told = wear(workload.cut_as(quick), quick, quick.prediction.iteration_s, request.endurance_bytes)
