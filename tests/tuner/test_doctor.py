@@ -64,6 +64,21 @@ def test_host_memory_of_a_plan_is_what_its_prediction_says():
     assert needs == "1024.0 GiB free, the plan needs 6.0 GiB for 2 rank(s)"
 
 
+def test_a_stage_that_is_auto_is_as_if_it_were_absent():
+    assert known_wrong("0.19.8", {"zero_optimization": {"stage": "auto"}}) == known_wrong("0.19.8", {})
+
+
+@pytest.mark.parametrize("wrong", [{"bf16": True}, {"scheduler": 3}])
+def test_a_config_that_deepspeed_refuses_is_told_as_such(tmp_path, wrong):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, **wrong}))
+    result = doctor("--ds-config", path, "--json")
+    told = [finding for finding in json.loads(result.stdout) if finding["name"] == "DeepSpeed config"]
+    assert [finding["state"] for finding in told] == ["bad"]
+    assert "DeepSpeed itself refuses it" in told[0]["detail"]
+    assert result.exit_code == 1
+
+
 def test_compilers_that_are_missing(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setenv("PATH", "")

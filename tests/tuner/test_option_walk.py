@@ -403,6 +403,7 @@ def test_each_option_changes_something_or_is_refused(name, option, ground, recor
 ALONE = [
     ("PLAN --restart 5s", "--restart .* only with --mtbf"),
     ("PLAN --checkpoint-rate 1GB/s", "--checkpoint-rate .* with --mtbf"),
+    ("PLAN --checkpoint-rate 1GB/s --mtbf 4h --storage /nvme:1TB", "--checkpoint-rate .* only without --storage"),
     ("PLAN --storage 1GB/s", "as DIR:SIZE, .* --checkpoint-rate"),
     ("PLAN --endurance 600", "--endurance .* with --storage"),
     ("PLAN --storage /nvme:1TB --zero-stage 2", "--storage needs ZeRO-3"),

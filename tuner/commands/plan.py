@@ -157,6 +157,7 @@ def plan(
         "effort": QUICK if quick else None,
     }
     needs("with --storage", bool(options["storage"]), "endurance")
+    needs("without --storage, whose drive is simulated", not options["storage"], "checkpoint_rate")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, failures, options)
     if why:

@@ -45,7 +45,8 @@ def _zero(config: Config) -> Mapping[str, Any]:
 
 
 def _stage(config: Config) -> int:
-    return int(_zero(config).get("stage") or 0)
+    stage = _zero(config).get("stage")
+    return stage if isinstance(stage, int) else 0  # "auto" is dropped by DeepSpeed
 
 
 def _offloads(config: Config) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 NAME = "DeepSpeed config"
+REFUSED = "DeepSpeed itself refuses it"
 # Keys for DeepSpeed's own offloading. A plan replaces them.
 _HINTS = (
     "zero_optimization.sub_group_size",
@@ -41,7 +42,7 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
 
     refusal = _deepspeeds_own(given)
     if refusal:
-        return [bad(NAME, f"DeepSpeed itself refuses it: {refusal}", "change that key")]
+        return [bad(NAME, f"{REFUSED}: {refusal}", "change that key")]
     config = as_deepspeed_reads(given)
     why = left_to_stock(config)
     if why:
