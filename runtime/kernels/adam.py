@@ -130,7 +130,8 @@ class BiasCorrection:
         first = betas_in_order[0]
         self._begin(*first)
         if any(betas != first for betas in betas_in_order):
-            for number in range(1, step + 1):
+            # Where betas change the powers are new: of what was before, nothing is left.
+            for number in range(max(1, step - 1), step + 1):
                 for betas in betas_in_order:
                     self.advance(number, *betas)
             return

@@ -230,6 +230,21 @@ def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
     assert all(same(p, s.p) for p, s in zip(params, stocks, strict=True))
 
 
+@pytest.mark.parametrize("recounts", [False, True])
+@pytest.mark.parametrize("order", ["ab", "aba", "aab", "abb", "abac"])
+def test_resume_with_several_betas_replays_only_what_has_an_effect(order, recounts):
+    """Check that a resume of subgroups with different betas gives the bias corrections of an uninterrupted run, and
+    that its time does not grow with the number of steps.
+    """
+    betas = [{"a": (0.9, 0.999), "b": (0.8, 0.99), "c": (0.9, 0.95)}[name] for name in order]
+    alone = BiasCorrection(*betas[0], recounts=recounts)
+    for number in range(1, 60):
+        resumed = BiasCorrection(*betas[0], recounts=recounts)
+        resumed.resume(number - 1, betas)
+        assert [resumed.advance(number, *b) for b in betas] == [alone.advance(number, *b) for b in betas]
+    resumed.resume(10**12, betas)
+
+
 def test_resume_replays_the_running_product():
     uninterrupted, jumped_differs = BiasCorrection(*BETAS), False
     for number in range(1, 200):
