@@ -177,9 +177,13 @@ class LazyCheckpointEngine(CheckpointEngine):
         if job.report is not None:
             self.last = job.report
         if job.failure is not None and not job.cancelled:
+            became = (
+                "failed in the background and was not committed"
+                if job.report is None
+                else "was committed, but older checkpoints could not be deleted"
+            )
             raise CheckpointError(
-                f"checkpoint {job.attempt.tag!r} of step {job.attempt.step} failed in the "
-                f"background and was not committed: {job.failure}"
+                f"checkpoint {job.attempt.tag!r} of step {job.attempt.step} {became}: {job.failure}"
             ) from job.failure
 
     def _drop_note(self) -> None:

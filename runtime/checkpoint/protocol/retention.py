@@ -104,15 +104,15 @@ def named_latest(save_dir: Path) -> str | None:
 
 
 def _delete(folder: Path, files: Files) -> bool:
-    with (folder / GLOBAL_NAME).open("rb") as manifest:
-        try:
+    trash = folder.with_name(f".{folder.name}.{os.getpid()}.trash")
+    try:
+        with (folder / GLOBAL_NAME).open("rb") as manifest:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        trash = folder.with_name(f".{folder.name}.{os.getpid()}.trash")
-        files.rename(folder, trash)
-        files.fsync_folder(folder.parent)
-        files.point("trash_renamed")
+            files.rename(folder, trash)
+    except (BlockingIOError, FileNotFoundError):  # it is being read, or the training script deletes it, too
+        return False
+    files.fsync_folder(folder.parent)
+    files.point("trash_renamed")
     files.remove_tree(trash)
     files.point("trash_deleted")
     return True

@@ -18,6 +18,7 @@ from ebbtide.runtime.checkpoint.deepspeed.restore import Resumption, newest_whol
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import rank_manifest_name
+from ebbtide.runtime.checkpoint.protocol import retention
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, prune, verify
 from ebbtide.runtime.checkpoint.protocol.publishing import publish_folder, recover_replaced
 from ebbtide.runtime.checkpoint.protocol.retention import being_read
@@ -273,6 +274,30 @@ def test_prune_keeps_the_newest_and_what_is_read(bench):
     assert prune(bench.folder, 1) == []
     with pytest.raises(CheckpointError, match="keep must be >= 1"):
         prune(bench.folder, 0)
+
+
+@pytest.mark.parametrize("call", ["list", "rename"])
+def test_an_old_checkpoint_that_the_trainer_deletes_first_is_no_error(bench, monkeypatch, call):
+    """Check that a save succeeds if the training script deletes an old checkpoint while ebbtide deletes it, too."""
+    bench.save(some_state(1), "a")
+
+    class Overtaken(Files):
+        def call(self, name, function, *args):
+            if name == call and str(args[1]).endswith(".trash"):
+                shutil.rmtree(args[0])
+            return function(*args)
+
+    if call == "list":
+        listed = retention.committed
+
+        def deleted_behind_the_list(folder):
+            found = listed(folder)
+            shutil.rmtree(folder / "a")
+            return found
+
+        monkeypatch.setattr(retention, "committed", deleted_behind_the_list)
+    bench.save(some_state(2), "b", files=Overtaken(), keep=1)
+    assert visible(bench.folder) == ["b", "latest"]
 
 
 def test_prune_keeps_what_latest_names(bench):

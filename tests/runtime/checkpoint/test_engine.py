@@ -18,7 +18,7 @@ from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step
 from ebbtide.runtime.checkpoint.errors import CheckpointError
 from ebbtide.runtime.checkpoint.format.skeleton import lay_out
 from ebbtide.runtime.checkpoint.live_state import LiveState
-from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
+from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from ebbtide.runtime.checkpoint.stream.job import Job
 from ebbtide.runtime.checkpoint.trainers.bystanders import ours
 from ebbtide.simulator import CheckpointPlan
@@ -366,6 +366,25 @@ def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
     engine.save_checkpoint(str(tmp_path), tag="after")
     lazy.wait()
     assert (tmp_path / "latest").read_text() == "after"
+
+
+def test_a_failure_behind_the_commit_does_not_deny_the_checkpoint(engines, tmp_path):
+    """Check that the error of a checkpoint whose predecessor could not be deleted says that it was committed."""
+
+    def fail():
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    gate = Gate("trash_renamed", fail)
+    engine, batches, lazy = engines(CheckpointPlan(keep=1), files=gate)
+    gate.opened.set()
+    for number in range(2):
+        train(engine, batches, number, number + 1)
+        engine.save_checkpoint(str(tmp_path))
+        lazy._job.wait()
+    with pytest.raises(CheckpointError, match=r"'global_step2'.*was committed, but older checkpoints could not be del"):
+        lazy.wait()
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert verify(tmp_path, "global_step2") == []
 
 
 def test_a_function_is_called_after_whole_steps_and_not_after_micro_batches(engines):
