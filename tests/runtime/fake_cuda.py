@@ -470,6 +470,7 @@ class FakeTorch:
             device_count=lambda: 1,
             synchronize=self.synchronize,
             set_device=lambda index: self.devices_set.add(threading.get_ident()),
+            device=self.on_device,
             get_device_properties=lambda index: SimpleNamespace(),
         )
 
@@ -477,6 +478,16 @@ class FakeTorch:
         del args, kwargs
         self.streams.append(FakeStream(self, len(self.streams)))
         return self.streams[-1]
+
+    @contextmanager
+    def on_device(self, device):
+        """Do what `torch.cuda.device` does, and note that the thread has chosen a device for the block."""
+        del device
+        chosen = threading.get_ident() not in self.devices_set
+        self.devices_set.add(threading.get_ident())
+        yield
+        if chosen:
+            self.devices_set.remove(threading.get_ident())
 
     @contextmanager
     def on_stream(self, stream, crossing=False):

@@ -213,6 +213,34 @@ def test_every_lane_chooses_the_ranks_gpu(fake, device):
         lane.close()
 
 
+def test_a_checkpoints_thread_chooses_the_gpu_before_a_stream(fake, monkeypatch):
+    """Check that a thread that writes a checkpoint uses a stream of its rank's GPU only while it has chosen this GPU.
+
+    A new thread has chosen GPU 0. When it leaves a stream of another GPU, PyTorch chooses GPU 0 again, for which CUDA
+    allocates some hundred MB of memory there, in each rank.
+    """
+    on_stream, chosen = fake.cuda.stream, []
+
+    @contextlib.contextmanager
+    def noted(stream):
+        chosen.append(threading.get_ident() in fake.devices_set)
+        with on_stream(stream):
+            yield
+        chosen.append(threading.get_ident() in fake.devices_set)
+
+    fake.cuda.stream = noted
+    monkeypatch.setattr(memory, "torch", fake)
+    monkeypatch.setattr(memory, "_streams", defaultdict(deque))
+    source = memory.DeviceBytes(torch.arange(1000), None)
+    source._ready = fake.cuda.Event()  # as for a tensor on a GPU
+    copied = torch.zeros(1000, dtype=torch.int64)
+    thread = threading.Thread(target=source.copy_to, args=(copied.data_ptr(), 0, copied.nbytes))
+    thread.start()
+    thread.join(30)
+    assert chosen == [True, True]
+    assert torch.equal(copied, torch.arange(1000))
+
+
 def test_who_reads_parameters_holds_up_the_stream_that_is_current_and_no_other(fake, device):
     """Check that reading updated parameters makes only the current CUDA stream wait for the updates. If
     parameters are gathered ahead on another stream, the compute stream then waits only when a module needs

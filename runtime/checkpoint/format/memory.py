@@ -100,10 +100,10 @@ class DeviceBytes:
         if self._ready is None:
             target.copy_(chunk)
             return
-        with _side_stream(chunk.device) as stream:
+        # A thread begins with GPU 0, and to go back to it from a stream would take memory there, of each rank.
+        with torch.cuda.device(chunk.device), _side_stream(chunk.device) as stream, torch.cuda.stream(stream):
             stream.wait_event(self._ready)
-            with torch.cuda.stream(stream):
-                target.copy_(chunk, non_blocking=True)
+            target.copy_(chunk, non_blocking=True)
             stream.synchronize()
 
 
