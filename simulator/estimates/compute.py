@@ -35,6 +35,12 @@ BACKWARD_TRAFFIC: Mapping[Kernels, float] = {"fused": 2.0, "eager": 2.5}
 # Bytes per token and element of the hidden size that eager norms store until backward (fp32 copies of their inputs),
 # beyond those that fused kernels store.
 EAGER_STORED = 8
+# Equation 1 is for matrices that are together 12 times as wide as the hidden size: 4 of attention, and 8 of an MLP of
+# four times the hidden size. What wider matrices store (in gated MLPs, and with several experts per token), in bytes
+# per token, element of the hidden size and further width. Layers of Llama, Gemma and Mixtral in the transformers
+# library store at most an eighth more than estimated (counted with saved-tensor hooks).
+USUAL_WIDTH = 12
+STORED_WIDER: Mapping[Kernels, int] = {"fused": 2, "eager": 3}
 # Bytes per head and pair of positions that stay until backward if attention scores are stored, without dropout. Fused:
 # the softmax's output. Eager: the fp32 softmax and its 16-bit copy (counted with saved-tensor hooks on a Llama).
 STORED_SCORES: Mapping[Kernels, int] = {"fused": 2, "eager": 6}

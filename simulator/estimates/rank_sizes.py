@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from ebbtide.simulator.estimates.collectives import Layout
-from ebbtide.simulator.estimates.compute import EAGER_STORED, STORED_SCORES, STORED_SPLIT, STORED_WHOLE
+from ebbtide.simulator.estimates.compute import (
+    EAGER_STORED,
+    STORED_SCORES,
+    STORED_SPLIT,
+    STORED_WHOLE,
+    STORED_WIDER,
+    USUAL_WIDTH,
+)
 from ebbtide.simulator.estimates.models.blocks import Architecture, Block
 from ebbtide.simulator.estimates.training import Training
 from ebbtide.simulator.machine import Machine
@@ -77,7 +84,8 @@ class RankSizes:
         """Return the bytes that the forward of a block (embedding, layer or head) keeps in GPU memory for backward.
 
         According to Korthikanti et al. (arXiv 2205.05198), a layer keeps s b h (34 + 5 a s / h) bytes, or 2 s b h
-        bytes with recomputation: sequence s, micro-batch b, hidden size h, heads a.
+        bytes with recomputation: sequence s, micro-batch b, hidden size h, heads a. Without recomputation, a layer with
+        wider matrices keeps more.
         """
         unit = self.tokens * self.arch.hidden * self.wire / 2
         if block.name == "head":
@@ -86,7 +94,7 @@ class RankSizes:
             return int(2 * unit)
         again = self.again(block)
         inputs = 2 * unit / (self.job.tensor_parallel if self.job.sequence_parallel else 1)
-        return int(again * inputs + (1 - again) * self._stored(unit))
+        return int(again * inputs + (1 - again) * self._stored(unit, block))
 
     def _head_bytes(self, block: Block) -> int:
         """Return the bytes of GPU memory that the output head needs in addition to the memory of the gradient buckets.
@@ -104,14 +112,15 @@ class RankSizes:
         backward = (self.wire + 4) * logits + gradients + self.backward_bytes()
         return int(max(forward, backward) - self.backward_bytes())
 
-    def _stored(self, unit: float) -> float:
+    def _stored(self, unit: float, block: Block) -> float:
         t = self.job.tensor_parallel
         whole = STORED_WHOLE / t if self.job.sequence_parallel else STORED_WHOLE
         stored = STORED_SCORES[self.job.kernels]
         heads_per_hidden = self.arch.heads / self.arch.hidden / t
         scores = 0.0 if self.job.flash_attention else stored * heads_per_hidden * self.job.sequence
         widened = EAGER_STORED if self.job.kernels == "eager" else 0
-        return unit * (whole + STORED_SPLIT / t + scores + widened)
+        wider = max(0.0, block.flops_per_token / 2 / self.arch.hidden**2 - USUAL_WIDTH) * STORED_WIDER[self.job.kernels]
+        return unit * (whole + (STORED_SPLIT + wider) / t + scores + widened)
 
     def base_bytes(self, blocks: Sequence[Block]) -> int:
         """Return the bytes of one rank's GPU memory that are in use throughout an iteration, without optimizer state.
@@ -132,7 +141,9 @@ class RankSizes:
         """
         held = self.held_elements(blocks) + self.gathered_elements(blocks)
         parts: dict[BaseKind, int] = {"parameters": held * self.wire}
-        again = int(self._stored(self.tokens * self.arch.hidden * self.wire / 2)) if self.job.recompute else 0
+        unit = self.tokens * self.arch.hidden * self.wire / 2
+        layers = {block.flops_per_token: block for block in blocks if block.attention and self.job.recompute}
+        again = max((int(self._stored(unit, block)) for block in layers.values()), default=0)
         activations = again + self.waiting_micro_batches * sum(self.activation_bytes(block) for block in blocks)
         if activations:
             parts["activations"] = activations

@@ -233,7 +233,7 @@ def test_a_usual_pc_is_told_that_host_memory_is_short_and_what_costs_nothing_fir
     asked = ["plan", "--machine", "rtx4090", "--model", "examples/llama-3-8b.json", "--host-memory", "64GiB"]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 2
-    assert "host memory is 44.42 GiB short" in done.output
+    assert "host memory is 44.44 GiB short" in done.output
     assert "GPU memory is" not in done.output, "the GPU's memory would suffice"
     lines = [line.strip() for line in done.output.splitlines() if line.startswith("  ")]
     assert lines
