@@ -406,6 +406,13 @@ class Workload(Shown, Page):
         """Return the `Job` from which the workload was estimated. None if it was profiled or read from a file."""
         return None
 
+    @cached_property
+    def offload(self) -> Any:
+        """Return the offload settings (`Offloading`) of the DeepSpeed config that the workload trains with. None if no
+        config is known.
+        """
+        return None if self.job is None else self.job.offload
+
     @property
     def trained_as(self) -> TrainedAs | None:
         """Return the training settings that a workload describes, such as precision and micro-batch size.

@@ -6,6 +6,7 @@ parameters on the GPU if the plan keeps all of them there. If the plan keeps som
 simulated with all of them in host memory, but only if GPU memory is too small.
 """
 
+import json
 from dataclasses import replace
 from functools import cache
 
@@ -23,6 +24,7 @@ from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service.scenario import MODELS
 
 from ebbtide import estimate
+from tests.tuner.test_cli import run
 
 
 @cache
@@ -119,3 +121,21 @@ def test_without_a_config_deepspeeds_other_settings_are_listed_beside_its_defaul
         "stock, offload_param cpu": "peer",
         "stock, pin_memory false": "peer",
     }
+
+
+def test_a_profiled_workload_is_compared_with_what_the_given_config_does(tmp_path):
+    have = preset("rtx4090")
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **CONFIGS["pin_memory false"]}}
+    asked = Job.of_deepspeed(MODELS["Llama 3.2 1B"], config, sequence=1024)
+    asked.workload(have).save(tmp_path / "w.json")
+    (tmp_path / "m.json").write_text(json.dumps(MODELS["Llama 3.2 1B"]))
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    stock = []
+    for trained in (("--workload", "w.json"), ("--model", "m.json", "--sequence", "1024")):
+        files = [str(tmp_path / word) if word.endswith(".json") else word for word in trained]
+        out, emitted = tmp_path / "plan.json", tmp_path / "out.json"
+        files += ["--ds-config", tmp_path / "ds.json", "--emit-deepspeed", emitted]
+        done = run("plan", "--machine", "rtx4090", *files, "--quick", "--subgroup-size", "keep", "-o", out)
+        assert done.exit_code == 0, done.output
+        stock += [p.iteration_s for p in Plan.load(out).alternatives if role_of(p.strategy) == "stock"]
+    assert stock[0] == pytest.approx(stock[1], rel=1e-9)

@@ -194,7 +194,7 @@ def _configured(workload: Workload) -> Offloading:
     DeepSpeed's optimizer offload to host memory.
     """
     default = replace(WITHOUT_CONFIG, optimizer="cpu")
-    offload: Offloading = workload.job.offload if workload.job else default
+    offload: Offloading = workload.offload or default
     if offload.optimizer in (None, "none"):
         return default
     with suppress(ModelError):
