@@ -312,7 +312,6 @@ class SearchJob(Scenario):
     offload: bool = True
     memory_margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
     trials: Annotated[int, Field(ge=1, le=300)] = 150
-    seed: Annotated[int, Field(ge=0, le=2**31)] = 0
 
     @model_validator(mode="after")
     def _a_model(self) -> Self:
