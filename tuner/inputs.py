@@ -433,7 +433,8 @@ def check_distinct(flag: str, path: str | None) -> None:
 def tell_unread(trained: Trained) -> None:
     """Print which keys of a DeepSpeed config a ``tune`` command ignored, and how it read the others."""
     notes = trained.workload.provenance.partition("; ")[2]
-    if trained.config is not None and notes:
+    staged = trained.job is not None and trained.job.pipeline_parallel > 1
+    if (trained.config is not None or staged) and notes:
         click.echo(f"note: {notes}", err=True)
 
 

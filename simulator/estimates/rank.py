@@ -334,6 +334,11 @@ class Rank(RankSizes):
     def provenance(self) -> str:
         notes = [f"estimated from the config of {self.arch.name}, sequence {self.job.sequence}"]
         notes += self.job.told
+        if self.job.pipeline_parallel > 1:
+            notes.append(
+                f"of {self.job.pipeline_parallel} pipeline stages, only stage {self.job.stage} is simulated. The last "
+                "stage also has the head, so it may take longer and need more memory"
+            )
         if self.job.tensor_parallel > 1 and LINK not in self.machine.other_rates:
             notes.append(f"tensor-parallel exchange over PCIe: no {LINK} in machine.other_rates")
         if self.layout.tensor_groups_cut:

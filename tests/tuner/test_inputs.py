@@ -409,3 +409,10 @@ def test_a_config_that_trains_in_fp32_is_told(model, tmp_path, enabled, noted):
     done = run("simulate", "--machine", "h200", "--model", model, "--ds-config", path)
     assert done.exit_code == 0
     assert ("precision: fp32, because the config enables neither bf16 nor fp16" in done.output) is noted
+
+
+def test_an_answer_for_one_pipeline_stage_says_so(model):
+    asked = ["simulate", "--machine", "h200", "--model", model, "--zero-stage", 1]
+    said = "of 2 pipeline stages, only stage 0 is simulated. The last stage also has the head"
+    assert said in run(*asked, "--pipeline-parallel", 2).output
+    assert "pipeline" not in run(*asked).output
