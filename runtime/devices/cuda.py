@@ -77,6 +77,7 @@ class CudaDevice(Device):
 
     def host_release(self, tensor: torch.Tensor) -> None:
         if self._registered.pop(tensor.data_ptr(), None) is not None:
+            torch.cuda.synchronize(self.index)  # behind an error nobody has waited for all copies
             unlock(tensor.data_ptr())
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:

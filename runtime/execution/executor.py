@@ -362,8 +362,7 @@ class Executor(IssuedOps):
             with_device: If False, keep the device open for the executor of the next plan.
         """
         try:
-            for _, completion in (*self._issued, *self._beside):
-                completion.wait_host()
+            self.wait_under_way()
             self.gradients.wait()
         finally:
             for lane in self.lanes.values():

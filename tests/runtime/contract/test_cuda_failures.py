@@ -8,10 +8,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from ebbtide.runtime.checkpoint.format import memory
 from ebbtide.runtime.devices.cuda import CudaDevice
+from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.hardware import pages
 from ebbtide.runtime.zero.attach import switch_plan
+from ebbtide.simulator.schedule import OpKind
 
 from studies.bench.bits import state_of
+from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract.test_bits import MIX, engine_for, stock
 from tests.runtime.contract.training import assert_same, outcome, plan_for, start, train
 
@@ -22,8 +25,8 @@ pytestmark = [
 OVERFLOWS = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
 
 
-@pytest.mark.parametrize("pattern", [["device"], ["host"]])
-def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monkeypatch, pattern):
+@pytest.mark.parametrize(("pattern", "early"), [(["device"], 0), (["host"], 0), (["device"], 99)])
+def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monkeypatch, pattern, early):
     """Check that the plan can be changed right after a skipped step, while copies of that step are still in
     progress.
 
@@ -32,16 +35,44 @@ def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monk
     copies instead.
     """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    engine = start(precision="fp16", extra={"fp16": OVERFLOWS})
-    ebbtide.runtime.attach(engine, plan_for(engine, pattern), device=CudaDevice())
+    engine = start(precision="fp16", clipping=0.0, extra={"fp16": OVERFLOWS})
+    plan = plan_for(engine, pattern, speculate=early, speculate_visits=early)
+    ebbtide.runtime.attach(engine, plan, device=CudaDevice())
     fake.latest_s = 1e6  # no op runs before some code waits for it
-    train(engine, 1)
+    engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(0, engine.device)))
+    begun = engine.optimizer._ebbtide.executor._issued
+    assert any(op.kind is OpKind.STATE_D2H for op, _ in begun) == bool(early)
+    for _, completion in begun:
+        completion.wait_issued()
+    engine.step()
     assert engine.skipped_steps == 1
     switch_plan(engine, plan_for(engine, ["host", "resident"] if pattern == ["device"] else MIX))
     for stream in fake.streams:
         stream.drain()
     fake.latest_s = 0.01
     engine.destroy()
+
+
+def test_a_failed_update_does_not_unlock_what_the_gpu_still_copies(fake):
+    """Check that the end of an engine waits for the GPU's copies, before it unlocks their memory, also if it raises the
+    error of an update that has failed before them.
+    """
+
+    def fail(op):
+        if op.kind is OpKind.UPDATE_HOST_EARLY:
+            raise ValueError("planted")
+
+    engine = start(clipping=0.0)
+    plan = plan_for(engine, ["device", "device", "host"], speculate=99, speculate_visits=99)
+    ebbtide.runtime.attach(engine, plan, device=CudaDevice())
+    executor = engine.optimizer._ebbtide.executor
+    executor.gradients.before_op = fail
+    fake.latest_s = 1e6  # no op runs before some code waits for it
+    engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(0, engine.device)))
+    for _, completion in executor._issued:
+        completion.issued.wait()
+    with pytest.raises(BackgroundError):
+        engine.destroy()
 
 
 @pytest.mark.parametrize("stage", [3, 2])

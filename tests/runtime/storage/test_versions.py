@@ -102,3 +102,4 @@ def test_a_restored_step_passes_over_newer_ones():
     assert ledger.adopted == set(SUBGROUPS)
     assert ledger.unclaimed == []
     assert all(held.unchecked and held.hashes[held.live] == hashes(s, 1) for s, held in ledger.subgroups.items())
+    assert ledger.missing(ledger.announce(())) == [], "a save right after the load must not wait for an update"
