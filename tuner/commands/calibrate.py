@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded, needs
-from ebbtide.tuner.inputs import (
-    BadInputError,
-    check_distinct,
-    check_kind,
-    check_model,
-    model_shape,
-    read,
-    read_config,
-    read_machine,
-    workload_options,
-    written,
-)
+from ebbtide.tuner.files import BadInputError, check_distinct, check_kind, read, read_config, written
+from ebbtide.tuner.inputs import check_model, model_shape, read_machine, workload_options
 
 if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded
-from ebbtide.tuner.inputs import BadInputError
+from ebbtide.tuner.files import BadInputError
 
 
 @click.group(epilog="Example: tune checkpoint list checkpoints/")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded
-from ebbtide.tuner.inputs import check_contents, read_plan
+from ebbtide.tuner.files import check_contents, read_plan
 
 if TYPE_CHECKING:
     from ebbtide.tuner.doctor.finding import Finding

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
-from ebbtide.tuner.inputs import BadInputError, Text
+from ebbtide.tuner.files import BadInputError
+from ebbtide.tuner.inputs import Text
 from ebbtide.tuner.quantities import directory_bytes, duration_s, endurance_bytes, rate_bytes_per_s, share, size_bytes
 
 T = TypeVar("T")

@@ -18,20 +18,17 @@ from ebbtide.tuner.commands.options import (
     margin_option,
     needs,
 )
+from ebbtide.tuner.files import BadInputError, check_distinct, check_folder, written
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.inputs import (
     MACHINE,
-    BadInputError,
     Trained,
-    check_distinct,
-    check_folder,
     check_offloading,
     read_machine,
     read_trained,
     stored_in,
     tell_unread,
     workload_options,
-    written,
 )
 from ebbtide.tuner.progress import told_after
 

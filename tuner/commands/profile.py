@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded, needs
-from ebbtide.tuner.inputs import BadInputError, check_distinct, check_folder
+from ebbtide.tuner.files import BadInputError, check_distinct, check_folder
 
 
 @click.command(

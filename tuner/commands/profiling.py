@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 from ebbtide.tuner.answer.report import show_machine, show_workload, wide_console
-from ebbtide.tuner.inputs import written
+from ebbtide.tuner.files import written
 from ebbtide.tuner.progress import told_after
 from pydantic import BaseModel
 from rich.console import Console

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError, check_kind, read_plan, written
+from ebbtide.tuner.files import BadInputError, check_kind, read_plan, written
 
 
 @click.command(epilog="Example: tune report plan.json --run runs/demo/trace.json -o report.html")

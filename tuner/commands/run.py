@@ -9,7 +9,8 @@ from pathlib import Path
 
 import click
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError, program_of
+from ebbtide.tuner.files import BadInputError
+from ebbtide.tuner.inputs import program_of
 
 NO_ENGINE = (
     'ebbtide: no DeepSpeed engine on this node had the key "ebbtide" in its config. If anything trained, it was '

@@ -8,19 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from ebbtide.tuner.commands.options import GPU_MEMORY, HOST_MEMORY, JSON, STORAGE, guarded, margin_option
-from ebbtide.tuner.inputs import (
-    MACHINE,
-    MODEL_FILE,
-    BadInputError,
-    check_distinct,
-    check_folder,
-    check_model,
-    launched,
-    read_config,
-    read_machine,
-    started_by,
-    written,
-)
+from ebbtide.tuner.files import BadInputError, check_distinct, check_folder, read_config, written
+from ebbtide.tuner.inputs import MACHINE, MODEL_FILE, check_model, launched, read_machine, started_by
 from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:

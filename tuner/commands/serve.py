@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError, check_folder
+from ebbtide.tuner.files import BadInputError, check_folder
 
 TOKEN = "EBBTIDE_TOKEN"
 

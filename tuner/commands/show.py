@@ -2,7 +2,7 @@
 
 import click
 from ebbtide.tuner.commands.options import JSON, guarded
-from ebbtide.tuner.inputs import read_plan
+from ebbtide.tuner.files import read_plan
 
 
 @click.command(epilog="Example: tune show plan.json")

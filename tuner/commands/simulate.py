@@ -12,18 +12,15 @@ import click
 from click.shell_completion import CompletionItem
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import GPU_MEMORY, HOST_MEMORY, JSON, guarded, margin_option, needs
+from ebbtide.tuner.files import BadInputError, check_distinct, read_plan, written
 from ebbtide.tuner.inputs import (
     MACHINE,
-    BadInputError,
     Trained,
-    check_distinct,
     check_offloading,
     read_machine,
-    read_plan,
     read_trained,
     tell_unread,
     workload_options,
-    written,
 )
 from ebbtide.tuner.progress import told_after
 

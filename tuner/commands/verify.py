@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import click
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.inputs import BadInputError, check_distinct, check_folder, program_of, written
+from ebbtide.tuner.files import BadInputError, check_distinct, check_folder, written
+from ebbtide.tuner.inputs import program_of
 
 if TYPE_CHECKING:
     from ebbtide.tuner.verify.sides import Verification
