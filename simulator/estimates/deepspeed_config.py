@@ -8,6 +8,7 @@ from typing import Any
 
 from ebbtide.simulator.estimates.deepspeed_keys import (
     AUTO,
+    AUTOTP,
     BATCHES,
     HELD,
     PRECISIONS,
@@ -27,7 +28,7 @@ from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
 # Keys that the simulation reads. A note of the answer names the keys that it does not read.
 _READ = frozenset(
-    {*BATCHES, "gradient_clipping", "data_types", "optimizer", "ebbtide"}
+    {*BATCHES, "gradient_clipping", "data_types", "optimizer", "ebbtide", AUTOTP}
     # The simulation reads which precision is used. How losses are scaled takes no time.
     | {
         f"{name}.{key}"
@@ -45,7 +46,7 @@ _READ = frozenset(
     | {f"{ZERO}.{key}" for key in ("stage", *SIZES, *SWITCHES)}
 )
 # Sections with some keys that the simulation reads. `Offloading` knows which keys these are.
-_PARTLY_READ = (ZERO, STATE, HELD, "activation_checkpointing", *PRECISIONS)
+_PARTLY_READ = (ZERO, STATE, HELD, "activation_checkpointing", "tensor_parallel", *PRECISIONS)
 # DeepSpeed's defaults of reduce_bucket_size and stage3_prefetch_bucket_size.
 REDUCE_BUCKET_ELEMENTS, PREFETCH_BUCKET_ELEMENTS = 500_000_000, 50_000_000
 

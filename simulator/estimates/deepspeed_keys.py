@@ -40,6 +40,7 @@ SIZES = (
 )
 SWITCHES = ("overlap_comm", "cpu_offload", "cpu_offload_param", "round_robin_gradients", "parameter_alignment")
 STATE, HELD = f"{ZERO}.{OPTIMIZER}", f"{ZERO}.{PARAM}"
+AUTOTP = "tensor_parallel.autotp_size"
 _SECTIONS = (
     ZERO,
     STATE,
@@ -50,6 +51,7 @@ _SECTIONS = (
     "optimizer",
     "optimizer.params",
     "activation_checkpointing",
+    "tensor_parallel",
     "compile",
 )
 
@@ -336,6 +338,7 @@ _Number = BeforeValidator(_no_switch)
 _COUNT = _Kind("a whole number >= 1", Annotated[int, Field(ge=1, lt=10**9)], auto=True)
 _NUMBER = _Kind("a number >= 0", Annotated[float, Field(ge=0, lt=10**18)], auto=True)
 _ELEMENTS = _Kind("a whole number >= 0", Annotated[int, _Number, Field(ge=0, lt=10**18)], auto=True)
+_DEGREE = _Kind("a whole number >= 0", Annotated[int, _Number, Field(ge=0)])
 _SHARDS = _Kind("a whole number >= -1", Annotated[int, _Number, Field(ge=-1)])
 _SHARE = _Kind("a number between 0 and 1", Annotated[float, _Number, Field(ge=0, le=1)])
 _FLAG = _Kind("true or false", bool)
@@ -357,6 +360,7 @@ _KINDS: Mapping[str, _Kind] = {
     f"{STATE}.device": _one_of(*DEVICES),
     f"{HELD}.device": _one_of(*DEVICES),
     f"{STATE}.ratio": _SHARE,
+    AUTOTP: _DEGREE,
     "data_types.grad_accum_dtype": _one_of("fp32", "fp16", "bf16"),
     **dict.fromkeys(
         (f"{STATE}.{name}" for name in ("pin_memory", "pipeline_read", "pipeline_write", "super_offload")), _FLAG

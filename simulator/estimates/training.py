@@ -5,7 +5,7 @@ from typing import Annotated, Any, Self
 
 from ebbtide.simulator.estimates.compute import FLASH_VERSIONS, KERNELS, FlashVersion, Kernels
 from ebbtide.simulator.estimates.deepspeed_config import PREFETCH_BUCKET_ELEMENTS, REDUCE_BUCKET_ELEMENTS, unread
-from ebbtide.simulator.estimates.deepspeed_keys import ZERO
+from ebbtide.simulator.estimates.deepspeed_keys import AUTOTP, ZERO, at
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading
@@ -146,6 +146,13 @@ class Training(BaseModel):
 
     def _check_division(self) -> None:
         arch, tensor, pipeline = self.architecture, self.tensor_parallel, self.pipeline_parallel
+        split = at(self.config, AUTOTP) or 1  # DeepSpeed's 0 means 1
+        if split not in (1, tensor):
+            raise ModelError(
+                f"{AUTOTP} is {split} in the DeepSpeed config, but tensor_parallel is {tensor}: remove the key, or "
+                f"let both be equal (--tensor-parallel {split} of tune plan and tune simulate)",
+                "tensor_parallel",
+            )
         if arch.heads % tensor:
             raise ModelError(
                 f"tensor_parallel must divide the {arch.heads} attention heads, but got {tensor}", "tensor_parallel"

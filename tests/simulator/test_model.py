@@ -464,6 +464,12 @@ BAD = [
         {"ds_config": {"zero_optimization": {"stage": 2}}, "zero_stage": 1},
         "stage is 2 in the DeepSpeed config, but the option --zero-stage is 1",
     ),
+    (
+        LLAMA,
+        {"ds_config": {"tensor_parallel": {"autotp_size": 2}}},
+        "autotp_size is 2 in the DeepSpeed config, but tensor_parallel is 1: .*--tensor-parallel 2",
+    ),
+    (LLAMA, {"ds_config": {"tensor_parallel": {"autotp_size": "2"}}}, "autotp_size must be a whole number >= 0"),
     (LLAMA, {"ds_config": {"optimizer": {"type": "SGD"}}}, "optimizer.type must be .* got 'SGD'"),
     (LLAMA, {"pipeline_parallel": 2}, "must be 1 under ZeRO-2 and ZeRO-3, .* but got 2 under ZeRO-3"),
     (LLAMA, {"ds_config": {"gradient_clipping": "yes"}}, "gradient_clipping must be a number"),
@@ -477,6 +483,15 @@ BAD = [
 def test_bad_input_names_the_key(model, options, message):
     with pytest.raises(ModelError, match=message):
         workload_from_model(model, preset("h200"), **options)
+
+
+def test_the_degree_of_tensor_parallelism_may_be_in_both_places():
+    plain = workload_from_model(LLAMA, preset("h200"))
+    for size, options in ((1, {}), (0, {}), (2, {"tensor_parallel": 2})):
+        config = {"tensor_parallel": {"autotp_size": size}}
+        job = Job.of_deepspeed(LLAMA, config, **options)
+        assert (job.workload(preset("h200")).params == plain.params) == (size < 2)
+        assert "tensor_parallel" not in " ".join(job.told)
 
 
 def test_a_machine_without_flops_is_refused():
