@@ -205,14 +205,14 @@ def attach(
         ConfigError: A plan cannot be applied to the engine.
         PlanError: The plan is for another model or sub_group_size.
     """
+    _check_replan(replan, machine, workload)
+    _check_dir(checkpoint)
     if not hasattr(engine, "optimizer"):
         raise ConfigError(
             f"engine must be an engine that deepspeed.initialize has made, but got {type(engine).__name__}: give the "
             "first of the values that it returns"
         )
     log.show(rank())
-    _check_replan(replan, machine, workload)
-    _check_dir(checkpoint)
     if isinstance(plan, str) and plan == "auto":
         return _attach_automatically(engine, device, machine, checkpoint, overlap_forward)
     plan = load_plan(plan)
