@@ -319,6 +319,22 @@ def test_states_that_could_not_be_offloaded_are_not_set_aside(stage, monkeypatch
     assert_same(result_of(engine, losses), stock_result(f"stage {stage}", len(losses)))
 
 
+def test_the_plan_before_overlaps_forward_as_the_new_plan_says(monkeypatch):
+    """Check that updates overlap the next forward as the new plan says, if the switch to it fails.
+
+    On other ranks it may have succeeded. Ranks that overlap differently wait for each other for ever.
+    """
+    engine = start()
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(DEVICE))
+    own, before = engine.optimizer._ebbtide, engine.optimizer._ebbtide.plan
+    assert before.overlap_forward
+    monkeypatch.setattr("ebbtide.runtime.execution.session.gradient_template", planted_once())
+    with pytest.raises(SwitchError):
+        own.switch(plan_for(engine, ["resident"], overlap_forward=False))
+    assert own.plan == before.model_copy(update={"overlap_forward": False})
+    engine.destroy()
+
+
 def planted_once():
     """Return a stand-in for `gradient_template` that fails at its first call."""
     calls = []
