@@ -216,12 +216,13 @@ def saved(plan: Plan, choice: Choice, limits: Limits) -> Plan:
     """
     assert plan.prediction is not None
     told, reserved = plan.prediction, choice.cost.reserved_bytes
-    host = told.memory.get("host", {})
-    buffers = {"host": {**host, "staging": host.get("staging", 0) + reserved}} if told.memory else {}
+    memory = {**told.memory}
+    if host := memory.get("host"):
+        memory["host"] = {**host, "staging": host.get("staging", 0) + reserved}
     changes = {
         "stall_s": choice.cost.stall_s,
         "host_peak_bytes": told.host_peak_bytes + reserved,
-        "memory": {**told.memory, **buffers},
+        "memory": memory,
         "limits": limits.by_memory,
     }
     prediction = Prediction.model_validate({**told.model_dump(), **changes})
