@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine
     from ebbtide.simulator.workload import Workload
 
-T = TypeVar("T")
 SEQUENCE = 2048  # default number of tokens per sample
 Command = Callable[..., Any]
 _STARTED = ("launcher", "omp_threads")

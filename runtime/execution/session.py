@@ -369,8 +369,11 @@ class Session:
                 self.executor.wait_all()
 
     def _close_executor(self) -> None:
-        with contextlib.suppress(*([] if self._lost is None else [Exception])):  # which the switch has told
+        try:
             self._executor.close()
+        except Exception:
+            if self._lost is None:  # otherwise the failed switch has raised the error
+                raise
 
     def _close_store(self) -> None:
         store, self._store = self._store, None

@@ -6,7 +6,7 @@ from typing import Any
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.doctor import memory, software
 from ebbtide.tuner.doctor.finding import Finding
-from ebbtide.tuner.doctor.under_a_plan import REFUSED, under_a_plan
+from ebbtide.tuner.doctor.under_a_plan import refused_by_deepspeed, under_a_plan
 
 
 def fast_part() -> list[Finding]:
@@ -31,15 +31,14 @@ def whole(plan: Plan | None, ranks: int, folder: str | None, config: Mapping[str
     from ebbtide.tuner.doctor import hardware, storage
 
     mine = usable()
-    told = under_a_plan(config) if config is not None else []
-    read = not any(finding.detail.startswith(REFUSED) for finding in told)
+    valid = config is not None and not refused_by_deepspeed(config)
     return [
         *fast_part(),
         *software.build_locks(),
         *software.kernel(),
         *software.private_names(),
-        *told,
-        *(software.known_results(config) if config is not None and read else ()),
+        *(under_a_plan(config) if config is not None else ()),
+        *(software.known_results(config) if config is not None and valid else ()),
         hardware.threads(ranks),
         *hardware.queues(),
         hardware.numa(),

@@ -8,7 +8,6 @@ from typing import Any
 from ebbtide.tuner.doctor.finding import Finding, bad, ok, slow
 
 NAME = "DeepSpeed config"
-REFUSED = "DeepSpeed itself refuses it"
 # Keys for DeepSpeed's own offloading. A plan replaces them.
 _HINTS = (
     "zero_optimization.sub_group_size",
@@ -40,9 +39,9 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
     from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at
     from ebbtide.simulator.estimates.offloading import left_to_stock, replaced_by_a_plan
 
-    refusal = _deepspeeds_own(given)
+    refusal = refused_by_deepspeed(given)
     if refusal:
-        return [bad(NAME, f"{REFUSED}: {refusal}", "change that key")]
+        return [bad(NAME, f"DeepSpeed itself refuses it: {refusal}", "change that key")]
     config = as_deepspeed_reads(given)
     why = left_to_stock(config)
     if why:
@@ -80,7 +79,8 @@ def _whose_bits(config: Mapping[str, Any]) -> str:
     return f"with the results of {stock}"
 
 
-def _deepspeeds_own(given: Mapping[str, Any]) -> str:
+def refused_by_deepspeed(given: Mapping[str, Any]) -> str:
+    """Return the error with which DeepSpeed itself refuses a config, or an empty string if it accepts the config."""
     from deepspeed.runtime.config import DeepSpeedConfig
     from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 
