@@ -180,15 +180,26 @@ def test_host_memory_of_checkpoints_is_planned_and_told():
     assert told.limits["host"] == some["host_memory_bytes"]
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_robust_plan_has_the_least_upper_end_of_the_interval_that_it_tells(seed):
+def fastest_and_robust(seed):
+    """Return the predictions of the fastest plan and of the robust plan, on a machine with rates that vary."""
     rng = random.Random(seed)
     copies = Quantity(median=50e9, q1=rng.uniform(10e9, 40e9), q3=60e9, n=9)
     updates = Quantity(median=2e9, q1=rng.uniform(0.5e9, 1.8e9), q3=2.2e9, n=9)
     shaky = machine().model_copy(update={"h2d_bytes_per_s": copies, "host_adam_params_per_s": updates})
     work = workload(8)
-    plain, robust = (ebbtide.tuner.plan(work, shaky, effort=0.1, robust=r).prediction for r in (False, True))
+    return [ebbtide.tuner.plan(work, shaky, effort=0.1, robust=robust).prediction for robust in (False, True)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_robust_plan_has_the_least_upper_end_of_the_interval_that_it_tells(seed):
+    plain, robust = fastest_and_robust(seed)
     assert robust.iteration_high_s <= plain.iteration_high_s * (1 + 1e-9)
+
+
+def test_a_robust_plan_is_another_one_where_that_lowers_the_upper_end():
+    plain, robust = fastest_and_robust(14)
+    assert robust.iteration_high_s < 0.995 * plain.iteration_high_s
+    assert robust.iteration_s >= plain.iteration_s
 
 
 def test_what_does_not_fit_says_what_is_missing():
