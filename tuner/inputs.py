@@ -338,10 +338,13 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
 
 
 def tell_unread(trained: Trained) -> None:
-    """Print which keys of a DeepSpeed config a ``tune`` command ignored, and how it read the others."""
+    """Print which keys of a DeepSpeed config and which parts of the model a ``tune`` command ignored, and how it read
+    the other keys.
+    """
     notes = trained.workload.provenance.partition("; ")[2]
-    staged = trained.job is not None and trained.job.pipeline_parallel > 1
-    if (trained.config is not None or staged) and notes:
+    job = trained.job
+    partly = job is not None and (job.pipeline_parallel > 1 or job.architecture.other_elements)
+    if (trained.config is not None or partly) and notes:
         click.echo(f"note: {notes}", err=True)
 
 

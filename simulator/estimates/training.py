@@ -224,11 +224,13 @@ class Training(BaseModel):
     def told(self) -> tuple[str, ...]:
         """Return sentences for the user about the estimate of a training job.
 
-        They tell which values were assumed for settings that were ``"auto"`` or missing, and which config keys the
-        simulator ignores. If sequences are long and the version of FlashAttention is not given, a sentence tells that
-        version 2 is assumed.
+        They tell which values were assumed for settings that were ``"auto"`` or missing, and which config keys and
+        parts of the model the simulator ignores. If sequences are long and the version of FlashAttention is not given,
+        a sentence tells that version 2 is assumed.
         """
         keys = unread(self.config, self.offload, self.zero_stage)
         ignored = [f"not simulated: {', '.join(keys)}"] if keys else []
         old = [_OLD_ATTENTION] if self.flash_attention and not self.flash_version and self.sequence >= _LONG else []
-        return (*self.notes, *old, *ignored)
+        beside = self.architecture.other_elements
+        unseen = [f"the compute of the model's parts for images or sound ({beside / 1e6:,.0f} M parameters)"]
+        return (*self.notes, *old, *ignored, *(f"not simulated: {part}" for part in unseen if beside))

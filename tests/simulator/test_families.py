@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from ebbtide.simulator import ModelError, architecture, preset, workload_from_model
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.families import FAMILIES
 from ebbtide.simulator.estimates.models.modules import built
 
@@ -139,6 +140,43 @@ def test_what_no_table_knows_is_read_from_its_modules(family, settings):
     if both:  # the first layer has a table of biases, from which rows are looked up
         assert blocks[1].elements > blocks[2].elements
         assert blocks[1].flops_per_token == blocks[2].flops_per_token
+
+
+TEXT = {"num_hidden_layers": 2}
+MULTIMODAL = [
+    ("qwen2_5_vl", {"text_config": TEXT, "vision_config": {"depth": 3}}),
+    ("qwen3_vl_moe", {"text_config": TEXT}),
+    ("llava", {"text_config": {**TEXT, "model_type": "llama"}}),
+    ("gemma3", {"text_config": TEXT}),
+    ("qwen2_audio", {"text_config": {**TEXT, "model_type": "qwen2"}}),
+]
+
+
+@pytest.mark.parametrize(("family", "settings"), MULTIMODAL, ids=[family for family, _ in MULTIMODAL])
+def test_the_parts_for_images_and_sound_are_counted_and_said(family, settings):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    if not hasattr(transformers, "AutoModelForMultimodalLM"):
+        pytest.skip("this transformers has no class for all multimodal models")
+    config = transformers.AutoConfig.for_model(family, **settings)
+    with torch.device("meta"):
+        model = transformers.AutoModelForMultimodalLM.from_config(config)
+    read = architecture(json.loads(config.to_json_string(use_diff=False)))
+    assert read.layers == 2
+    assert [n for block in read.blocks() for n in block.params] == [p.numel() for p in model.parameters()]
+    language = sum(p.numel() for p in model.get_decoder().parameters()) + model.get_output_embeddings().weight.numel()
+    language -= model.get_output_embeddings().weight.numel() if read.tied else 0
+    assert read.other_elements == pytest.approx(read.elements - language, rel=1e-3)
+    told = Job.of_deepspeed(read).workload(preset("h100-node")).provenance
+    assert f"parts for images or sound ({read.other_elements / 1e6:,.0f} M parameters)" in told
+
+
+def test_both_parts_of_a_speech_model_are_counted():
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    config = transformers.AutoConfig.for_model("whisper")
+    with torch.device("meta"):
+        model = transformers.AutoModelForSpeechSeq2Seq.from_config(config)
+    read = architecture(json.loads(config.to_json_string(use_diff=False)))
+    assert [n for block in read.blocks() for n in block.params] == [p.numel() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

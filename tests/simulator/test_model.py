@@ -539,18 +539,8 @@ def test_recut_needs_the_parameters():
         work.recut(5)
 
 
-def test_of_a_model_that_also_sees_the_language_model_is_taken_and_said():
-    text = config("llama", 64, 2, 4, 1000, intermediate_size=128)
-    seeing = {
-        "model_type": "llava",
-        "_name_or_path": "Llava",
-        "text_config": text,
-        "vision_config": {"hidden_size": 999, "num_hidden_layers": 24},
-    }
-    taken, alone = architecture(seeing), architecture(text)
-    assert taken.name == "Llava (its language model)"
-    assert [b.params for b in taken.blocks()] == [b.params for b in alone.blocks()]
-    whole = {**text, "text_config": {"num_hidden_layers": 7}}  # the outer config is that of the model
+def test_a_text_config_beside_the_models_own_layers_is_ignored():
+    whole = {**config("llama", 64, 2, 4, 1000, intermediate_size=128), "text_config": {"num_hidden_layers": 7}}
     assert architecture(whole).layers == 2
 
 

@@ -264,6 +264,16 @@ def test_keys_that_change_nothing_are_one_quiet_line(model, tmp_path):
         assert "zero_hpz_partition_size" in line
 
 
+def test_parts_of_a_model_whose_compute_is_not_estimated_are_told(tmp_path):
+    pytest.importorskip("transformers")
+    text = {"model_type": "llama", "num_hidden_layers": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llava", "text_config": text}))
+    result = run("simulate", "--machine", "rtx4090", "--model", path, "--json")
+    assert result.exit_code == 0, result.output
+    assert "not simulated: the compute of the model's parts for images or sound" in result.stderr
+
+
 def simulated(model, *more):
     result = run("simulate", "--machine", "h100-node", "--model", model, "--json", *more)
     assert result.exit_code == 0, result.output

@@ -10,7 +10,7 @@ from typing import Any
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
-from ebbtide.simulator.estimates.models.architecture import KEYS, language_model, quantized
+from ebbtide.simulator.estimates.models.architecture import KEYS, is_multimodal, quantized
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
@@ -58,8 +58,7 @@ def _as_sent(model: Mapping[str, Any]) -> Iterator[None]:
         yield
     except RuleError as error:
         names = KEYS.get(error.key.removeprefix("model."), ())
-        text = language_model(model)
-        sent = next((f"model.{name}" for name in names if name in text), error.key)
+        sent = next((f"model.{name}" for name in names if name in model), error.key)
         raise RuleError(str(error), sent) from None
 
 
@@ -144,10 +143,15 @@ def check_model(config: dict[str, Any]) -> None:
         raise RuleError(f"model must be a model's config, but is {kind}. Send a model's config", key="model")
     if refusal := quantized(config):
         raise RuleError(refusal, key="model.quantization_config")
-    text = language_model(config)
-    if "model_type" in text:
-        _check_family(text, {} if text is config else config["text_config"])
-    layers, experts = (_largest(text, *KEYS[name]) for name in ("layers", "experts"))
+    if is_multimodal(config):
+        raise RuleError(
+            "on this server, model must be a language model without other parts, such as for images, but the config "
+            f"has a text_config. {_INSTEAD}",
+            key="model.text_config",
+        )
+    if "model_type" in config:
+        _check_family(config)
+    layers, experts = (_largest(config, *KEYS[name]) for name in ("layers", "experts"))
     matrices = layers * (10 + 3 * experts)
     if layers > MOST_LAYERS or matrices > MOST_BLOCKS:
         raise RuleError(
@@ -157,23 +161,21 @@ def check_model(config: dict[str, Any]) -> None:
         )
 
 
-def _check_family(text: Mapping[str, Any], nested: Mapping[str, Any]) -> None:
-    """Refuse the config of a language model that does not have the usual layers of a known family.
+_INSTEAD = f"Run `tune plan --model config.json` instead, or {DESCRIBE}"
 
-    Args:
-        nested: The part of the sent config under ``text_config``. Empty if it has no such part.
-    """
-    family, instead = str(text["model_type"]), f"Run `tune plan --model config.json` instead, or {DESCRIBE}"
+
+def _check_family(config: Mapping[str, Any]) -> None:
+    """Refuse the config of a language model that does not have the usual layers of a known family."""
+    family = str(config["model_type"])
     if family not in FAMILIES:
         key, rule = "model_type", f"on this server, model_type must be one of {', '.join(FAMILIES)}"
-    elif changed := changed_key(text):
+    elif changed := changed_key(config):
         key, rule = changed[0], f"on this server, {changed[0]} must be {changed[1]!r} for model_type {family!r}"
-    elif missing := missing_size(text):
+    elif missing := missing_size(config):
         key, rule = missing, f"on this server, {missing} must be given for model_type {family!r}"
     else:
         return
-    where = "model.text_config" if key in nested else "model"
-    raise RuleError(f"{rule}, but got {shortened(text.get(key))}. {instead}", key=f"{where}.{key}")
+    raise RuleError(f"{rule}, but got {shortened(config.get(key))}. {_INSTEAD}", key=f"model.{key}")
 
 
 def _largest(config: Mapping[str, Any], *names: str) -> int:

@@ -157,21 +157,14 @@ def _gated_ffn(hidden: int) -> int:
     return 256 * math.ceil(8 * hidden / 3 / 256)
 
 
-def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the text part of a multimodal model, or the config itself if the model has only text.
-
-    Other parts, such as for images, are not estimated.
-    """
-    text = config.get("text_config")
-    if not isinstance(text, Mapping) or any(name in config for name in KEYS["layers"]):
-        return config
-    name = config.get("_name_or_path") or config.get("model_type")
-    shared = {k: config[k] for k in ("model_type", "tie_word_embeddings") if k in config}
-    return {**shared, **text, "_name_or_path": f"{name} (its language model)"}
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Return True if a Hugging Face config describes a language model with other parts, such as for images."""
+    return isinstance(config.get("text_config"), Mapping) and not any(name in config for name in KEYS["layers"])
 
 
 def _from_hugging_face(config: Mapping[str, Any]) -> Architecture:
-    config = language_model(config)
+    if is_multimodal(config):
+        return built(config)
     # The family's numbers come last, because the same key may have another meaning in this family.
     family = family_numbers(config)
     if family is None:

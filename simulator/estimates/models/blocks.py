@@ -59,6 +59,8 @@ class Architecture(ABC):
 
     Attributes:
         tied: True if the output head and the embedding share their weights.
+        other_elements: Number of parameters of the parts beside the language model, such as for images. Their compute
+            is not estimated, because it depends on the data.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Architecture(ABC):
     kv_heads: int
     vocabulary: int
     tied: bool = False
+    other_elements: int = 0
 
     @abstractmethod
     def blocks(self) -> list[Block]:

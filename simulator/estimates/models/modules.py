@@ -71,7 +71,8 @@ def _built(text: str) -> Architecture:
         config = CONFIG_MAPPING[family].from_dict(given)
         with torch.device("meta"):
             model = model_class(config).from_config(config)
-        config.allow_global_per_layer_attribute_access = True  # some layers have fewer heads
+        for one in (config, config.get_text_config()):
+            one.allow_global_per_layer_attribute_access = True  # some layers have fewer heads
         return _Reader(model, config).architecture(str(given.get("_name_or_path") or family))
     except ModelError:
         raise
@@ -150,14 +151,15 @@ def _parted(model: Any, layers: Sequence[Any]) -> list[list[Any]]:
 
 
 def model_class(config: Any) -> Any:
-    """Return the transformers class that builds a language model (with or without an encoder) from a config.
+    """Return the transformers class that builds the model of a config, with all its parts, such as an encoder or the
+    layers for images.
 
     Raises:
         ModelError: The config describes an encoder only, such as BERT.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+    import transformers
 
-    masked = type(config) in AutoModelForMaskedLM._model_mapping
+    masked = type(config) in transformers.AutoModelForMaskedLM._model_mapping
     if masked and not config.is_encoder_decoder and not getattr(config, "is_decoder", False):
         raise ModelError(
             f"{config.model_type!r} is an encoder. Estimates from a config are for models that predict the next token. "
@@ -165,8 +167,13 @@ def model_class(config: Any) -> Any:
             "(with is_decoder: true in its config, the model is a decoder)",
             key="model.model_type",
         )
-    pair = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
-    return AutoModelForSeq2SeqLM if pair else AutoModelForCausalLM
+    one = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")  # the first: version 5
+    two = ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq")
+    for name in (*two, *one) if config.is_encoder_decoder else (*one, *two):
+        auto = getattr(transformers, name, None)
+        if auto is not None and type(config) in auto._model_mapping:
+            return auto
+    return transformers.AutoModelForCausalLM
 
 
 def _as_float(given: dict[str, Any]) -> Any:
@@ -183,10 +190,15 @@ def _check_size(config: Mapping[str, Any]) -> None:
 
 class _Reader:
     def __init__(self, model: Any, config: Any) -> None:
-        self.model, self.config = model, config
+        self.model, self.whole = model, config
+        # The settings of the language model, if the model has other parts too, such as for images.
+        self.config = config if config is None or config.is_encoder_decoder else config.get_text_config(decoder=True)
 
     def architecture(self, name: str) -> Architecture:
-        """Return the architecture of a transformers model as blocks: the embedding, the layers and the head."""
+        """Return the architecture of a transformers model as blocks: the embedding, the layers and the head.
+
+        Parts for images or sound belong to the block of the embedding, or to that of the head if they come last.
+        """
         layers = list(self._layers())
         held = _parted(self.model, layers)
         head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings()
@@ -200,6 +212,7 @@ class _Reader:
             vocabulary=vocabulary,
             kv_heads=self._number(("num_key_value_heads",)) or heads,
             tied=head.weight is rows.weight,
+            other_elements=self._other_elements([*held[0], *held[-1]], (head.weight, rows.weight)),
             held=(
                 _block("embedding", held[0], 0.0),
                 *(
@@ -219,11 +232,22 @@ class _Reader:
         import torch
 
         parts = [self.model]
-        if self.config.is_encoder_decoder:
+        if self.whole.is_encoder_decoder:
             parts = [self.model.get_encoder(), self.model.get_decoder()]
         for part in parts:
             lists = [m for m in part.modules() if isinstance(m, torch.nn.ModuleList)]
             yield from max(lists, key=_elements)
+
+    def _other_elements(self, outside: Sequence[Any], tables: Sequence[Any]) -> int:
+        """Return the number of parameters of the parts for images or sound, or 0 if the model has no such parts.
+
+        Args:
+            outside: Parameters that are in no layer.
+            tables: Weights of the embedding and of the output layer.
+        """
+        if self.config is self.whole:
+            return 0
+        return sum(p.numel() for p in outside if all(p is not table for table in tables))
 
     def flops(self, layer: Any) -> float:
         """Return the floating-point operations of a layer per token: two for each element of its matrices.

@@ -75,12 +75,7 @@ CASES = [
     ("/simulate", {**LLAMA, "model": {"model_type": "x"}}, "model.model_type"),
     ("/simulate", {**LLAMA, "model": {"model_type": "mistral"}}, "model.num_key_value_heads"),
     ("/simulate", {**LLAMA, "model": {**HF, "model_type": "phi", "qk_layernorm": True}}, "model.qk_layernorm"),
-    (
-        "/simulate",
-        {**LLAMA, "model": {"model_type": "llava", "text_config": {**HF, "model_type": "x"}}},
-        "model.text_config.model_type",
-    ),
-    ("/simulate", {**LLAMA, "model": {"model_type": "llava", "text_config": {"hidden_size": 4}}}, "model.model_type"),
+    ("/simulate", {**LLAMA, "model": {"model_type": "llava", "text_config": HF}}, "model.text_config"),
     ("/simulate", {**LLAMA, "model": {**MODEL, "wings": 2}}, "model.wings"),
     ("/simulate", {**LLAMA, "ds_config": {"zero_optimization": {"stage": 9}}}, "ds_config.zero_optimization.stage"),
     ("/simulate", {**LLAMA, "ds_config": {"train_batch_size": "x"}}, "ds_config.train_batch_size"),
