@@ -483,7 +483,8 @@ ONLY_BESIDE = {"experts_per_token": {"experts": 8}, "heads": {"kv_heads": 2}}
 
 @pytest.mark.parametrize("name", sorted(MODEL))
 def test_every_field_of_a_model(name):
-    assert MODEL.keys() >= architecture(GPT).__dataclass_fields__.keys()
+    fields = architecture(GPT).__dataclass_fields__.keys() - {"other_elements"}  # no description may give it
+    assert MODEL.keys() >= fields
     base = {**GPT, **ONLY_BESIDE.get(name, {})}
     changed = allowed(lambda: estimated(base_machine(), {**base, name: MODEL[name]}), name)
     if changed is None:
