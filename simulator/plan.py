@@ -82,6 +82,19 @@ class CheckpointPlan(Page):
         return self.writers + READY_BLOCKS
 
     @property
+    def reserved_bytes(self) -> int:
+        """Return the bytes of host memory that the runtime reserves for checkpoints with these settings.
+
+        They are for copies of state that is updated before it is written, and for one block per writer thread.
+        """
+        return (self.copy_budget_bytes // BLOCK_BYTES + self.writer_threads) * BLOCK_BYTES
+
+    @property
+    def automatic_bytes(self) -> int:
+        """Return the bytes of host memory that automatic checkpoints reserve: 0 without an interval."""
+        return self.reserved_bytes if self.interval_steps else 0
+
+    @property
     def lacks_dir(self) -> bool:
         """Return whether the settings have an interval, but no folder for automatic checkpoints."""
         return self.interval_steps > 0 and not self.dir

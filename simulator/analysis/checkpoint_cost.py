@@ -12,7 +12,7 @@ from ebbtide.simulator.engines.reference import capacities
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
 from ebbtide.simulator.schedule import Lane, Op, OpKind, Schedule
-from ebbtide.simulator.schedules.checkpointed import CheckpointedLoop, copy_rate, reserved_bytes
+from ebbtide.simulator.schedules.checkpointed import CheckpointedLoop, copy_rate
 from ebbtide.simulator.schedules.write_order import Due, Pace, Writing, order_writing
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.workload import Workload
@@ -225,7 +225,7 @@ class CheckpointSimulation:
             slowdown=interference_s / (beside * self.iteration_s),
             copied_bytes=writing.bytes_of("copied"),
             waited_bytes=writing.bytes_of("urgent"),
-            reserved_bytes=reserved_bytes(saving),
+            reserved_bytes=saving.reserved_bytes,
         )
 
     def _lost_s(self, run: _Run) -> float:
@@ -298,7 +298,9 @@ class CheckpointSimulation:
     def _loop(
         self, saving: CheckpointPlan, writing: Writing, saves: Sequence[int], hooks_s: Sequence[float] = (0.0,)
     ) -> Schedule:
-        plan = self.plan.model_copy(update={"checkpoint": saving})
+        # One checkpoint in all of these iterations, so that its host memory is counted.
+        once = saving.model_copy(update={"interval_steps": self.iterations})
+        plan = self.plan.model_copy(update={"checkpoint": once})
         loop = CheckpointedLoop(
             self.workload, plan, self.machine, writing, saves=saves, save_s=self.save_s, hooks_s=hooks_s
         )

@@ -270,7 +270,9 @@ class PlanSweep:
 
     def evaluate_plan(self, plan: Plan) -> Floats:
         """Return the predicted times and memory peaks of a plan, as an array with the columns of `engines.summary`."""
-        return self.evaluate(*_arguments(plan))
+        row = self.evaluate(*_arguments(plan))
+        row[summary.HOST_PEAK] += plan.checkpoint.automatic_bytes
+        return row
 
     def result(self, plan: Plan) -> SimResult:
         """Return the predicted times and memory peaks of a plan as an object, without the times of single ops."""

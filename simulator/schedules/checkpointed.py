@@ -10,8 +10,8 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
 
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
-from ebbtide.simulator.schedule import Lane, OpKind, Schedule
+from ebbtide.simulator.plan import CheckpointPlan, Plan
+from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.schedules.ebbtide import EbbtideLoop
 from ebbtide.simulator.schedules.write_order import REST, Segment, Writing
 from ebbtide.simulator.workload import Workload
@@ -67,16 +67,6 @@ class CheckpointedLoop(EbbtideLoop):
     def run(self, iterations: int) -> None:
         super().run(iterations)
         self._emit(lambda: bool(self.pending))
-
-    def schedule(self, iterations: int) -> Schedule:
-        """Return a schedule of training with checkpoints, made from the ops that were appended until now.
-
-        The host memory that is reserved for checkpoints is included in the memory in use throughout an iteration.
-        """
-        made = super().schedule(iterations)
-        host = dict(made.held["host"])
-        host["staging"] += reserved_bytes(self.saving)
-        return replace(made, held={**made.held, "host": host})
 
     # -- where the training loop calls in ----------------------------------------------------
 
@@ -250,14 +240,6 @@ class CheckpointedLoop(EbbtideLoop):
             end = segment.end_s if last else min(segment.end_s, self.hooks_s[hook + 1])
             yield replace(segment, size_bytes=(end - at) * rate, begin_s=at, end_s=end), hook
             at = end
-
-
-def reserved_bytes(saving: CheckpointPlan) -> int:
-    """Return the bytes of host memory that the runtime reserves for checkpoints with given settings.
-
-    They are for copies of state that is updated before it is written, and for one block per writer thread.
-    """
-    return (saving.copy_budget_bytes // BLOCK_BYTES + saving.writer_threads) * BLOCK_BYTES
 
 
 def writer_cores(machine: Machine, saving: CheckpointPlan) -> float:

@@ -26,15 +26,16 @@ def footprint(workload: Workload, plan: Plan) -> Footprint:
 def footprint_by_kind(workload: Workload, plan: Plan) -> ByKind:
     """Return the bytes that one rank uses throughout an iteration under a plan, by memory and kind.
 
-    They are for parameters, gradient buckets, optimizer state, gradients and buffers. Activations, which come and go,
-    and memory reserved for checkpoints are not included. For parameters that are kept in host memory, GPU memory counts
-    only the largest number of elements that it holds at one time.
+    They are for parameters, gradient buckets, optimizer state, gradients and buffers, also those of automatic
+    checkpoints. Activations, which come and go, are not included. For parameters that are kept in host memory, GPU
+    memory counts only the largest number of elements that it holds at one time.
     """
     held = Holding.of_workload(workload, kept_steps(plan.checkpoint.keep))
     locations = plan.parameter_locations
     gone = moved_out(workload, fetched_elements(workload, locations)) * workload.wire_bytes
     taken = held_under(plan, held, workload.subgroups)
     taken["device"] = with_base(workload, taken["device"], gone)
+    taken["host"]["staging"] += plan.checkpoint.automatic_bytes
     return taken
 
 

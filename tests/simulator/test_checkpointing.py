@@ -15,6 +15,7 @@ from ebbtide.simulator.analysis.checkpoint_cost import (
     streamed_bytes,
 )
 from ebbtide.simulator.analysis.goodput import CheckpointCost
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.plan import BLOCK_BYTES, READY_BLOCKS, Way
 from ebbtide.simulator.schedules.checkpointed import CheckpointedLoop
@@ -173,10 +174,15 @@ def test_the_budget_counts_as_host_memory():
     assert peak == without + (10 + 3 + READY_BLOCKS) * BLOCK_BYTES
 
 
-def test_the_training_schedule_is_the_same_with_an_interval():
+def test_an_interval_adds_memory_and_no_ops_to_the_training_schedule():
     saving = CheckpointPlan(interval_steps=3)
-    with_interval = HOST.model_copy(update={"checkpoint": saving})
-    assert build_schedule(workload(), with_interval) == build_schedule(workload(), HOST)
+    with_interval, without = HOST.model_copy(update={"checkpoint": saving}), build_schedule(workload(), HOST)
+    made, sweep = build_schedule(workload(), with_interval), PlanSweep(workload(), machine())
+    assert made.ops == without.ops
+    more = made.held["host"]["staging"] - without.held["host"]["staging"]
+    assert more == saving.reserved_bytes > 0
+    assert sweep.result(with_interval).host_peak_bytes == sweep.result(HOST).host_peak_bytes + more
+    assert sum(sweep.memory(with_interval)["host"].values()) == sum(sweep.memory(HOST)["host"].values()) + more
 
 
 def test_a_save_waits_for_the_previous_checkpoint():

@@ -15,7 +15,6 @@ from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
 from ebbtide.simulator.analysis.goodput import Failures
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.plan import BLOCK_BYTES, READY_BLOCKS
-from ebbtide.simulator.schedules.checkpointed import reserved_bytes
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.placements.checkpointing import (
     BUDGET_SHARES,
@@ -78,7 +77,7 @@ def test_a_plan_s_stall_is_the_simulated_one_and_its_memory_counts_the_budget():
     cost = simulated.cost(found.checkpoint)
     assert found.prediction.stall_s == pytest.approx(cost.stall_s, rel=1e-9)
     without = ebbtide.tuner.plan(work, have)
-    reserved = reserved_bytes(found.checkpoint)
+    reserved = found.checkpoint.reserved_bytes
     assert found.prediction.host_peak_bytes == without.prediction.host_peak_bytes + reserved
     assert without.checkpoint.interval_steps == 0
     assert without.prediction.stall_s == 0

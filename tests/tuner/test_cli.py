@@ -48,7 +48,9 @@ def test_plan_show_and_simulate(files):
     assert "per iteration" in run("show", out).output
     trace, plot = files / "t.json", files / "t.png"
     simulated = run("simulate", *inputs(files), "--plan", out, "--json", "--trace", trace, "--plot", plot)
-    assert json.loads(simulated.output)["iteration_s"] > 0
+    told, made = json.loads(simulated.output), Plan.load(out).prediction
+    assert told["iteration_s"] > 0
+    assert (told["device_peak_bytes"], told["host_peak_bytes"]) == (made.device_peak_bytes, made.host_peak_bytes)
     assert json.loads(trace.read_text())["traceEvents"]
     assert plot.read_bytes()[:4] == b"\x89PNG"
 

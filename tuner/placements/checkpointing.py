@@ -26,7 +26,6 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan, Plan
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.schedules.checkpointed import reserved_bytes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.quantities import LONGEST_S, told_seconds
 
@@ -36,7 +35,7 @@ BUDGET_SHARES = (0.0, 0.03, 0.1, 0.25, 0.5, 1.0)  # shares of a checkpoint's siz
 ROUNDS = 3  # rounds that try all budgets with the best cap, and then all caps with the best budget
 LEAST_GOODPUT = 0.01  # a job with less goodput makes no useful progress
 SAME = 1e-4  # relative gain of goodput that is not worth more memory
-WRITERS_BYTES = reserved_bytes(CheckpointPlan(copy_budget_bytes=0))  # host memory of the writers of any checkpoint
+WRITERS_BYTES = CheckpointPlan(copy_budget_bytes=0).reserved_bytes  # host memory of the writers of any checkpoint
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def thriftiest(tried: Sequence[Choice]) -> Choice:
 
 def _budgets(simulation: CheckpointSimulation, spare_bytes: int, base: CheckpointPlan) -> list[int]:
     size = streamed_bytes(simulation.workload, simulation.plan)
-    room = max(0, spare_bytes - reserved_bytes(base.model_copy(update={"copy_budget_bytes": 0})))
+    room = max(0, spare_bytes - base.model_copy(update={"copy_budget_bytes": 0}).reserved_bytes)
     wanted = {min(room, blocks(size * share)) for share in BUDGET_SHARES}
     return sorted({*wanted, min(room, LEAST_BUDGET_BYTES, blocks(size))})
 

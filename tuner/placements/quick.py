@@ -4,7 +4,7 @@ runs.
 The search needs neither pandas nor matplotlib.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -60,7 +60,9 @@ def quick_plan(
             ``current`` uses if that is more.
         effort: Fraction of a full search's evaluations.
     """
-    limits = _limits(workload, machine, current, device_bytes, host_bytes)
+    whole = _limits(workload, machine, current, device_bytes, host_bytes)
+    # The new plan keeps the checkpoint settings, whose memory the search does not count.
+    limits = replace(whole, host_bytes=max(0, whole.host_bytes - current.checkpoint.automatic_bytes))
     question = Question(workload, machine, limits, effort=effort, running=current)
     try:
         # In a longer step, updates are too small a part to be worth a minute of search.
@@ -71,10 +73,10 @@ def quick_plan(
     current_s = search.seconds_anyhow(Candidate.of_plan(current))
     if found is None or not found.iteration_s < current_s:
         return QuickPlan(current, current_s, current_s)
-    return QuickPlan(_as_plan(current, found.chosen, found.search), found.iteration_s, current_s)
+    return QuickPlan(_as_plan(current, found.chosen, found.search, whole), found.iteration_s, current_s)
 
 
-def _as_plan(current: Plan, best: Candidate, search: Search) -> Plan:
+def _as_plan(current: Plan, best: Candidate, search: Search, limits: Limits) -> Plan:
     staged = not STAGED.isdisjoint(best.placements)
     made = current.with_ways(
         of_codes(best.ways),
@@ -87,7 +89,7 @@ def _as_plan(current: Plan, best: Candidate, search: Search) -> Plan:
         host_slots=best.host_slots,
     )
     # The runtime pauses early updates by the predicted times.
-    return made.model_copy(update={"prediction": predict(search.workload, search.machine, made, search.limits)})
+    return made.model_copy(update={"prediction": predict(search.workload, search.machine, made, limits)})
 
 
 def _limits(

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ebbtide.simulator.analysis.best_setting import simulated
+from ebbtide.simulator.analysis.best_setting import simulated, under_plan
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.analysis.goodput import (
     CheckpointCost,
@@ -21,6 +21,7 @@ from ebbtide.simulator.analysis.goodput import (
     expected_goodput,
     young_interval,
 )
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.analysis.what_if import evaluate, grid, usual_strategies
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
@@ -120,16 +121,16 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
         plan = _plan(request, machine, workload, limits, progress)
     except ImpossibleError as error:
         problem = error.fact  # without the advice, which `ways_out` gives
-    rows = compare(workload, machine, limits, plan, others=request.peers, compile_=TEMPLATES.compiled)
+    choice = None
     if request.plan is not None:
-        plan = _judged(request.plan, rows, workload, machine, limits)
-    told, choice = _told(rows, plan), None
+        plan = _judged(request.plan, workload, machine, limits)
+    if request.mtbf_s is not None and plan is not None and plan.prediction is not None:
+        plan, choice = checkpointed(plan, workload.cut_as(plan), machine, limits, request.mtbf_s)
+    rows = compare(workload, machine, limits, plan, others=request.peers, compile_=TEMPLATES.compiled)
+    told = _told(rows, plan)
     decided = verdict(told, problem)
     if plan is not None:
         plan = plan.model_copy(update={"alternatives": alternatives(rows)})
-        planned = workload.cut_as(plan)
-        if request.mtbf_s is not None and plan.prediction is not None:
-            plan, choice = checkpointed(plan, planned, machine, limits, request.mtbf_s)
     failing = request.mtbf_s and goodput_of(dict(told), workload, machine, choice, request.mtbf_s)
     return {
         "verdict": decided.choice,
@@ -214,16 +215,13 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
     return quick.model_copy(update={"reasons": (*quick.reasons, told)})
 
 
-def _judged(plan: Plan, rows: list[Row], workload: Workload, machine: Machine, limits: Limits) -> Plan:
+def _judged(plan: Plan, workload: Workload, machine: Machine, limits: Limits) -> Plan:
     """Return a copy of a plan from a request, with a prediction for the request's machine and training job.
 
     The plan's own prediction may be for others. It is kept if it has the iteration time of the simulation and the
     request's memory limits. A plan that does not fit into memory gets no prediction.
-
-    Args:
-        rows: Simulations of the plan and of other ways to train.
     """
-    known, simulated_here = plan.prediction, next(row.simulated for row in rows if row.role == "plan")
+    known, simulated_here = plan.prediction, under_plan(plan, PlanSweep(workload.cut_as(plan), machine), limits)
     same_s = known is not None and math.isclose(known.iteration_s, simulated_here.result.iteration_s, rel_tol=SAME)
     if known is not None and same_s and known.limits == limits.by_memory:
         return plan
