@@ -17,7 +17,6 @@ from typing import Any
 
 from studies.bench.console import publish, study_parser
 from studies.bench.forked import Child
-from studies.bench.pictures import picture
 from studies.checkpoints.interval_run import warm_up
 from studies.checkpoints.writers import WRITERS, Workload, raw_write_bytes_per_s, run_writer
 
@@ -86,27 +85,8 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
     return result
 
 
-def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw how long training waits per checkpoint, with one bar for each checkpoint writer (such as ebbtide's or
-    DeepSpeed's default) on a logarithmic axis of milliseconds.
-    """
-    shown = {n: f for n, f in figures["writers"].items() if "failed" not in f and n != "none"}
-    names, stalls = list(shown), [f["every_1"]["stall_s"] * 1e3 for f in shown.values()]
-    with picture(path, figsize=(7, 0.7 + 0.5 * len(names)), dpi=150) as (_, ax):
-        colours = ["#0072b2" if n == "ebbtide" else "#999999" for n in names]
-        ax.barh(names, stalls, color=colours)
-        for row, stall in enumerate(stalls):
-            ax.text(stall * 1.06, row, f"{stall:.1f} ms", va="center", fontsize=9)
-        ax.set_xscale("log")
-        ax.set_xlim(min(stalls) / 2, max(stalls) * 3)
-        ax.invert_yaxis()
-        ax.set_xlabel("time that training waits per checkpoint (ms, log scale)")
-        ax.spines[["top", "right", "left"]].set_visible(False)
-        ax.tick_params(axis="y", length=0)
-
-
 def main(arguments: list[str] | None = None) -> int:
-    parser = study_parser("checkpoint_stall", __doc__, required=False, drawn=True)
+    parser = study_parser("checkpoint_stall", __doc__, required=False)
     parser.add_argument("--model", default="40m")
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument(
@@ -133,8 +113,7 @@ def _study(options: argparse.Namespace) -> int:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     result = {"workload": workload.__dict__, **compare(writers, raw), "raw_write_bytes_per_s": raw, "writers": writers}
-    ran = any("failed" not in f for n, f in writers.items() if n != "none")
-    publish("checkpoint_stall", options.json, result, draw if ran else None)
+    publish("checkpoint_stall", options.json, result)
     return 0 if all("failed" not in f for n, f in writers.items() if n in ("none", "ebbtide")) else 1
 
 

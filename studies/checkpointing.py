@@ -18,7 +18,6 @@ from ebbtide.simulator import CheckpointPlan, preset, workload_from_model
 from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
 
 from studies.bench.console import publish, study_parser
-from studies.bench.pictures import picture
 from studies.checkpoint_interval.kills import paid_at
 from studies.checkpoint_stall import measure as measure_writer
 from studies.checkpoints.interval_run import warm_up
@@ -42,7 +41,7 @@ RANKS = 4
 
 
 def main() -> None:
-    parser = study_parser("checkpointing", __doc__, drawn=True)
+    parser = study_parser("checkpointing", __doc__)
     parser.add_argument(
         "--models",
         nargs="*",
@@ -69,7 +68,7 @@ def main() -> None:
         "simulated": simulated(("3 B",) if args.quick else tuple(SIMULATED)),
     }
     figures |= largest(figures["measured"])
-    publish("checkpointing", args.json, figures, draw)
+    publish("checkpointing", args.json, figures)
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -147,45 +146,6 @@ def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-COLOURS = {"torch": "#7f7f7f", "dcp async": "#e69f00", "ebbtide": "#0072b2"}
-
-
-def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the measured checkpoint throughput by model and writer, and the simulated slowdown by interval."""
-    with picture(path, 1, 2, figsize=(11, 4.2)) as (_, (left, right)):
-        rows = [row for row in figures["measured"] if "failed" not in row]
-        models = list(dict.fromkeys(row["model"] for row in rows))
-        names = list(dict.fromkeys(row["writer"] for row in rows))
-        width = 0.8 / max(1, len(names))
-        for place, name in enumerate(names):
-            own = {row["model"]: row["bytes_per_s"] for row in rows if row["writer"] == name}
-            spots = [i + (place - (len(names) - 1) / 2) * width for i, m in enumerate(models) if m in own]
-            left.bar(
-                spots, [own[m] / 1e9 for m in models if m in own], width, label=name, color=COLOURS.get(name, "#999999")
-            )
-        left.set_xticks(range(len(models)), models)
-        left.set(
-            yscale="log",
-            ylabel="GB per second of waiting (log)",
-            xlabel="parameters",
-            title="measured on this machine, a checkpoint per step",
-        )
-        left.legend(frameon=False, fontsize=8)
-        for number, name in enumerate(dict.fromkeys(row["model"] for row in figures["simulated"])):
-            own_rows = [row for row in figures["simulated"] if row["model"] == name]
-            steps = [row["interval"] for row in own_rows]
-            colour = f"C{number}"
-            right.plot(steps, [100 * r["slowdown"] for r in own_rows], "o-", color=colour, label=name)
-            right.plot(steps, [100 * r["blocking_slowdown"] for r in own_rows], ":", color=colour)
-        right.set(
-            yscale="log",
-            xlabel="steps between checkpoints",
-            ylabel="longer training (%, log)",
-            title="simulated on an A100 node; dotted: blocking writer",
-        )
-        right.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ to the host as a whole, after backward has done all layers of the subgroup.
 import random
 import statistics
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from rich.progress import track
 
 from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
-from studies.bench.pictures import picture
 from studies.bench.rank import become_only_rank
 from studies.trials.emulated_training import Bench, reduced_beside, stock_state
 from studies.trials.paced_model import RATES, Setting
@@ -68,7 +66,7 @@ def main() -> None:
     else:
         base = Setting(layers=8, hidden=256).scaled(0.08) if args.quick else Setting().scaled(0.4)
         figures = measure(base, args.plans, args.steps, args.seed)
-    publish("fidelity", args.json, figures, draw)
+    publish("fidelity", args.json, figures)
 
 
 def measure(base: Setting, plans: int, steps: int, seed: int) -> dict[str, Any]:
@@ -307,33 +305,6 @@ def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Mach
         "predicted_given_rates_s": from_given.iteration_s,
         "error_given_rates_pct": 100 * (result.iteration_s / from_given.iteration_s - 1),
     }
-
-
-def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the executed iteration time over the predicted one, with a point per random plan."""
-    rows = figures["rows"]
-    with picture(path, figsize=(5.5, 5)) as (_, axes):
-        highest = 1.05 * max(max(r["predicted_s"], r["executed_s"]) for r in rows)
-        axes.plot([0, highest], [0, highest], color="0.6", linewidth=1, label="executed = predicted")
-        for overlap, colour, label in ((True, "#0072b2", "overlap with forward"), (False, "#d55e00", "no overlap")):
-            chosen = [r for r in rows if r["overlap_forward"] == overlap]
-            axes.scatter(
-                [r["predicted_s"] for r in chosen],
-                [r["executed_s"] for r in chosen],
-                color=colour,
-                label=label,
-                s=28,
-                zorder=3,
-            )
-        axes.set(
-            xlabel="predicted iteration (s)",
-            ylabel="executed iteration (s)",
-            xlim=(0, highest),
-            ylim=(0, highest),
-            aspect="equal",
-            title=f"{len(rows)} random plans on emulated devices:\nmedian error {figures['median_abs_pct_error']:.1f}%",
-        )
-        axes.legend(loc="upper left", frameon=False)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ with a Monte Carlo simulation here, and with killed training in `studies.checkpo
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from ebbtide.simulator.analysis.goodput import (
 )
 
 from studies.bench.console import publish, study_parser
-from studies.bench.pictures import picture
 
 # Llama 3 405B (arXiv 2407.21783): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 GPUS, GPUS_PER_NODE, INTERRUPTIONS, DAYS = 16_384, 8, 419, 54
@@ -46,7 +44,7 @@ SCALES = (8, 64, 512, 4_096, 16_384, 32_768, 65_536, 100_000)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = study_parser("goodput", __doc__, drawn=True)
+    parser = study_parser("goodput", __doc__)
     parser.add_argument(
         "--quick", action="store_true", help="simulate fewer failures (a shorter Monte Carlo simulation), for tests"
     )
@@ -59,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "scales": [at_scale(gpus) for gpus in SCALES],
         "intervals": intervals(),
     }
-    publish("goodput", args.json, figures, draw)
+    publish("goodput", args.json, figures)
     return 0
 
 
@@ -202,23 +200,6 @@ def simulated_goodput(
         while failure_s - now_s < restart_s:  # the restart fails too, and starts again
             now_s, failure_s = failure_s, failure_s + gap_s()
         now_s += restart_s
-
-
-def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the predicted goodput over the number of GPUs and, for 16,384 GPUs, over the checkpoint
-    interval.
-    """
-    with picture(path, 1, 2, figsize=(11, 4)) as (_, (left, right)):
-        scales = figures["scales"]
-        left.semilogx([r["gpus"] for r in scales], [r["goodput"] for r in scales], "o-", ms=4)
-        left.set(xlabel="GPUs", ylabel="goodput", title="Best interval at each size (computed)")
-        curve = figures["intervals"]["curve"]
-        right.semilogx(*np.array(curve).T, color="#777777")
-        marks = zip(figures["intervals"]["rules"].items(), "*osD^", strict=True)
-        for (name, rule), marker in marks:
-            right.plot(rule["interval_steps"], rule["goodput"], marker, label=name, alpha=0.8)
-        right.set(xlabel="interval (steps)", title=f"Goodput over the interval, {GPUS:,} GPUs")
-        right.legend(frameon=False)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,6 @@ from rich.progress import track
 
 from studies.bench.console import publish, study_parser
 from studies.bench.offload_runs import SHAPES, Run, read_runs
-from studies.bench.pictures import picture
 from studies.published_runs.shipped import HARNESS_S, machine_of, predict, schedule_of, workload_of
 
 PUBLISHED = Path(__file__).with_name("data") / "published_offload_runs.csv"
@@ -70,11 +69,11 @@ INTERLEAVED = Way("stride 2", prefetch=True, async_grads=True)
 
 
 def main() -> None:
-    parser = study_parser("interleaving", __doc__, drawn=True)
+    parser = study_parser("interleaving", __doc__)
     parser.add_argument("--quick", action="store_true", help="simulate only two models, for tests")
     args = parser.parse_args()
     figures = measure([7, 13] if args.quick else list(SIZES))
-    publish("interleaving", args.json, figures, draw)
+    publish("interleaving", args.json, figures)
 
 
 def measure(models: list[int]) -> dict[str, Any]:
@@ -259,80 +258,6 @@ def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
     )
     schedule = build_strategy("ebbtide", work, plan=made, fused=fused)
     return simulate_fast(schedule, machine).iteration_s + HARNESS_S
-
-
-def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the simulated iteration times of each testbed in four panels.
-
-    The horizontal axes are the stride (every n-th subgroup is updated on the GPU), the fraction of state on
-    the host, the subgroup size and the model size.
-    """
-    beds = figures["testbeds"]
-    with picture(path, len(beds), 4, figsize=(15, 3.6 * len(beds)), squeeze=False, dpi=110) as (figure, axes):
-        for row, (name, bed) in zip(axes, beds.items(), strict=True):
-            _draw_strides(row[0], bed["strides"])
-            _draw_sweep(row[1], bed["ratios"], "ratio", "share of state on the host")
-            row[1].invert_xaxis()
-            _draw_sweep(row[2], bed["subgroups"], "subgroup", "sub_group_size")
-            row[2].set_xscale("log")
-            _draw_models(row[3], bed["models"])
-            row[0].set_ylabel(f"{name}\nseconds per iteration")
-        for ax, title in zip(
-            axes[0], ("stride (13 B)", "ratio (13 B)", "subgroup size (13 B)", "model size"), strict=True
-        ):
-            ax.set_title(title, fontsize=11)
-        axes[0, 3].legend(frameon=False, fontsize=8, loc="upper left")
-        axes[0, 1].legend(frameon=False, fontsize=8)
-        axes[0, 0].legend(frameon=False, fontsize=8)
-        figure.suptitle(
-            "simulated on published testbeds; crosses: published medians; shaded: as ranks are bound", fontsize=12
-        )
-
-
-COLOURS = {
-    "stock": "#7f7f7f",
-    "asynchronous gradients": "#56b4e9",
-    "stride 2": "#e69f00",
-    EQUAL: "#009e73",
-    FUSED: "#cc79a7",
-}
-
-
-def _draw_strides(ax: Any, rows: list[dict[str, Any]]) -> None:
-    ax.plot(
-        [r["stride"] for r in rows],
-        [r["iteration_s"] for r in rows],
-        "o-",
-        color=COLOURS["stride 2"],
-        label="simulated",
-    )
-    known = [r for r in rows if r["published_s"] is not None]
-    if known:
-        ax.plot([r["stride"] for r in known], [r["published_s"] for r in known], "kx", markersize=8, label="published")
-    ax.set_xlabel("stride")
-    ax.set_ylim(0, 1.1 * ax.dataLim.y1)
-
-
-def _draw_sweep(ax: Any, rows: list[dict[str, Any]], key: str, label: str) -> None:
-    for way in (STOCK, ASYNC, INTERLEAVED):
-        ax.plot([r[key] for r in rows], [r[way.name] for r in rows], "o-", color=COLOURS[way.name], label=way.name)
-    ax.set_xlabel(label)
-    ax.set_ylim(0, 1.1 * ax.dataLim.y1)
-
-
-def _draw_models(ax: Any, rows: list[dict[str, Any]]) -> None:
-    sizes = [r["params_b"] for r in rows]
-    for name, colour in COLOURS.items():
-        ax.plot(sizes, [r[name] for r in rows], "o-", color=colour, label=name)
-        if f"{name}, as bound" in rows[0]:
-            slow, fast = zip(*(r[f"{name}, as bound"] for r in rows), strict=True)
-            ax.fill_between(sizes, fast, slow, color=colour, alpha=0.15, linewidth=0)
-        known = [(r["params_b"], r.get(f"{name}, published")) for r in rows]
-        shown = [(x, y) for x, y in known if y is not None]
-        if shown:
-            ax.plot(*zip(*shown, strict=True), "x", color="black", markersize=8)
-    ax.set_xlabel("billion parameters")
-    ax.set_ylim(0, 1.1 * ax.dataLim.y1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Command-line parsers and terminal tables that the studies share."""
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,15 @@ UNITS = {
 MOST_ROWS = 40  # most rows of a table. The record has all rows
 
 
-def study_parser(study: str, doc: str | None, *, required: bool = True, drawn: bool = False) -> argparse.ArgumentParser:
+def study_parser(study: str, doc: str | None, *, required: bool = True) -> argparse.ArgumentParser:
     """Return the command-line parser of a study, with the option ``--json PATH`` for its result file.
 
-    Args:
-        doc: Docstring of the study's module, which ``--help`` shows.
-        drawn: True if the study also draws a picture. The help text then mentions the picture.
+    ``--help`` shows ``doc``, which is the docstring of the study's module.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m studies.{study}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
-    where = "path of the result file; a picture goes to the same path with .png" if drawn else "path of the result file"
-    parser.add_argument("--json", type=Path, required=required, help=where)
+    parser.add_argument("--json", type=Path, required=required, help="path of the result file")
     return parser
 
 
@@ -67,18 +64,10 @@ def table_of(title: str, *columns: str) -> Table:
     return table
 
 
-def publish(
-    study: str, path: Path | None, figures: dict[str, Any], draw: Callable[[dict[str, Any], Path], None] | None = None
-) -> None:
-    """Write the results of a study to a JSON file, if ``path`` is given, and print them as terminal tables.
-
-    The function ``draw``, if it is given too, draws a picture of the results. The picture has the name of the JSON
-    file with the suffix ``.png``.
-    """
+def publish(study: str, path: Path | None, figures: dict[str, Any]) -> None:
+    """Write the results of a study to a JSON file, if ``path`` is given, and print them as terminal tables."""
     if path is not None:
         write_record(path, study, figures)
-        if draw is not None:
-            draw(figures, path.with_suffix(".png"))
     Console().print(*tables(study, figures))
 
 

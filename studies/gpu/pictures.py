@@ -93,37 +93,4 @@ def _baseline(ax: Any, record: Figures) -> None:
     ax.legend(frameon=False, fontsize=8, loc="lower right")
 
 
-def _predictions(ax: Any, record: Figures) -> None:
-    rows = _rows(record)
-    top = 1.08 * max(max(row["predicted_s"], row["iteration_s"]) for row in rows) * 1e3
-    ax.plot([0, top], [0, top], color="0.6", linewidth=1)
-    ax.scatter(
-        [1e3 * r["predicted_s"] for r in rows], [1e3 * r["iteration_s"] for r in rows], color="#0072b2", zorder=3
-    )
-    for row in rows:
-        name = str(row.get("name", "")).removeprefix("fidelity_")
-        ax.annotate(
-            name,
-            (1e3 * row["predicted_s"], 1e3 * row["iteration_s"]),
-            fontsize=7,
-            xytext=(4, -8),
-            textcoords="offset points",
-        )
-    ax.set(xlim=(0, top), ylim=(0, top), xlabel="predicted (ms)", ylabel="measured (ms)")
-
-
-def _efficiency(ax: Any, record: Figures) -> None:
-    row = _rows(record)[0]
-    values = {"floor": record["floor_s"], "predicted": record["predicted_s"], "measured": row["iteration_s"]}
-    ax.barh(list(values), [1e3 * v for v in values.values()], color=["#999999", "#56b4e9", "#009e73"])
-    ax.set_xlabel("ms per iteration")
-    ax.set_title(f"efficiency {record['efficiency']:.2f}", fontsize=11)
-
-
-DRAWERS: dict[str, Callable[[Any, Figures], None]] = {
-    "baseline": _baseline,
-    "peers": _phases,
-    "ablation": _phases,
-    "fidelity": _predictions,
-    "efficiency": _efficiency,
-}
+DRAWERS: dict[str, Callable[[Any, Figures], None]] = {"baseline": _baseline, "peers": _phases, "ablation": _phases}

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,7 +26,6 @@ from rich.progress import track
 from studies.bench.byte_gpt import SIZES, Batch, Batches, ByteGPT, ds_config, stock_engine
 from studies.bench.console import publish, study_parser
 from studies.bench.phase_clock import PHASES
-from studies.bench.pictures import picture
 from studies.bench.rank import become_only_rank
 
 T = TypeVar("T")
@@ -36,7 +34,6 @@ WARMUP = 3
 SAMPLE_EVERY_S = 0.005
 # Bytes/s of one lane in one direction, after the line code (8b/10b, 128b/130b, FLIT).
 LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-COLOURS = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
 
 
 @dataclass(frozen=True)
@@ -187,11 +184,11 @@ def main(arguments: list[str] | None = None) -> None:
     become_only_rank()
     size = "tiny" if args.quick else args.size
     figures = measure(size, args.steps, args.sequence, args.batch, args.subgroup)
-    publish("memory_wall", args.json, figures, draw)
+    publish("memory_wall", args.json, figures)
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = study_parser("memory_wall", __doc__, drawn=True)
+    parser = study_parser("memory_wall", __doc__)
     parser.add_argument("--size", default="57m", choices=sorted(SIZES))
     parser.add_argument("--steps", type=int, default=5, help=f"number of measured steps, after {WARMUP} warm-up steps")
     parser.add_argument(
@@ -336,59 +333,6 @@ def claims(rows: dict[str, Row], capacity: float | None) -> list[dict[str, Any]]
 def _link_share(row: Row, capacity: float | None) -> float | None:
     ways = [row["to_device_bytes_per_s"], row["from_device_bytes_per_s"]]
     return None if capacity is None or None in ways else max(ways) / capacity
-
-
-def draw(figures: dict[str, Any], path: Path) -> None:
-    """Draw the memory in use over the last training step, with shaded phases.
-
-    With a GPU, the PCIe traffic is drawn too.
-    """
-    last = figures["passages"][-len(PHASES) :]
-    begun_s, ended_s = last[0]["begun_s"], last[-1]["ended_s"]
-    links = [s for s in figures["links"] if begun_s <= s["t_s"] <= ended_s]
-    with picture(
-        path, 2 if links else 1, 1, figsize=(8, 5.5 if links else 3.2), sharex=True, squeeze=False, dpi=150
-    ) as (_, axes):
-        for ax in axes[:, 0]:
-            _shade(ax, last, begun_s)
-        _draw_memory(axes[0, 0], figures["memory"], begun_s, ended_s)
-        if links:
-            _draw_traffic(axes[1, 0], links, begun_s)
-        axes[-1, 0].set_xlabel("time in the last step (ms)")
-        where = "" if links else "; no GPU: the process's memory, not a device's"
-        title = f"stock ZeRO-3 offload, {figures['params'] / 1e6:.0f} M parameters{where}"
-        axes[0, 0].set_title(title, loc="left", fontsize=10, pad=18)
-
-
-def _shade(ax: Any, passages: list[dict[str, Any]], begun_s: float) -> None:
-    for passage in passages:
-        start, end = (1e3 * (passage[k] - begun_s) for k in ("begun_s", "ended_s"))
-        ax.axvspan(start, end, color=COLOURS[passage["phase"]], alpha=0.18, linewidth=0)
-        ax.text((start + end) / 2, 1.02, passage["phase"], ha="center", fontsize=8, transform=ax.get_xaxis_transform())
-    ax.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_memory(ax: Any, memory: list[dict[str, Any]], begun_s: float, ended_s: float) -> None:
-    shown = [s for s in memory if begun_s <= s["t_s"] <= ended_s]
-    times = [1e3 * (s["t_s"] - begun_s) for s in shown]
-    if shown and shown[0]["device_bytes"] is not None:
-        ax.plot(times, [s["device_bytes"] / 2**30 for s in shown], color="#0072b2")
-        ax.set_ylabel("device memory (GiB)")
-        ax.set_ylim(bottom=0)
-        return
-    ax.plot(times, [s["host_bytes"] / 2**20 for s in shown], color="#0072b2")
-    ax.set_ylabel("process memory (MiB)")
-
-
-def _draw_traffic(ax: Any, links: list[dict[str, Any]], begun_s: float) -> None:
-    times = [1e3 * (s["t_s"] - begun_s) for s in links]
-    for key, name, colour in (
-        ("to_device_bytes_per_s", "host to device", "#d55e00"),
-        ("from_device_bytes_per_s", "device to host", "#cc79a7"),
-    ):
-        ax.plot(times, [s[key] / 1e9 for s in links], color=colour, label=name, marker=".")
-    ax.set_ylabel("PCIe traffic (GB/s)")
-    ax.legend(frameon=False, fontsize=8)
 
 
 if __name__ == "__main__":

@@ -20,24 +20,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from ebbtide.simulator import Machine
 from ebbtide.tuner.calibrate.interval import CAMPAIGN_SPREAD, OFFLOAD_SPREAD
 from rich.console import Console
 
 from studies.bench.console import study_parser, tables
 from studies.bench.offload_runs import Run, RunError, read_runs, testbeds
-from studies.bench.pictures import picture
 from studies.bench.record import write_record
 from studies.published_runs import families, judging
-from studies.published_runs.judging import CHOICES, QUANTITIES, measured_and_predicted
+from studies.published_runs.judging import CHOICES
 from studies.published_runs.left_out import FEWER_AND_MORE, RUNS, cross_validation, random_draws
 from studies.published_runs.makers import between_makers
 from studies.published_runs.shipped import as_logged, calibrated, fits, machine_of, workload_of
 from studies.published_runs.training import ROWS, predict_training, read_training_runs
 
 Machines = Mapping[str, Machine]
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 OFFLOAD_ROWS = ROWS.with_name("published_offload_runs.csv")
 
 
@@ -67,13 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures["training"] = training_figures(args.training) if args.training else {}
     print_tables(figures)
     write_record(args.json, "published_runs", figures)
-    machines = {name: c.machine for name, c in corrected.items()} or presets
-    draw(judging.predictions(machines, asked, seen), args.json.with_suffix(".png"))
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = study_parser("published_runs", __doc__, drawn=True)
+    parser = study_parser("published_runs", __doc__)
     parser.add_argument(
         "--calibrate",
         metavar="CSV",
@@ -231,37 +226,6 @@ def training_figures(path: str | Path) -> dict[str, Any]:
         "offload_spread": {"shipped": OFFLOAD_SPREAD, **families.spread(judged)},
         "rows": families.rows_of(judged),
     }
-
-
-def draw(pairs: Sequence[judging.Pair], path: Path) -> None:
-    """Draw scatter plots of predicted against measured values of published runs, and save the picture to ``path``.
-
-    The picture has a panel for each quantity, such as the time of an iteration.
-    """
-    with picture(path, 1, len(QUANTITIES), figsize=(17, 3.9)) as (figure, axes):
-        for ax, quantity in zip(axes, QUANTITIES, strict=True):
-            scale, unit = (1.0, "GiB") if quantity == "memory" else (1e-3, "s")
-            for name, colour in zip(testbeds([run for run, _ in pairs]), COLOURS, strict=False):
-                both = [measured_and_predicted(p, quantity) for p in pairs if p[0].testbed == name]
-                points = np.array([b for b in both if b is not None]).reshape(-1, 2) * scale
-                ax.scatter(*points.T, s=20, alpha=0.75, color=colour, label=name, linewidths=0)
-            _diagonal(ax)
-            ax.set_title(f"{quantity} ({unit})" if quantity != "memory" else "peak device memory (GiB)")
-            ax.set_xlabel("measured")
-        axes[0].set_ylabel("predicted")
-        axes[0].legend(frameon=False)
-        figure.suptitle("Published runs: predicted over measured, grey band ±10%")
-
-
-def _diagonal(ax: Any) -> None:
-    low = min(ax.get_xlim()[0], ax.get_ylim()[0])
-    high = max(ax.get_xlim()[1], ax.get_ylim()[1])
-    line = np.array([max(low, 0), high])
-    ax.fill_between(line, 0.9 * line, 1.1 * line, color="#dddddd", zorder=0, linewidth=0)
-    ax.plot(line, line, color="#777777", linewidth=0.8, zorder=1)
-    ax.set_xlim(*line)
-    ax.set_ylim(*line)
-    ax.set_aspect("equal")
 
 
 if __name__ == "__main__":

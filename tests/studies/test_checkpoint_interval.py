@@ -53,9 +53,8 @@ def test_the_study_runs_kills_and_records(tmp_path, child_environment):
     done = prepared.run(command, env={**child_environment, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     found = json.loads(path.read_text())
-    assert path.with_suffix(".png").stat().st_size > 10_000
     left = {item.name for item in tmp_path.iterdir()}
-    assert left == {"interval.json", "interval.png"}  # the checkpoints are deleted
+    assert left == {"interval.json"}  # the checkpoints are deleted
     assert found["kills"] == 1 == len(found["measured"])
     row = found["measured"][0]
     reached = row["failures"][0]["reached_step"]

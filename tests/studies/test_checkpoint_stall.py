@@ -46,9 +46,8 @@ def test_quick(compared):
     found = json.loads((compared / "stall.json").read_text())
     assert found["writers"]["ebbtide"]["last"]["payload_bytes"] > 1_000_000
     assert found["stall_below_synchronous"] > 0
-    assert (compared / "stall.png").stat().st_size > 1000
     left = {path.name for path in compared.iterdir()}
-    assert left == {f"{study}.{kind}" for study in ("stall", "checkpointing") for kind in ("json", "png")}
+    assert left == {"stall.json", "checkpointing.json"}
 
 
 def test_a_writer_that_cannot_run_is_shown_not_hidden(tmp_path):
@@ -66,4 +65,3 @@ def test_throughput_and_slowdown_over_model_and_interval(compared):
     assert often["interval"] < rare["interval"]
     assert often["slowdown"] > rare["slowdown"] > 0
     assert all(r["slowdown"] < r["blocking_slowdown"] for r in found["simulated"])
-    assert (compared / "checkpointing.png").stat().st_size > 1000

@@ -98,7 +98,6 @@ def test_fidelity(tmp_path, run):
     assert found["device_kind"] == "emulated"
     assert len(found["rows"]) == 2
     assert found["rows"][0] != found["rows"][1], "two plans were drawn"
-    assert (tmp_path / "f.png").stat().st_size > 5000
 
 
 @pytest.mark.slow

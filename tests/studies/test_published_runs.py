@@ -276,7 +276,7 @@ def test_campaigns_are_sources_without_model_sizes():
     assert family_of(twin.format(7)) == family_of(twin.format(20)) == "scale-models-twinflow-0.8"
 
 
-def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
+def test_the_command_writes_figures(tmp_path, capsys):
     path = tmp_path / "out.json"
     rows = rows_of(CSV)
     fitted = written(tmp_path / "fit.csv", [rows[3], rows[10], rows[40], rows[-1], rows[-2]])
@@ -289,7 +289,6 @@ def test_the_command_writes_figures_and_a_picture(tmp_path, capsys):
     assert figures["predicted_rows_that_were_fitted"] == 5
     assert "device_flops_per_s" in figures["calibration"]["a100"]["changes"]
     assert figures["nothing_fitted"]["predicted"] != figures["predicted"]
-    assert path.with_suffix(".png").stat().st_size > 10_000
     assert f"5 of the {len(some)} predicted runs were also used for the calibration" in capsys.readouterr().out
 
 
