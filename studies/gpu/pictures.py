@@ -36,13 +36,8 @@ def draw_parts(folder: Path) -> list[Path]:
 
 
 def _rows(record: Figures) -> list[Figures]:
-    """Return the rows in the result of one section of the GPU suite, without the rows of runs that failed.
-
-    A section is a single check or measurement. The result of the section `efficiency` has only one row, which is
-    returned as a list too.
-    """
-    rows = record.get("rows") or [record.get("row") or {}]
-    return [row for row in rows if row.get("iteration_s")]
+    """Return the rows of one section's result, without the rows of runs that failed."""
+    return [row for row in record.get("rows") or [] if row.get("iteration_s")]
 
 
 def _drawn(record: Figures, draw: Callable[[Any, Figures], None], path: Path) -> Path:
