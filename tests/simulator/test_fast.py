@@ -250,14 +250,6 @@ def test_a_compiled_schedule_runs_on_many_machines():
         assert simulate_fast(compiled, on) == simulate_fast(schedule, on)
 
 
-def test_many_plans_at_once():
-    work, on, rng = workload((10,) * 6), machine(), random.Random(3)
-    plans = [random_plan(work, rng) for _ in range(10)]
-    expected = [simulate(build_schedule(work, plan), on).iteration_s for plan in plans]
-    sweep = PlanSweep(work, on)
-    assert [sweep.evaluate_plan(plan)[0] for plan in plans] == pytest.approx(expected, **EXACT)
-
-
 def test_a_sweep_refuses_what_a_plan_may_not_be():
     from ebbtide.simulator import PlanError
 

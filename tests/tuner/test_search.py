@@ -13,7 +13,6 @@ from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.schedules.ebbtide import EbbtideLoop
-from ebbtide.simulator.schedules.strategies import spread
 from ebbtide.tuner.answer.rows import compare
 from ebbtide.tuner.candidates.update_orders import UpdateOrders
 from ebbtide.tuner.placements.decision import Question, decide
@@ -94,32 +93,6 @@ def test_memory_holds_and_the_bound_is_one(device_gib, host_adam, link, forward_
     floor = lower_bound(work, have, Limits.of(work, have, limit)).iteration_s
     # In the simulator, an op may end 1e-12 s early, and over some hundred ops this adds up.
     assert floor <= found.prediction.iteration_s * (1 + 1e-8)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    staged=st.integers(0, 8),
-    slots=st.integers(1, 4),
-    threads=st.sampled_from([0, 1, 4]),
-    overlap=st.booleans(),
-    shared=st.booleans(),
-)
-def test_no_plan_is_faster_than_the_bound(staged, slots, threads, overlap, shared):
-    from ebbtide.simulator import Plan
-
-    by_threads = {1: Quantity.exact(4e9), 4: Quantity.exact(2e9)}  # more threads may be slower
-    have = machine(host_adam_by_threads=by_threads, device_shares_host_cores=shared, unified_memory=shared)
-    work = workload(8)
-    plan = Plan(
-        subgroup_size=work.subgroup_size,
-        placement=Plan.runs(spread(staged, 8)),
-        staging_slots=slots if staged else 0,
-        prefetch=min(slots, staged),
-        threads=threads,
-        overlap_forward=overlap,
-    )
-    seconds = simulate(build_schedule(work, plan), have).iteration_s
-    assert lower_bound(work, have, Limits(10**12, 10**12)).iteration_s <= seconds * (1 + 1e-7)
 
 
 def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_on_the_host():

@@ -124,15 +124,6 @@ def half(folder):
     next(folder.glob("state/*optim_states.pt")).unlink()
 
 
-def test_a_deletion_cut_short_is_undone_whole(tmp_path):
-    saved(tmp_path / "checkpoint-10", 10)
-
-    status = killed(lambda: rotate_while_saving(tmp_path, "voted", die, half))
-    assert status == -signal.SIGKILL
-    assert os.listdir(tmp_path) == ["checkpoint-10"]
-    assert verify(tmp_path / "checkpoint-10", "state") == []
-
-
 def test_a_failed_save_undoes_the_rotation_at_once(tmp_path):
     saved(tmp_path / "checkpoint-10", 10)
     job = rotate_while_saving(tmp_path, "payload_fsynced", fail)
@@ -306,26 +297,6 @@ def test_placed_before_it_is_durable(tmp_path):
     assert killed(save_and_die) == -signal.SIGKILL
     assert os.listdir(tmp_path) == ["checkpoint-20"]
     assert verify(tmp_path / "checkpoint-20", "state") == []
-
-
-def test_placed_but_torn_by_the_machine(tmp_path):
-    """Check that an older checkpoint, which a trainer has deleted, is restored if the files of the newer checkpoint are
-    damaged although they already have their final names.
-
-    A power failure can damage files that have not been synced to the drive.
-    """
-    saved(tmp_path / "checkpoint-10", 10)
-
-    def save_and_die():
-        placed(tmp_path, "placed", lambda: None)
-        shutil.rmtree(tmp_path / "checkpoint-10")
-        die()
-
-    assert killed(save_and_die) == -signal.SIGKILL
-    torn = next((tmp_path / "checkpoint-20/state").glob("*optim_states.pt"))
-    torn.write_bytes(bytes(torn.stat().st_size))
-    assert os.listdir(tmp_path) == ["checkpoint-10"]
-    assert verify(tmp_path / "checkpoint-10", "state") == []
 
 
 def test_two_ranks_place_and_sync_together(tmp_path):

@@ -140,14 +140,6 @@ def test_parameters_leave_no_flat_buffer_behind():
         engine.destroy()
 
 
-def test_eight_billion_parameters_on_the_host_with_gradients_in_fp32():
-    """Check the predicted host memory for 8 billion parameters in 8 subgroups: 96 GB of optimizer state, 32 GB
-    of fp32 gradients, and two buffers of 2 GB for 16-bit parameters. 96 + 32 + 2 * 2 = 132 GB.
-    """
-    held = Holding.of(ADAM, 4, 2).bytes(tally((10**9,) * 8, ("host",) * 8), 0)
-    assert held["host"] == 132 * 10**9
-
-
 def test_gradients_under_way_are_bounded(monkeypatch):
     """Check that the gradients that are being copied from the GPU to the host never take more than a fixed
     number of bytes of GPU memory.

@@ -31,16 +31,6 @@ def workload(**about):
     return workload_from_model(model, machine, **about), machine
 
 
-@pytest.mark.parametrize("strategy", ["zero3_offload", "no_offload", "superoffload"])
-def test_simulate_is_the_api(server, strategy):
-    answer = server.post("/simulate", {**LLAMA, "strategy": strategy, "gpus": 4}).json()
-    work, machine = workload(data_parallel=4)
-    expected = simulate(build_strategy(strategy, work), machine)
-    assert answer["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
-    assert answer["device_peak_bytes"] == expected.device_peak_bytes
-    assert answer["tokens_per_s"] == pytest.approx(work.tokens_per_iteration / expected.iteration_s)
-
-
 def test_without_a_config_stock_does_not_depend_on_the_servers_deepspeed(monkeypatch):
     monkeypatch.setattr("ebbtide.simulator.estimates.deepspeed_keys._installed_version", lambda: "0.18.9")
     told = answers.simulate(Simulate(**LLAMA), lambda *_: None)
@@ -149,6 +139,7 @@ def test_stage_parallelism_and_a_deepspeed_config_are_those_of_the_api(server):
         ({"zero_stage": 2, "gpus": 4}, "zero_offload", {}),
         ({"tensor_parallel": 2, "gpus": 2}, "zero3_offload", {}),
         ({"ds_config": config, "gpus": 4}, "twin_flow", {"ratio": 0.5}),
+        ({"strategy": "no_offload", "gpus": 4}, "no_offload", {}),
     ):
         answer = server.post("/simulate", {**LLAMA, **asked}).json()
         shape = {
@@ -162,7 +153,9 @@ def test_stage_parallelism_and_a_deepspeed_config_are_those_of_the_api(server):
         expected = simulate(build_strategy(name, work, **options), machine)
         assert answer["strategy"] == name
         assert answer["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
+        assert answer["device_peak_bytes"] == expected.device_peak_bytes
         assert answer["host_peak_bytes"] == expected.host_peak_bytes
+        assert answer["tokens_per_s"] == pytest.approx(work.tokens_per_iteration / expected.iteration_s)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +204,6 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
         assert shown == pytest.approx(rows[role]["iteration_s"], rel=1e-6)
     again = server.post("/answer", {**LLAMA, "plan": answer["plan"], "timelines": False}).json()
     assert {**again, "timelines": answer["timelines"]} == answer, "as the page asks: the plan is that of a first answer"
-
-
-def test_a_full_answer_is_no_slower_than_a_quick_one(server):
-    asked = {**LLAMA, "peers": False, "timelines": False}
-    quick, full = (server.post("/answer", {**asked, "effort": effort}).json() for effort in ("quick", "full"))
-    assert full["plan"]["prediction"]["iteration_s"] <= quick["plan"]["prediction"]["iteration_s"]
-    assert full["verdict"] == quick["verdict"]
 
 
 def test_storage_takes_what_memory_cannot_hold(server):
