@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ebbtide.simulator import Machine, build_strategy
+from ebbtide.simulator import Machine
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import UNKNOWN_MARGIN
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE
@@ -256,8 +257,7 @@ def ebbtide_s(run: Run, machine: Machine, *, fused: bool) -> float:
     made = plan(
         work, machine if fused else equal_kernels(machine), device_memory_bytes=int(limit / (1 - UNKNOWN_MARGIN)) + 1
     )
-    schedule = build_strategy("ebbtide", work, plan=made, fused=fused)
-    return simulate_fast(schedule, machine).iteration_s + HARNESS_S
+    return PlanSweep(work.cut_as(made), machine, fused=fused).result(made).iteration_s + HARNESS_S
 
 
 if __name__ == "__main__":

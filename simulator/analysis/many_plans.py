@@ -130,9 +130,8 @@ class PlanSweep:
     def _count_ops(self) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps
-        recipes = [recipe for way in plain_ways() for recipe in (way.recipe, way.unfused)]
-        longest = max(len(recipe.steps) for recipe in recipes)
-        gradients = max(len(recipe.gradient_steps) for recipe in recipes)
+        longest = max(len(way.recipe.steps) for way in plain_ways())
+        gradients = max(len(way.recipe.gradient_steps) for way in plain_ways())
         parts = sum(map(len, self.workload.shares()))  # number of parts of gradients
         passes = micro * (10 * layers + gradients * parts)
         self.most_ops = passes + longest * subgroups + 5

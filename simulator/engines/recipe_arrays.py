@@ -19,7 +19,7 @@ from ebbtide.simulator.quantity import THREADED, RateName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.schedules.planned_loop import Part
 from ebbtide.simulator.schedules.tape import Tape
-from ebbtide.simulator.update.steps import Bytes, Slot, Step
+from ebbtide.simulator.update.steps import Bytes, Slot, Step, unfused
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, SUMMED, ways
 from ebbtide.simulator.workload import Workload
 
@@ -71,18 +71,18 @@ class RecipeArrays:
         """Return the ops of every way of updating a subgroup of a workload, as arrays.
 
         Args:
-            fused: False for DeepSpeed's separate CPU passes instead of ebbtide's fused kernel (`Way.unfused`).
+            fused: False for DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
         """
         amounts, once = Bytes.of(workload), workload.adds_on_device
         steps: list[Step] = []
         table = np.zeros((2 * PARAMETERS_ON_HOST, 5), np.int64)
         for way in ways():
-            way_taken = way._replace(sum_on_device=once or way.sum_on_device)
-            recipe = way_taken.recipe if fused else way_taken.unfused
+            recipe = way._replace(sum_on_device=once or way.sum_on_device).recipe
             first, middle = len(steps), len(steps) + len(recipe.steps)
             gradient_last = middle + len(recipe.gradient_steps)
             table[way.code] = first, first + recipe.before_norm, middle, middle, gradient_last
-            steps += [*recipe.steps, *recipe.gradient_steps]
+            updates = recipe.steps if fused else map(unfused, recipe.steps)
+            steps += [*updates, *recipe.gradient_steps]
         return cls(
             rows=np.array([[*_row(step, step.work(amounts), step.dram(amounts)), *_waits(step)] for step in steps]),
             ways=table,

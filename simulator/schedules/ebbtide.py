@@ -17,21 +17,17 @@ from ebbtide.simulator.workload import Workload
 
 
 @checked
-def build_schedule(workload: Workload, plan: Plan, iterations: int = 3, *, fused: bool = True) -> Schedule:
+def build_schedule(workload: Workload, plan: Plan, iterations: int = 3) -> Schedule:
     """Return the schedule of ops that ebbtide's runtime executes under a plan, for a number of training iterations.
 
     Three iterations are enough to see the steady state, since the first has no earlier updates to wait for. The
     time of an iteration is the time between the ends of the second and the third backward.
 
-    Args:
-        fused: True if one CPU kernel reads 16-bit gradients, scales, updates and writes 16-bit parameters.
-            False shows the cost of DeepSpeed's separate passes in the same schedule.
-
     Raises:
         PlanError: The plan has another number of subgroups than the workload.
     """
     workload = workload.cut_as(plan)
-    loop = EbbtideLoop(workload, plan, fused=fused)
+    loop = EbbtideLoop(workload, plan)
     loop.run(iterations)
     return loop.schedule(iterations)
 
@@ -95,13 +91,12 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
 class EbbtideLoop(PlannedLoop):
     """The simulated training loop of ebbtide under a plan. A subgroup's placement decides how it is updated."""
 
-    def __init__(self, workload: Workload, plan: Plan, *, fused: bool = True) -> None:
+    def __init__(self, workload: Workload, plan: Plan) -> None:
         check_plan(plan, workload)
         super().__init__(workload, plan.parameter_locations, overlaps=plan.overlap_forward)
         self.plan = plan
         once = workload.adds_on_device
-        ways = [way._replace(sum_on_device=once or way.sum_on_device) for way in plan.ways]
-        self.recipes = [way.recipe if fused else way.unfused for way in ways]
+        self.recipes = [way._replace(sum_on_device=once or way.sum_on_device).recipe for way in plan.ways]
         self.bytes = Bytes.of(workload)
         slots = slot_limits(plan.staging_slots, self.recipes, plan.host_slots)
         arrival = arrival_order(self.layers_of)

@@ -238,7 +238,6 @@ def ebbtide(
     workload: Workload,
     iterations: int = 3,
     plan: Plan | None = None,
-    fused: bool = True,
     overlap_forward: bool | None = None,
     device_share: float | None = None,
     resident_share: float | None = None,
@@ -253,7 +252,6 @@ def ebbtide(
     Args:
         device_share, resident_share: Fractions of the subgroups with placement ``device`` (state in host memory,
             updated on the GPU) and ``resident`` (state in GPU memory). They are evenly spread.
-        fused: False to simulate DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
     """
     if plan is None or device_share is not None or resident_share is not None:
         plan = shared_plan(workload, device_share or 0.0, resident_share or 0.0, plan)
@@ -266,7 +264,7 @@ def ebbtide(
     changes = {key: value for key, value in changes.items() if value is not None}
     if changes:
         plan = Plan.model_validate({**plan.model_dump(), **changes})
-    return build_schedule(workload, plan, iterations, fused=fused)
+    return build_schedule(workload, plan, iterations)
 
 
 def shared_plan(workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None) -> Plan:

@@ -13,13 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.schedule import Lane, OpKind
-from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.steps import (
     HOST_SLOTS,
     PARAMETER_SLOTS,
-    Amount,
     Bytes,
     Placement,
     Queue,
@@ -29,7 +26,6 @@ from ebbtide.simulator.update.steps import (
     adam_passes,
     into,
     out_of,
-    unfused_passes,
 )
 from ebbtide.simulator.update.tiers import Memory
 
@@ -122,15 +118,18 @@ class Recipe:
         return next(i for i, step in enumerate(self.steps) if Wait.NORM in step.waits)
 
 
-def _host_update(
-    waits: Wait,
-    rate: RateName = "host_adam_params_per_s",
-    work: Amount = adam_passes,
-    dram: Amount = lambda b: b.host_traffic,
-) -> Step:
+def _host_update(waits: Wait) -> Step:
     # The kernel writes the new parameters into a slot, so the last copy from this slot must have ended.
-    waits |= Wait.NORM | Wait.GRADIENT
-    return Step(OpKind.UPDATE_HOST, Lane.HOST, rate, work, waits, dram, takes=Slot.PARAMETER, threads=True)
+    return Step(
+        OpKind.UPDATE_HOST,
+        Lane.HOST,
+        "host_adam_params_per_s",
+        adam_passes,
+        Wait.NORM | Wait.GRADIENT | waits,
+        lambda b: b.host_traffic,
+        takes=Slot.PARAMETER,
+        threads=True,
+    )
 
 
 def _device_update(waits: Wait) -> Step:
@@ -225,38 +224,17 @@ RECIPES: Mapping[Placement, Recipe] = {
         ),
     ),
 }
-# DeepSpeed's passes in host memory instead of the fused kernel: unscale, update and convert to 16 bits, together at the
-# machine's rate for DeepSpeed. It shows what fusing saves. The runtime does not execute it.
-UNFUSED_HOST = Recipe(
-    Queue.HOST,
-    state="host",
-    gradient="host",
-    gradient_steps=GRADIENT_TO_HOST,
-    steps=(
-        _host_update(
-            Wait.GATE,
-            "stock_host_adam_params_per_s",
-            lambda b: unfused_passes(b) / unfused_passes(replace(b, state=ADAM.state_bytes)),
-            unfused_passes,
-        ),
-        _PARAMETERS_TO_DEVICE,
-    ),
-)
 
 
-def recipe_of(
-    placement: Placement, location: Memory, *, fused: bool = True, updated_early: bool = False, summed: bool = False
-) -> Recipe:
+def recipe_of(placement: Placement, location: Memory, *, updated_early: bool = False, summed: bool = False) -> Recipe:
     """Return the recipe (the sequence of ops) of a subgroup's update, for a placement and a parameter location.
 
     Args:
         location: Memory that holds the subgroup's parameters between their uses.
-        fused: False for DeepSpeed's separate CPU passes (`UNFUSED_HOST`) instead of ebbtide's fused kernel.
         updated_early: True to update before the gradient norm is known, if the placement allows it.
         summed: True to accumulate gradients on the GPU, if the placement allows it.
     """
-    recipe = RECIPES[placement] if fused or placement != "host" else UNFUSED_HOST
-    recipe = recipe if location == "device" else recipe.parameters_on_host
+    recipe = RECIPES[placement] if location == "device" else RECIPES[placement].parameters_on_host
     recipe = (recipe.updated_early or recipe) if updated_early else recipe
     return (recipe.summed_on_device or recipe) if summed else recipe
 

@@ -7,13 +7,13 @@ and elements that they move or update.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntFlag, StrEnum
 from typing import Literal, Self
 
 from ebbtide.simulator.quantity import RateName
 from ebbtide.simulator.schedule import Lane, OpKind
-from ebbtide.simulator.update.optimizer import FP32_BYTES
+from ebbtide.simulator.update.optimizer import ADAM, FP32_BYTES
 from ebbtide.simulator.update.tiers import TIERS, Memory
 from ebbtide.simulator.workload import Workload
 
@@ -161,6 +161,22 @@ class Step:
     @property
     def overwrites(self) -> bool:
         return Wait.GATE in self.waits
+
+
+def unfused(step: Step) -> Step:
+    """Return an update on the CPU as DeepSpeed's separate passes instead of ebbtide's fused kernel.
+
+    The passes are unscale, update and conversion to 16 bits. They run together at the machine's rate for DeepSpeed. It
+    shows what fusing saves. The runtime does not execute it. Other ops are returned unchanged.
+    """
+    if step.kind not in (OpKind.UPDATE_HOST, OpKind.UPDATE_HOST_EARLY):
+        return step
+    return replace(
+        step,
+        rate="stock_host_adam_params_per_s",
+        work=lambda b: unfused_passes(b) / unfused_passes(replace(b, state=ADAM.state_bytes)),
+        dram=unfused_passes,
+    )
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:

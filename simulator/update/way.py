@@ -61,17 +61,6 @@ class Way(NamedTuple):
         return recipe_of(self.placement, self.parameters, updated_early=self.early, summed=self.sum_on_device)
 
     @property
-    def unfused(self) -> Recipe:
-        """Return the recipe (sequence of ops) of a subgroup's update, with DeepSpeed's CPU update instead of ebbtide's.
-
-        DeepSpeed's update makes three passes over memory: unscale, update, and conversion to 16 bits. ebbtide has one
-        fused kernel for them. Only the recipe for the placement ``host`` changes.
-        """
-        return recipe_of(
-            self.placement, self.parameters, fused=False, updated_early=self.early, summed=self.sum_on_device
-        )
-
-    @property
     def redo(self) -> Recipe:
         """Return the recipe (sequence of ops) of an update after the gradient norm, for a subgroup with early updates.
 

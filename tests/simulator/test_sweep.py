@@ -1,5 +1,5 @@
-"""Tests that a plan sweep has the results of a plan's own schedule, on other machines, for other layer times, with
-separate CPU passes, and for the memory by kind.
+"""Tests that a plan sweep has the results of a plan's own schedule, on other machines, for other layer times,
+and for the memory by kind.
 """
 
 import random
@@ -14,6 +14,7 @@ from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
 from ebbtide.simulator.engines.recipe_arrays import Program
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedules import tape
 from ebbtide.simulator.schedules.tape import record
 from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
@@ -42,13 +43,31 @@ def test_a_sweep_has_the_results_of_the_schedule_of_a_plan(seed):
     for some, of in (
         (build_schedule(work, plan), sweep.on(on)),
         (build_schedule(slower, plan), sweep.on(on).paced(1.7)),
-        (build_schedule(work, plan, fused=False), PlanSweep(work, on, fused=False)),
     ):
         compiled = compile_schedule(some)
         expected, got = simulate_fast(compiled, on), of.result(plan)
         assert got.iteration_s == pytest.approx(expected.iteration_s, **EXACT)
         assert got.phases == pytest.approx(expected.phases, **EXACT)
         assert of.memory(plan) == peaks_by_kind(some.held, compiled.ops, expected)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_separate_passes_take_the_time_that_the_fused_kernel_has_at_their_rate(seed, early):
+    """Compare two predictors if DRAM never limits: one with DeepSpeed's passes, and one on a machine with a fused
+    kernel as slow as these passes.
+    """
+    rng = random.Random(seed)
+    work = random_workload(rng).model_copy(update={"optimizer": "adam"})
+    on = random_machine(rng)
+    unlimited = {"dram_bytes_per_s": Quantity.exact(1e30), "host_adam_by_threads": {}}
+    on = on.model_copy(update={**unlimited, "host_adam_out_of_place": Quantity.exact(1.0)})
+    stock = on.stock_host_adam_params_per_s
+
+    plan = random_plan(work, rng).with_bits(early=early)
+    separate = PlanSweep(work, on, fused=False).result(plan).iteration_s
+    slow = PlanSweep(work, on.model_copy(update={"host_adam_params_per_s": stock})).result(plan).iteration_s
+    assert separate == pytest.approx(slow, **EXACT)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -223,7 +223,7 @@ def test_a_row_of_ebbtide_is_near_what_a_plan_brings():
     assert updated_early.iteration_s < 0.98 * row.iteration_s
 
 
-@pytest.mark.parametrize("more", [{"iterations": 3}, {"fused": True}])
+@pytest.mark.parametrize("more", [{"iterations": 3}, {"overlap_forward": True}])
 def test_a_plan_with_a_further_option_has_clipping_steps_in_its_mean(more):
     """Check that an option beside the plan, at its own default, changes no time: half of the steps clip, and repeat
     the updates that began before the gradient norm was known.
