@@ -167,17 +167,27 @@ def test_what_was_observed_ends_no_run(stock, monkeypatch, strange, watched):
     assert_same_bits(train(engine), stock)
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_a_search_that_fails_ends_no_run(stock, monkeypatch, caplog, watched):
-    monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", fail)
+FAILING = {
+    "search": ("ebbtide.tuner.placements.quick.quick_plan", [False, True]),
+    "observed workload": ("ebbtide.runtime.replan.auto.observed_workload", [False]),
+    "times of passes": ("ebbtide.runtime.devices.passes.WatchedPasses.passes", [False]),
+}
+
+
+@pytest.mark.parametrize(("place", "watched"), [(place, w) for place, both in FAILING.values() for w in both])
+def test_a_failed_observation_ends_no_run(stock, monkeypatch, caplog, place, watched):
+    monkeypatch.setattr(place, fail)
     engine = new_engine()
     if watched:
         replanned(engine)
     else:
         ebbtide.runtime.attach(engine, "auto", machine=machine())
-    assert_same_bits(train(engine), stock)
+    own, ended = engine.optimizer._ebbtide, []
+    assert_same_bits(train(engine, after_step=lambda _: ended.append(own.device.watched is None)), stock)
     assert "planning from observed steps failed" in caplog.text
     assert "planted" in caplog.text
+    assert ended[-1]
+    assert own.plan.overlap_forward
 
 
 @pytest.mark.parametrize("watched", [False, True])
@@ -281,6 +291,9 @@ def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
             engine.offload_states()
         if number == 4:
             engine.reload_states()
+        if number == 5:
+            seen = [p.iteration for p in engine.optimizer._ebbtide.recorder.passes() if p.kind is OpKind.BACKWARD]
+            assert seen == [0, 1, 5], "steps under the temporary plan must not be recorded"
 
     assert_same_bits(train(engine, after_step=note), stock)
     assert placements[:6] == [{"host"}] * 6

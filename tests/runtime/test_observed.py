@@ -304,16 +304,6 @@ def test_host_memory_that_is_not_free_is_not_planned_with():
     assert footprint(work, roomy.plan)["host"] > taken + free, "for early updates"
 
 
-def test_what_cannot_be_read_off_the_watched_steps_ends_no_run(only_rank, monkeypatch, caplog):
-    monkeypatch.setattr("ebbtide.runtime.replan.auto.observed_workload", lambda *_: 1 / 0)
-    engine = start()
-    ebbtide.runtime.attach(engine, "auto", machine=node(device_kind="emulated"))
-    train(engine, 5)
-    assert "planning from observed steps failed" in caplog.text
-    assert engine.optimizer._ebbtide.plan.overlap_forward
-    engine.destroy()
-
-
 def _seen(recorder, kind):
     return [p for p in recorder.passes() if p.kind == kind]
 
@@ -408,32 +398,3 @@ def test_an_engine_that_is_destroyed_leaves_no_recorder_to_the_next(only_rank):
     assert device.watched is not None
     engine.destroy()
     assert device.watched is None
-
-
-def test_steps_under_a_temporary_plan_are_not_watched(only_rank):
-    """Check that ``plan="auto"`` records no training step while DeepSpeed's `offload_states` has moved the
-    optimizer states away, so that no plan is computed from such steps.
-    """
-    engine = start()
-    ebbtide.runtime.attach(engine, "auto", machine=node(device_kind="emulated"))
-    recorder = engine.optimizer._ebbtide.recorder
-    train(engine, 2)
-    engine.optimizer.offload_states()
-    train(engine, 3)
-    engine.optimizer.reload_states()
-    train(engine, 1)
-    seen = _seen(recorder, OpKind.BACKWARD)
-    engine.destroy()
-    assert [p.iteration for p in seen] == [0, 1, 5]
-
-
-def test_times_that_cannot_be_read_end_no_run(only_rank, monkeypatch, caplog):
-    monkeypatch.setattr(WatchedPasses, "passes", lambda _: 1 / 0)
-    engine = start()
-    ebbtide.runtime.attach(engine, "auto", machine=node(device_kind="emulated"))
-    train(engine, 5)
-    assert "planning from observed steps failed" in caplog.text
-    own = engine.optimizer._ebbtide
-    assert own.plan.overlap_forward
-    assert own.device.watched is None
-    engine.destroy()
