@@ -3,8 +3,6 @@ refused. A new field fails the tests until it has a line in this file.
 """
 
 import io
-import re
-from pathlib import Path
 
 import pytest
 from ebbtide.simulator import (
@@ -319,31 +317,17 @@ PLAN = {
     "trained_as": {"precision": "bf16", "micro_batch": 3},
     "about": "a model on a machine",
 }
-# Fields with an effect in training only -> the test of training that fails without the field.
+# Fields that only training or the service's pages read.
 IN_TRAINING = {
-    "machine_fingerprint": "tests/runtime/test_fingerprints.py",
-    "workload_fingerprint": "tests/runtime/test_fingerprints.py",
-    "subgroup_size": "tests/runtime/test_guard.py",
-    "deepspeed_subgroup_size": "tests/runtime/contract/test_planned_pieces.py",
-    "versions": "tuner/service/static/report.js",
-    "about": "tests/tuner/service/test_report.py",
-    "staging_slots": "",
-    "host_slots": "tests/runtime/contract/test_stored.py",
-    "storage_dir": "tests/runtime/contract/test_stored.py",
-    "storage_shares": "tests/runtime/contract/test_stored.py",
-}
-CHECKPOINT = {
-    "interval_steps": "tests/runtime/checkpoint",
-    "mode": "tests/runtime/checkpoint",
-    "busy": "tests/runtime/checkpoint",
-    "copy_budget_bytes": "tests/simulator",
-    "write_bytes_per_s": "tests/simulator",
-    "writers": "tests/simulator",
-    "keep": "tests/runtime/checkpoint",
-    "deadline_s": "tests/runtime/checkpoint",
-    "dir": "tests/runtime/checkpoint",
-    "restore_random": "tests/runtime/checkpoint",
-    "verify_reads": "tests/runtime/storage",
+    "machine_fingerprint",
+    "workload_fingerprint",
+    "subgroup_size",
+    "deepspeed_subgroup_size",
+    "versions",
+    "about",
+    "host_slots",
+    "storage_dir",
+    "storage_shares",
 }
 
 
@@ -425,22 +409,7 @@ def test_every_field_of_a_plan(name):
         return
     work, on = base_workload(), base_machine()
     before, after = ((outcomes(work, on, plan)[0], shown(show_plan, plan)) for plan in (base_plan(), changed))
-    assert before != after or name in read(IN_TRAINING[name])
-
-
-@pytest.mark.parametrize("name", sorted(CheckpointPlan.model_fields))
-def test_every_field_of_a_checkpoint_plan(name):
-    """Check that some test gives a value to each checkpoint setting of a plan (`CheckpointPlan`).
-
-    For each setting, `CHECKPOINT` names the folder of tests that must do so.
-    """
-    assert re.search(rf'\b{name}\b"?[=:]', read(CHECKPOINT[name]))
-
-
-def read(place):
-    path = Path(__file__).parents[2] / place
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return "".join(file.read_text() for file in files)
+    assert (before == after) == (name in IN_TRAINING)
 
 
 @pytest.mark.parametrize("kind", [Machine, Workload, Plan])
