@@ -159,9 +159,3 @@ class Shell:
         for server in self.servers:
             server.send_signal(signal.SIGTERM)
             server.wait(60)
-
-
-def test_the_folder_of_the_pages_is_that_of_a_checkout(tmp_path):
-    what_pages_take_for_given(tmp_path)
-    assert (tmp_path / "examples" / "llama-3-8b.json").exists()
-    assert Path(DOCS, "quickstart.md").exists()

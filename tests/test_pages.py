@@ -194,7 +194,6 @@ def test_a_page_for_each_error_class_people_meet():
         Path(target).name
         for target in re.findall(r"\((errors/[\w-]+\.md)\)", (DOCS / "troubleshooting.md").read_text())
     }
-    assert len(WRITTEN) > 5
 
 
 MOST_WORDS = 900  # most words of a page that is not generated

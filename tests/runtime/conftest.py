@@ -18,6 +18,16 @@ def quick_collections():
 
 
 @pytest.fixture
+def front_door(only_rank):
+    """Make `deepspeed.initialize` read the config key ``ebbtide``."""
+    import ebbtide.runtime
+
+    ebbtide.runtime.enable()
+    yield
+    ebbtide.runtime.disable()
+
+
+@pytest.fixture
 def small_blocks(monkeypatch):
     """Write checkpoints in blocks of 32 KiB. Most of a small model's state is then still read from the memory that
     training uses while the first blocks are written.

@@ -57,6 +57,13 @@ def new_engine(stage=3, **zero):
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
 
+def workload_of(engine, forward_s=0.001):
+    """Return a workload with one layer for each of the engine's subgroups, and a backward that takes twice as long."""
+    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
+    layers = tuple(Layer(params=n, forward_s=forward_s, backward_s=2 * forward_s) for n in sizes)
+    return Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+
+
 def train(engine, steps=STEPS, after_step=lambda number: None):
     batches = Batches(2, SIZES["tiny"].sequence)
     losses = []
@@ -305,14 +312,11 @@ def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
 @pytest.mark.skipif(not EMULATED, reason="the speed of a real link cannot be set")
 def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
     engine = new_engine()
-    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
-    count = len(sizes)
     # Given, not observed, because on a busy machine the forward of even this model hides all copies.
-    layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
-    workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+    workload = workload_of(engine)
     ebbtide.runtime.attach(
         engine,
-        plan_of(["device"], count),
+        plan_of(["device"], len(workload.subgroups)),
         device=slowed(1e7, 1e7, 1e9),
         replan=True,
         machine=machine(),
@@ -374,10 +378,8 @@ def replanned(engine):
 
     The watch measures the speeds of copies and updates in training, and searches for a faster plan with them.
     """
-    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
-    layers = tuple(Layer(params=n, forward_s=0.001, backward_s=0.002) for n in sizes)
-    workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
-    plan = plan_of(["host"], len(sizes))
+    workload = workload_of(engine)
+    plan = plan_of(["host"], len(workload.subgroups))
     ebbtide.runtime.attach(engine, plan, replan=True, machine=machine(), workload=workload)
     engine.optimizer._ebbtide.watch.period_steps = 3
 
@@ -424,9 +426,7 @@ def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_pa
     config = ds_config(2, SUBGROUP, learning_rate=1e-3)
     config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
-    layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
-    workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+    workload = workload_of(engine, 0.01)
     prediction = Prediction(
         strategy="ebbtide",
         iteration_s=0.123,
@@ -439,7 +439,7 @@ def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_pa
         device_peak_bytes=1,
         host_peak_bytes=1,
     )
-    plan = plan_of(["host"], len(sizes), 0, 0).model_copy(update={"prediction": prediction})
+    plan = plan_of(["host"], len(workload.subgroups), 0, 0).model_copy(update={"prediction": prediction})
     ebbtide.runtime.attach(engine, plan, device="auto", machine=machine(), workload=workload)
     engine.optimizer._ebbtide.watch.period_steps = 2
     train(engine, 4)
@@ -481,11 +481,13 @@ def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch
     `offload_states` and `reload_states`.
     """
     engine = new_engine()
-    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
-    layers = tuple(Layer(params=n, forward_s=0.01, backward_s=0.02) for n in sizes)
-    workload = Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
+    workload = workload_of(engine, 0.01)
     ebbtide.runtime.attach(
-        engine, plan_of(["host"], len(sizes)), machine=machine(), workload=workload, device=list(DEVICES.values())[-1]()
+        engine,
+        plan_of(["host"], len(workload.subgroups)),
+        machine=machine(),
+        workload=workload,
+        device=list(DEVICES.values())[-1](),
     )
     watch = engine.optimizer._ebbtide.watch
     watch.period_steps = 1

@@ -6,7 +6,6 @@ every named point of a save, and the study's option `--kills` makes more kills.
 """
 
 import json
-import os
 
 import pytest
 
@@ -43,4 +42,3 @@ def test_every_named_point_comes_up():
         assert {1, 2} == {ranks for _, ranks, trained in planned if trained == homes}
         points = {kill.point for kill, _, trained in planned if trained == homes}
         assert points == {"", *POINTS, *RARE_POINTS, *stored}
-    assert os.name == "posix"

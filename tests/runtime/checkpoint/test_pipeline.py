@@ -6,7 +6,6 @@ import errno
 import json
 import os
 
-import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.errors import CheckpointError
@@ -26,13 +25,6 @@ from tests.runtime.checkpoint.conftest import Gate
 pytestmark = pytest.mark.slow
 
 STEPS, INTERVAL = auto.WATCHED_STEPS + 3, 2
-
-
-@pytest.fixture
-def front_door(only_rank):
-    ebbtide.runtime.enable()
-    yield
-    ebbtide.runtime.disable()
 
 
 def start(key=None):

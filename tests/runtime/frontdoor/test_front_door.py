@@ -6,7 +6,6 @@ import argparse
 import base64
 import json
 
-import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime.frontdoor import hook
@@ -20,13 +19,6 @@ from tests.runtime.contract.small_model import SmallModel
 from tests.runtime.contract.training import SUBGROUP, assert_same, outcome, plan_for, start
 
 PATTERN = ["host", "device", "resident"]
-
-
-@pytest.fixture
-def front_door(only_rank):
-    ebbtide.runtime.enable()
-    yield
-    ebbtide.runtime.disable()
 
 
 @pytest.fixture(scope="module")

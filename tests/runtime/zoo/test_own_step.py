@@ -21,6 +21,8 @@ from tests.runtime.contract.training import assert_same, attached, outcome, plan
 from tests.runtime.zoo.configs import as_trained
 from tests.runtime.zoo.training import plannable, trained
 
+pytestmark = pytest.mark.usefixtures("front_door")
+
 PARAMS = {"lr": 1e-3, "weight_decay": 0.1}
 STATES_16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentum": 0.9}}, "zero_allow_untested_optimizer": True}
@@ -69,13 +71,6 @@ CONFIGS = {
         fp16={"enabled": True, "initial_scale_power": 24},
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def front_door(only_rank):
-    ebbtide.runtime.enable()
-    yield
-    ebbtide.runtime.disable()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

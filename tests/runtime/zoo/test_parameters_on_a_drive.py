@@ -7,7 +7,6 @@ The tests are skipped if DeepSpeed's ``async_io`` op has not been built, because
 
 from pathlib import Path
 
-import ebbtide.runtime
 import pytest
 import torch
 from torch.utils import cpp_extension
@@ -25,13 +24,6 @@ pytestmark = [
     pytest.mark.skipif(not BUILT.exists(), reason="DeepSpeed's async_io op is not built here"),
 ]
 EMULATED = {"plan": "auto", "device": "emulated"}
-
-
-@pytest.fixture
-def front_door(only_rank):
-    ebbtide.runtime.enable()
-    yield
-    ebbtide.runtime.disable()
 
 
 def config(folder, in_host_memory, subgroup, **zero):

@@ -7,7 +7,6 @@ config of each group. ``python -m tests.runtime.zoo`` runs all configs.
 
 import json
 
-import ebbtide.runtime
 import pytest
 from ebbtide.tuner.doctor.under_a_plan import under_a_plan
 
@@ -40,13 +39,6 @@ def sample():
         if offloads(config):
             found.setdefault(kind(config), (row.name, config))
     return sorted(found.values(), key=lambda pair: pair[0])
-
-
-@pytest.fixture
-def front_door(only_rank):
-    ebbtide.runtime.enable()
-    yield
-    ebbtide.runtime.disable()
 
 
 @pytest.mark.parametrize(("name", "config"), sample(), ids=[name for name, _ in sample()])
