@@ -246,12 +246,20 @@ class Workload(Shown, Page):
             subgroups = cut_flat([sum(group) for group in self.parameters], subgroup_size)
         stays = {"deepspeed_subgroup_size": 0, "state_stays": False} if self.deepspeed_subgroup_size else {}
         made = self._with(subgroups=tuple(subgroups), subgroup_size=subgroup_size, **stays)
-        if self.job is not None:
-            made.__dict__["job"] = self.job.changed(sub_group_size=subgroup_size)
+        return made.configured(self.offload, self.job and self.job.changed(sub_group_size=subgroup_size))
+
+    def configured(self, offload: Any, job: Any = None) -> "Workload":
+        """Return a copy of the workload that knows its ``offload`` and ``job``, see the properties of these names.
+
+        Workloads that differ only in these two are equal, and a file contains neither.
+        """
+        made = self.model_copy()
+        made.__dict__.update(offload=offload, job=job)  # where `cached_property` keeps values
         return made
 
     def _with(self, **fields: Any) -> "Workload":
-        return Workload.model_validate({**self.model_dump(), **fields})
+        made = Workload.model_validate({**self.model_dump(), **fields})
+        return made.configured(self.offload, self.job)
 
     def in_pieces(self, subgroup_size: int) -> "Workload":
         """Return a copy of the workload with each of DeepSpeed's subgroups divided into parts.

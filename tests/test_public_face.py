@@ -234,6 +234,16 @@ def test_a_file_keeps_no_job(tmp_path):
     assert SimpleNamespace(job=work.job).job.sequence == work.sequence
 
 
+def test_other_subgroups_keep_the_job_and_the_offload_of_a_workload():
+    work = ebbtide.workload_from_model(LLAMA, ebbtide.preset("h200"))
+    size, config = work.subgroup_size // 2, object()
+    assert (work.recut(size).job.sub_group_size, work.job.sub_group_size) == (size, work.subgroup_size)
+    assert work.recut(size).in_pieces(size // 2).job == work.recut(size).job
+    profiled = work.configured(config)
+    for made in (profiled, profiled.recut(size), profiled.in_pieces(size)):
+        assert (made.offload, made.job) == (config, None)
+
+
 def test_no_file_imports_a_folder_as_a_package_of_its_own():
     """Check that code and pages import the parts of ebbtide only as ``ebbtide.NAME``.
 

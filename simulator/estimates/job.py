@@ -151,8 +151,7 @@ class Job(Training):
         made = rank.workload()
         if machine.network_bytes_per_s is None and any(layer.network_reduce_bytes for layer in made.layers):
             raise ModelError(_no_network(rank.layout, machine), key="machine.network_bytes_per_s")
-        made.__dict__["job"] = self  # read as `Workload.job`. A copy of the workload keeps it, and a file does not
-        return made
+        return made.configured(self.offload, self)
 
 
 def _no_network(layout: Layout, machine: Machine) -> str:

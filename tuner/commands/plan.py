@@ -140,7 +140,7 @@ def plan(
     _tell_device(trained, emit_deepspeed)
     needs("under ZeRO-3", trained.workload.zero_stage == 3, "clip_rate")
     work, sizes = _recut(trained.workload, subgroup_size)
-    work.__dict__["offload"] = trained.offload  # a profiled workload does not have the config
+    work = work.configured(trained.offload, work.job)  # a profiled workload does not have the config
     options: dict[str, Any] = {
         "device_memory_bytes": gpu_memory,
         "host_memory_bytes": host_memory,
