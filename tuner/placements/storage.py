@@ -19,6 +19,7 @@ from ebbtide.tuner.quantities import told_seconds
 
 DAY_S = 86400.0
 YEAR_DAYS = 365.0
+UNWORN = "memory holds all optimizer state, so the drives of --storage are not worn (--endurance)"
 
 
 def with_storage(
@@ -78,8 +79,7 @@ def about_storage(search: Search, c: Candidate, endurance_bytes: float | None) -
     """
     work = search.workload
     if STORED.isdisjoint(c.placements):
-        unworn = "memory holds all optimizer state, so the drives of --storage are not worn (--endurance)"
-        return [] if endurance_bytes is None else [unworn]
+        return [] if endurance_bytes is None else [UNWORN]
     seconds, plan = search.score(c).iteration_s, c.plan(work)
     return [_in_memory(search, c, plan, seconds), wear(work, plan, seconds, endurance_bytes)]
 

@@ -45,9 +45,19 @@ from ebbtide.tuner.answer.verdict import verdict
 from ebbtide.tuner.placements.checkpointing import check_failures, without_writers
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
-from ebbtide.tuner.placements.storage import wear, with_storage
+from ebbtide.tuner.placements.storage import UNWORN, wear, with_storage
 from ebbtide.tuner.progress import Told
-from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, SearchJob, Simulate, WhatIf, WhatIfJob
+from ebbtide.tuner.service.requests import (
+    Answer,
+    Goodput,
+    PlanJob,
+    Planning,
+    Scenario,
+    SearchJob,
+    Simulate,
+    WhatIf,
+    WhatIfJob,
+)
 from ebbtide.tuner.service.responses import MachineFacts
 from ebbtide.tuner.service.scenario import (
     check_plannable,
@@ -209,9 +219,11 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
         return _searched(request, machine, workload)
     within = limits if request.mtbf_s is None else without_writers(limits)
     quick = even_plan(workload, machine, within, **_freedom(request))
-    if not quick.stores or quick.prediction is None:
+    if quick.prediction is None or not (quick.stores or request.endurance_bytes):
         return quick
-    told = wear(workload.cut_as(quick), quick, quick.prediction.iteration_s, request.endurance_bytes)
+    told = UNWORN
+    if quick.stores:
+        told = wear(workload.cut_as(quick), quick, quick.prediction.iteration_s, request.endurance_bytes)
     return quick.model_copy(update={"reasons": (*quick.reasons, told)})
 
 
@@ -232,7 +244,7 @@ def _judged(plan: Plan, workload: Workload, machine: Machine, limits: Limits) ->
     return plan.model_copy(update={"prediction": told, "reasons": plan.reasons if known is None else (OTHERS,)})
 
 
-def _searched(request: Scenario, machine: Machine, workload: Workload, **more: Any) -> Plan:
+def _searched(request: Planning, machine: Machine, workload: Workload, **more: Any) -> Plan:
     from ebbtide.tuner.placements.planning import plan
 
     return plan(

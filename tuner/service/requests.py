@@ -54,6 +54,11 @@ ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
 DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(min_length=1, max_length=300)]
 Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
 KNOBS: tuple[Knob, ...] = get_args(Knob)
+# Fields of a request that a measured workload contains already.
+_OF_A_MODEL = (
+    *("gpus", "tensor_parallel", "micro_batch", "sequence", "accumulation", "zero_stage", "ds_config"),
+    *("keep_activations", "recompute_share", "kernels", "fused_loss", "flash_attention", "flash_version"),
+)
 MOST_ITERATIONS = 12
 MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
 
@@ -73,6 +78,23 @@ class Request(BaseModel):
         if isinstance(value, bool) and field.annotation is not bool:
             raise RuleError("must be a number")
         return value
+
+    def _has(self, name: str) -> bool:
+        """Return whether a field of the request has another value than its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True))
+
+    def _needs(self, needed: str, present: bool, *names: str) -> None:
+        """Refuse fields of the request that have no effect because a condition does not hold.
+
+        Args:
+            needed: Condition in words, such as ``with mtbf_s``.
+            present: True if the condition holds.
+            names: Fields that need the condition. Fields with their default values are ignored.
+        """
+        without_effect = [] if present else [name for name in names if self._has(name)]
+        if without_effect:
+            name = without_effect[0]
+            raise RuleError(f"{name} has an effect only {needed}. Leave {name} out", key=name)
 
 
 def _few_subgroups(plan: Any) -> Any:
@@ -137,7 +159,6 @@ class Scenario(Request):
         storage_bytes: Storage of a node for optimizer state that memory cannot hold. If null, as in ``ds_config``, or
             else none.
         device_memory_bytes: Memory of a GPU.
-        endurance_bytes: Bytes that may be written to a node's drives during their life.
         link_bytes_per_s: Bandwidth in each direction between host and GPU.
         clip_rate: Fraction of steps that clip gradients or overflow. If null, 10% is assumed.
     """
@@ -152,7 +173,6 @@ class Scenario(Request):
     device_memory_bytes: Positive | None = None
     host_memory_bytes: Positive | None = None
     storage_bytes: Positive | None = None
-    endurance_bytes: Positive | None = None
     link_bytes_per_s: Positive | None = None
     micro_batch: Count | None = None
     sequence: Annotated[int, Field(ge=1, le=2**22)] = 2048
@@ -167,7 +187,6 @@ class Scenario(Request):
     flash_version: FlashVersion | None = None
     clip_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     subgroup_size: Annotated[int, Field(ge=1, le=10**12)] | None = None
-    mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)] | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -176,12 +195,10 @@ class Scenario(Request):
             raise RuleError(f"exactly one of model and workload must be given, but got {given}", key="model")
         if isinstance(self.workload, Workload):
             _check_size(self.workload)
-        if self.workload is not None and self.ds_config is not None:
-            raise RuleError(
-                "ds_config must be absent if workload is given, because a workload was profiled with a DeepSpeed "
-                "config of its own. Leave ds_config out, or give model instead of workload",
-                "ds_config",
-            )
+        measured = "with model, because a workload was profiled with a setting of its own"
+        self._needs(measured, self.workload is None, *_OF_A_MODEL)
+        self._needs("without keep_activations", not self.keep_activations, "recompute_share")
+        self._needs("with flash_attention", self.flash_attention, "flash_version")
         return self
 
 
@@ -212,6 +229,8 @@ class Simulate(Scenario):
 
     @model_validator(mode="after")
     def _few_iterations(self) -> Self:
+        self._needs("without plan", self.plan is None, "strategy")
+        self._needs("with plan", self.plan is not None, "clip_rate")
         iterations = self.options.get("iterations", 3)
         if not 2 <= iterations <= MOST_ITERATIONS:
             raise RuleError(
@@ -221,7 +240,31 @@ class Simulate(Scenario):
         return self
 
 
-class Answer(Scenario):
+class Planning(Scenario):
+    """A part of the requests to the planning service for a plan.
+
+    Attributes:
+        mtbf_s: Mean time between failures of the job. The plan then has the best interval between checkpoints.
+        endurance_bytes: Bytes that may be written to a node's drives during their life. A searched plan's reasons then
+            tell how long the drives last.
+    """
+
+    mtbf_s: Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)] | None = None
+    endurance_bytes: Positive | None = None
+
+    @model_validator(mode="after")
+    def _stores(self) -> Self:
+        self._needs("with storage_bytes", self._may_store, "endurance_bytes")
+        return self
+
+    @property
+    def _may_store(self) -> bool:
+        zero = (self.ds_config or {}).get("zero_optimization")
+        state = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+        return self.storage_bytes is not None or (isinstance(state, dict) and state.get("device") == "nvme")
+
+
+class Answer(Planning):
     """A request to the planning service for advice: whether to offload optimizer state, with which plan, and what is
     gained.
 
@@ -259,6 +302,11 @@ class WhatIf(Scenario):
     )
     format: Literal["json", "csv"] = "json"
 
+    @model_validator(mode="after")
+    def _in_memory(self) -> Self:
+        self._needs("in other requests, because this table has no plans with state on drives", False, "storage_bytes")
+        return self
+
     @property
     def cells(self) -> int:
         return (
@@ -268,7 +316,7 @@ class WhatIf(Scenario):
         )
 
 
-class PlanJob(Scenario):
+class PlanJob(Planning):
     """A request to the planning service to search for the best plan in a background job. The fields are the
     input of `tune plan`.
 
@@ -282,6 +330,11 @@ class PlanJob(Scenario):
     robust: bool = False
     restart_s: Seconds = 60.0
     seed: Annotated[int, Field(ge=0, le=2**31)] = 0
+
+    @model_validator(mode="after")
+    def _restarts(self) -> Self:
+        self._needs("with mtbf_s", self.mtbf_s is not None, "restart_s")
+        return self
 
 
 class WhatIfJob(WhatIf):

@@ -21,7 +21,8 @@ from ebbtide.tuner.service.scenario import MODELS, resolve
 
 from tests.machines import GIB
 
-LLAMA = {"machine": "h100-node", "model": "Llama 3 8B", "clip_rate": 1.0}  # with this clip rate, no update begins early
+SIMULATED = {"machine": "h100-node", "model": "Llama 3 8B"}
+LLAMA = SIMULATED | {"clip_rate": 1.0}  # with this clip rate, no update begins early
 
 
 def workload(**about):
@@ -33,7 +34,7 @@ def workload(**about):
 
 def test_without_a_config_stock_does_not_depend_on_the_servers_deepspeed(monkeypatch):
     monkeypatch.setattr("ebbtide.simulator.estimates.deepspeed_keys._installed_version", lambda: "0.18.9")
-    told = answers.simulate(Simulate(**LLAMA), lambda *_: None)
+    told = answers.simulate(Simulate(**SIMULATED), lambda *_: None)
     beside = answers.answer(Answer(**LLAMA), lambda *_: None)
     assert told["strategy"] == "zero3_offload"
     assert told["iteration_s"] in [row["iteration_s"] for row in beside["rows"]]
@@ -113,7 +114,7 @@ def test_what_a_question_costs_is_told_from_its_subgroups(size):
 
 def test_options_memory_link_and_accumulation_take_effect(server):
     asked = {
-        **LLAMA,
+        **SIMULATED,
         "strategy": "twin_flow",
         "options": {"ratio": 0.5},
         "accumulation": 4,
@@ -141,7 +142,7 @@ def test_stage_parallelism_and_a_deepspeed_config_are_those_of_the_api(server):
         ({"ds_config": config, "gpus": 4}, "twin_flow", {"ratio": 0.5}),
         ({"strategy": "no_offload", "gpus": 4}, "no_offload", {}),
     ):
-        answer = server.post("/simulate", {**LLAMA, **asked}).json()
+        answer = server.post("/simulate", {**SIMULATED, **asked}).json()
         shape = {
             "zero_stage": asked.get("zero_stage"),
             "data_parallel": asked["gpus"],
@@ -328,7 +329,7 @@ def test_a_profiled_workload_tells_no_other_batch(server):
 def test_a_model_config_may_be_sent(server):
     config = {**MODELS["Llama 3 8B"], "rope_scaling": {"type": "linear"}}
     sent = server.post("/simulate", {"machine": "h100-node", "model": config}).json()
-    named = server.post("/simulate", LLAMA).json()
+    named = server.post("/simulate", SIMULATED).json()
     assert sent["iteration_s"] == named["iteration_s"]
 
 
@@ -412,8 +413,8 @@ def test_a_machine_that_was_pushed_can_be_asked_about(server):
     assert server.post("/machines", fields).status_code == 201
     names = [m["name"] for m in server.client.get("/machines").json()["machines"]]
     assert "our node 7" in names
-    slow = server.post("/simulate", {**LLAMA, "machine": "our node 7"}).json()
-    fast = server.post("/simulate", LLAMA).json()
+    slow = server.post("/simulate", {**SIMULATED, "machine": "our node 7"}).json()
+    fast = server.post("/simulate", SIMULATED).json()
     assert slow["iteration_s"] > fast["iteration_s"]
     refused = server.post("/machines", {**fields, "name": "h200"})
     assert refused.status_code == 422

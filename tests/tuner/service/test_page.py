@@ -237,7 +237,7 @@ def test_a_jobs_result_opens_with_all_that_the_job_was_asked(page, server):
     """
     unshown = {"flash_attention": False, "clip_rate": 0.5, "recompute_share": 0.5}
     asked = {"model": "Llama 3.2 1B", "machine": "h100-node", "sequence": 512, "gpus": 1, "kernels": "eager", **unshown}
-    search = {**asked, "free": ["recompute"], "offload": False}
+    search = {**asked, "free": ["micro_batch"], "offload": False}
     job = server.post("/jobs/search", search).json()["id"]
     assert [state for _, state in server.events(f"/jobs/{job}/events")][-1]["state"] == "done"
     found = server.client.get(f"/jobs/{job}/result").json()["front"][0]

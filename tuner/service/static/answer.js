@@ -184,7 +184,7 @@ export class AnswerView {
   async refine(scenario, number) {
     const quick = this.shown;
     if (quick.verdict === "impossible") {
-      await this.findWays(scenario, number);
+      await this.findWays(this.controls.job(), number);
       return;
     }
     if (!searchable(quick, scenario) || this.plan) return;
@@ -298,7 +298,7 @@ export class AnswerView {
   async download(path, name, what) {
     this.tell(`Making ${what} ...`);
     try {
-      const body = { plan: this.shown.plan, scenario: this.controls.scenario() };
+      const body = { plan: this.shown.plan, scenario: this.controls.job() };
       const response = await call(path, { method: "POST", body, raw: true });
       save(name, await response.text(), response.headers.get("content-type"));
       this.tell("");

@@ -34,7 +34,7 @@ const CHOICES = [
   { key: "launcher", where: "more-machine", label: "Launcher", values: ["deepspeed", "torchrun", "accelerate", "srun", "python"].map((n) => [n, n]), standard: "deepspeed" },
 ];
 const SAID = CHOICES.filter((c) => !c.into);
-const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "storage_bytes", "endurance_bytes", "launcher"]; // also with a profiled workload
+const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "storage_bytes", "endurance_bytes", "launcher", "clip_rate", "subgroup_size"]; // also with a profiled workload
 const UNSHOWN = ["clip_rate", "subgroup_size", "fused_loss", "flash_attention", "flash_version", "recompute_share"]; // settings without a control
 const MOST_IN_ADDRESS = 6000; // characters of a DeepSpeed config. A longer one stays in this browser
 
@@ -55,7 +55,7 @@ export class Controls {
     this.read(new URLSearchParams());
   }
 
-  // The body of a request to the service.
+  // The body of a request for a plan or an answer, without settings that have no effect, which the service refuses.
   scenario() {
     const s = this.state;
     const workload = this.workload();
@@ -71,7 +71,19 @@ export class Controls {
       if (!this.fixed(choice) && s[choice.key] !== choice.standard) asked[choice.key] = s[choice.key];
     }
     if (s.ds_config && !workload) asked.ds_config = withNumbers(s.ds_config, s);
-    return { ...this.kept, ...asked };
+    const sent = { ...this.kept, ...asked };
+    const idle = [];
+    if (workload) idle.push(...UNSHOWN.filter((key) => !FREE.includes(key)));
+    if (sent.keep_activations) idle.push("recompute_share");
+    if (!sent.storage_bytes && offloadOf(s.ds_config) !== "nvme") idle.push("endurance_bytes");
+    for (const key of idle) delete sent[key];
+    return sent;
+  }
+
+  // The training job and the machine of a request that does not ask for a plan.
+  job() {
+    const { mtbf_s, endurance_bytes, ...job } = this.scenario();
+    return job;
   }
 
   // True if the profile fixes the choice.
@@ -83,9 +95,7 @@ export class Controls {
   // number of GPUs.
   search() {
     const s = this.state;
-    const asked = { ...this.scenario(), gpus: s.gpus, global_batch: s.micro_batch * s.accumulation * s.gpus };
-    delete asked.mtbf_s;
-    return asked;
+    return { ...this.job(), gpus: s.gpus, global_batch: s.micro_batch * s.accumulation * s.gpus };
   }
 
   workload() {
