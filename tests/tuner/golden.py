@@ -13,50 +13,28 @@ import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ebbtide.simulator import Layer, Machine, Plan, Quantity, Workload
+from ebbtide.simulator import Layer, Machine, Plan, Quantity, Workload, build_schedule
+from ebbtide.simulator.analysis.expected import expected
+from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.tuner.placements.planning import plan as search
 
 PATH = Path(__file__).with_name("golden.json")
 CASES = 50
 GIB = 2**30
-LETTERS = {"host": "h", "device": "d", "resident": "r"}
+FIELDS = {"subgroup_size", "ways", "order", "staging_slots", "prefetch", "host_slots", "threads", "overlap_forward"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of golden.json: the plan that the search once found for a numbered case, and the plan's prediction.
+    """A row of golden.json: the plan that the search once found for a numbered case, and its simulated time and memory.
 
-    The plan's placements are written in short form. For example, ``12h1d3r`` means 12 subgroups that the CPU updates (h
-    for host), one that is copied to the GPU for its update (d for device), and three that stay on the GPU (r for
-    resident).
+    The plan has only the fields `FIELDS`, which the simulation depends on.
     """
 
-    placement: str
-    staging_slots: int
-    prefetch: int
-    threads: int
-    overlap_forward: bool
+    plan: dict
     iteration_s: float
     device_bytes: int
     host_bytes: int
-
-    def plan(self, workload):
-        names = {letter: name for name, letter in LETTERS.items()}
-        runs, count = [], ""
-        for sign in self.placement:
-            if sign.isdigit():
-                count += sign
-            else:
-                runs += [names[sign]] * int(count)
-                count = ""
-        return Plan(
-            subgroup_size=max(workload.subgroups),
-            placement=Plan.runs(runs),
-            staging_slots=self.staging_slots,
-            prefetch=self.prefetch,
-            threads=self.threads,
-            overlap_forward=self.overlap_forward,
-        )
 
 
 def case(number):
@@ -135,33 +113,33 @@ def _machine(rng, number, workload):
     )
 
 
-def encode(plan):
-    return "".join(f"{run['count']}{LETTERS[run['placement']]}" for run in Plan.runs(plan.placements))
-
-
 def planned(number):
-    """Search a plan for the workload and machine of a numbered test case, and return it as a row of golden.json.
+    """Search a plan for the workload and machine of a numbered test case, and return it as a row of golden.json."""
+    made = search(*case(number))
+    return simulated(number, {k: v for k, v in made.model_dump(mode="json").items() if k in FIELDS})
 
-    The row also has the plan's predicted time and memory.
+
+def simulated(number, fields):
+    """Simulate a plan, given by its fields, in a numbered test case. Return a row of golden.json.
+
+    The iteration time is a mean over steps that clip and steps that do not.
     """
     workload, machine = case(number)
-    made = search(workload, machine)
+
+    def run(plan):
+        return simulate_fast(build_schedule(workload, plan), machine)
+
+    plan = Plan.from_fields(fields)
+    found = run(plan)
     return Row(
-        encode(made),
-        made.staging_slots,
-        made.prefetch,
-        made.threads,
-        made.overlap_forward,
-        made.prediction.iteration_s,
-        made.prediction.device_peak_bytes,
-        made.prediction.host_peak_bytes,
+        fields, expected(workload, machine, plan, run).iteration_s, found.device_peak_bytes, found.host_peak_bytes
     )
 
 
 def recorded():
     """Return the rows of golden.json, one for each numbered test case.
 
-    A row is the plan that the search found when the file was last written, with its predicted time and memory.
+    A row is the plan that the search found when the file was last written, with its simulated time and memory.
     """
     return [Row(**fields) for fields in json.loads(PATH.read_text())["rows"]]
 
