@@ -76,6 +76,8 @@ def build(source: Path) -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise MissingCompilerError(f"building the update kernel failed: {' '.join(command)}\n{done.stderr}")
+        with out.open("rb") as built:
+            os.fsync(built.fileno())  # before the rename, so that a power failure cannot leave an incomplete library
         out.replace(target)
     return target
 

@@ -1,6 +1,7 @@
 """Tests of ebbtide's update kernels for the CPU against DeepSpeed's own op, bit for bit."""
 
 import itertools
+import os
 
 import numpy as np
 import pytest
@@ -287,6 +288,21 @@ def test_wrong_tensors_are_refused(change, message):
     state = [tensors.pop(name) for name in ("p", "m", "v")]
     with pytest.raises(ValueError, match=message):
         host.host_update(state, **tensors, step=step)
+
+
+def test_a_library_is_synced_before_it_gets_its_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
+    synced = []
+
+    def sync(descriptor):
+        synced.append((os.fstat(descriptor).st_size, list(tmp_path.rglob("host_update-*.so"))))
+        return fsync(descriptor)
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", sync)
+    library = host.build(host._SOURCE)
+    ((size, (beside,)),) = synced
+    assert (beside.parent.parent, beside.name, size) == (library.parent, library.name, library.stat().st_size)
 
 
 def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
