@@ -48,9 +48,7 @@ def test_scripts_are_shell_and_say_how_they_are_used():
 
 
 def test_missing_modules_are_told_all_at_once(tmp_path):
-    """Check that scripts/gpu_suite.sh, started with a Python that has no packages, names all missing Python
-    modules before it runs anything.
-    """
+    """Check that scripts/gpu_suite.sh names all missing Python modules before it runs anything."""
     import os
     import sys
 

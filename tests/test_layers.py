@@ -231,9 +231,7 @@ NO_ROOM = {"simulator.update"}
 
 @pytest.mark.parametrize("package", ["ebbtide", "profiler", "runtime", "simulator", "studies", "tuner"])
 def test_rooms_import_each_other_in_one_direction(package):
-    """Check that inside each package of ebbtide, the subpackages and the single modules do not import each other in a
-    cycle. A subpackage counts as a whole.
-    """
+    """Check that subpackages and single modules of a package do not import each other in a cycle."""
 
     def place(module: str) -> str:
         room = _room(module, package)

@@ -104,9 +104,7 @@ def test_a_rank_that_crashes_is_told_with_its_output(tune, tmp_path):
 
 @pytest.mark.slow
 def test_going_on_shows_what_the_script_prints(tune, tmp_path):
-    """Check that `tune profile --continue` prints the script's output to standard output, and the traceback of
-    an error in the script to standard error.
-    """
+    """Check that `tune profile --continue` prints the script's standard output and its traceback."""
     (tmp_path / "train.py").write_text("import sys\nprint('so', *sys.argv[1:])\nraise KeyError(7)")
     words = ("profile", "--train-script", "train.py", "--launcher", "none", "--continue")
     done = tune(*words, "--", "--lr", "1")
@@ -164,9 +162,7 @@ def test_bad_flags_end_with_one_line(words, message):
 
 @pytest.mark.slow
 def test_ranks_at_once_from_the_command_line(tune, tmp_path):
-    """Check that `tune profile --ranks 2` measures two ranks at the same time and leaves no files. With --json, only
-    the machine's JSON is printed to standard output, although DeepSpeed also writes log lines to standard output.
-    """
+    """Check that `tune profile --ranks 2` leaves no files, and that --json prints only the machine's JSON."""
     words = ("--fresh", "--storage-dir", "disk", "--seconds", "0.1", "--ranks", "2", "--json")
     done = tune("profile", *words, start=("-c", FEWER_ELEMENTS))
     assert done.returncode == 0, done.stderr[-3000:]

@@ -40,9 +40,7 @@ def train(engine, steps, first=0):
 
 
 def test_each_step_is_filed_in_its_own_trace(engine):
-    """Check that the measured time of each training step is in the profiler's trace of the same step. In an earlier
-    version the time was in the next step's trace, and the first trace had none.
-    """
+    """Check that each step's measured time is in the profiler's trace of the same step."""
     profile = PassiveProfile(engine, 3)
     train(engine, WARMUP_STEPS + 3)
     assert [trace.phases["step"] > 0 for trace in profile._traces] == [True] * 3
@@ -53,9 +51,7 @@ def test_each_step_is_filed_in_its_own_trace(engine):
 
 
 def test_memory_is_sampled_while_nothing_is_called(engine):
-    """Check that a thread of the profiler samples memory while no hook of the engine is called: samples
-    recorded between two hook calls can only come from this thread.
-    """
+    """Check that a thread of the profiler samples memory between two calls of hooks."""
     profile = PassiveProfile(engine, 1)
     train(engine, WARMUP_STEPS)
     watcher = profile._watcher
@@ -118,9 +114,7 @@ def waiting_hooks(monkeypatch):
 
 
 def test_phases_are_timed_in_steps_that_nothing_lengthens(engine, waiting_hooks):
-    """Check that every second step of a profile is timed without hooks in the model and without a wait for the GPU, and
-    that the times of the phases come from these steps alone.
-    """
+    """Check that phases are timed only in every second step, without hooks and without waits for the GPU."""
     profile = PassiveProfile(engine, 2)
     train(engine, WARMUP_STEPS)
     waits = []
@@ -232,9 +226,7 @@ def test_what_gradient_copies_add_to_a_plain_backward(computed, path_s, computed
 
 @pytest.mark.parametrize("name", ["_partition_all_parameters", "_get_norm_groups"])
 def test_the_time_before_the_updates_counts_within_the_step_alone(engine, monkeypatch, name):
-    """Check that both parts of DeepSpeed's step before the updates count, and that a call outside of a step, as when a
-    checkpoint is saved, does not.
-    """
+    """Check that both parts of the step before the updates count, and that calls outside of a step do not."""
     clock, work = [0.0], getattr(engine.optimizer, name)
 
     def longer(*args, **kwargs):

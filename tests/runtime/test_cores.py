@@ -115,11 +115,7 @@ def test_masks_that_differ_are_a_launchers(node, monkeypatch):
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15])])
 def test_ranks_that_a_launcher_has_bound_alike_divide_what_they_have(node, monkeypatch, rank, expected):
-    """Check which CPU cores the host updates of four ranks use, if a launcher has bound two ranks to each of two NUMA
-    nodes.
-
-    The two ranks of a node must divide the node's cores between them.
-    """
+    """Check that two ranks that a launcher has bound to one NUMA node divide its cores between them."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: SET)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -208,9 +204,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 def test_the_update_has_its_threads_under_torchrun():
-    """Check that a host update runs on four threads under torchrun, which sets OMP_NUM_THREADS=1. DeepSpeed's
-    updates obey this variable, and ebbtide's do not.
-    """
+    """Check that a host update has four threads under torchrun, although torchrun sets OMP_NUM_THREADS=1."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     told = run(["-c", OWN_THREADS], env=environment, timeout=400)
     assert told.returncode == 0, told.stderr

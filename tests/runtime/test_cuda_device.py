@@ -270,9 +270,7 @@ def test_a_lane_that_cannot_begin_says_so(device, monkeypatch):
 
 
 def test_long_copies_go_in_pieces(fake, device, monkeypatch):
-    """Check that `CudaDevice` splits a long copy into pieces, so that an urgent copy on another stream waits
-    for one piece at most.
-    """
+    """Check that an urgent copy on another stream waits for at most one piece of a long copy."""
     monkeypatch.setattr(cuda, "PIECE_BYTES", 4096)
     stream, source = fake.cuda.Stream(), device.host_empty(2500, torch.float32)
     source.copy_(torch.arange(2500))

@@ -275,9 +275,7 @@ def test_gradients_leave_the_bucket_in_the_executed_dag_as_in_the_simulated_one(
 
 
 def test_who_takes_a_buffer_waits_for_who_gave_it_back(monkeypatch):
-    """Check that an op that takes a buffer (of the executor) waits for the op that released the same buffer
-    last.
-    """
+    """Check that an op that takes a buffer waits for the op that released this buffer last."""
     rng, uses, add = random.Random(5), Counter(), Executor._add
     given = {}
 

@@ -39,9 +39,7 @@ def draws_of(path):
 
 
 def test_no_module_draws_from_a_default_generator():
-    """Check in ebbtide's source code that no module draws from a default random generator of the process. The
-    check also covers code that runs only on a GPU, which other tests cannot reach.
-    """
+    """Check in the source that no module draws from a default generator, also in code that needs a GPU."""
     modules = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
     found = [line for path in modules for line in draws_of(path) if str(path.relative_to(ROOT)) not in MAY_DRAW]
     assert not found, "\n".join(found)
@@ -70,9 +68,7 @@ def test_dropout_is_stocks_in_the_first_run_on_a_machine_too(only_rank, tmp_path
 
 
 def test_every_entry_point_leaves_the_generators_alone(only_rank, tmp_path, monkeypatch):
-    """Check that no entry point of ebbtide changes the state of a random generator: profiling, attaching a
-    plan, recording for `tune verify`, planning by "auto", saving, switching the plan, and loading.
-    """
+    """Check that no entry point of ebbtide changes the state of a default random generator."""
     from ebbtide.profiler import profile_engine
     from ebbtide.runtime.frontdoor.recorded import perturb, record
     from ebbtide.runtime.verify.lines import Lines

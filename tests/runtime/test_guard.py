@@ -77,9 +77,7 @@ def test_a_good_config_passes():
 
 
 def test_the_key_of_old_is_taken(only_rank):
-    """Check that a plan can be attached with ``cpu_offload: true`` in the config, DeepSpeed's former name of
-    an offload_optimizer on the CPU.
-    """
+    """Check that a plan can be attached with ``cpu_offload: true``, DeepSpeed's former key."""
     made = config()
     del made["zero_optimization"]["offload_optimizer"]
     made["zero_optimization"]["cpu_offload"] = True
@@ -160,9 +158,7 @@ def test_an_interval_without_a_folder_is_refused_or_said(only_rank, caplog):
 
 
 def test_parameters_below_zero_3_stay_where_they_are_whatever_the_key(only_rank):
-    """Check that a plan can be attached under ZeRO-2 although the config has ``offload_param``, because
-    DeepSpeed reads this key under ZeRO-3 only.
-    """
+    """Check that a plan ignores ``offload_param`` under ZeRO-2, as DeepSpeed does."""
     check_config(config(stage=2, offload_param={"device": "cpu"}))
 
 
@@ -350,9 +346,7 @@ def test_gradients_set_out_early_where_the_config_leaves_it_open(monkeypatch, ra
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("plan", ["auto", Plan(subgroup_size=10, placement=Plan.runs(["host"]), staging_slots=0)])
 def test_mixtures_of_experts_are_refused_before_an_engine_is_built(monkeypatch, stage, plan):
-    """Check that a model with mixture-of-experts layers is refused before DeepSpeed builds an engine, which
-    takes minutes for a large model.
-    """
+    """Check that a mixture of experts is refused before DeepSpeed builds an engine, which takes minutes."""
     import deepspeed
     from deepspeed.moe.layer import MoE
 

@@ -199,9 +199,7 @@ def test_a_failed_observation_ends_no_run(stock, monkeypatch, caplog, place, wat
 
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_new_plan_that_cannot_start_leaves_the_plan_before(stock, monkeypatch, caplog, watched):
-    """Check that training goes on under the old plan, with stock DeepSpeed's results and a warning, if memory is too
-    short for the plan that the runtime has found during training.
-    """
+    """Check that training goes on under the old plan if memory is too short for the new one."""
     begun = []
 
     class OnlyOnce(Executor):
@@ -415,9 +413,7 @@ def test_rates_come_from_the_spans():
 
 
 def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):
-    """Check that predicted and measured step times are written by DeepSpeed's own CSV monitor, which the
-    DeepSpeed config enables.
-    """
+    """Check the predicted and measured step times that DeepSpeed's own CSV monitor writes."""
     import deepspeed
     from ebbtide.simulator import Prediction
 

@@ -330,9 +330,7 @@ def test_an_evaluation_between_steps_is_no_forward_of_training(only_rank, stage)
 
 
 def test_a_forward_that_fails_is_recorded_anew():
-    """Check that a forward that fails and is run again is recorded from the start of its second run. A script may
-    catch the error of a forward.
-    """
+    """Check that a forward that fails and is run again is recorded from the start of its second run."""
     watched = WatchedPasses(Device())
     watched.begins(OpKind.FORWARD, 0)  # this forward fails
     again_s = time.perf_counter()

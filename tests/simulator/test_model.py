@@ -500,9 +500,7 @@ def test_subgroups_hold_everything_once_and_close_where_they_are_full(sizes, sub
 
 
 def test_recut_is_what_deepspeed_does(only_rank):
-    """Check that `Workload.recut`, called with a new `sub_group_size`, returns the same subgroups as a DeepSpeed engine
-    that is built with this `sub_group_size`.
-    """
+    """Check that `Workload.recut` returns the subgroups of an engine with the same `sub_group_size`."""
     from ebbtide.profiler import profile_engine
 
     from studies.bench.byte_gpt import SIZES, Batches, train_step

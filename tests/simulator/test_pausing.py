@@ -64,9 +64,7 @@ def test_early_updates_never_cost_more_than_a_percent(times):
 
 @pytest.mark.parametrize("times", TIMES, ids=str)
 def test_an_adversary_wins_no_more_than_a_percent(times):
-    """Check that the rule that pauses early updates loses at most 1% of the time in its worst case: every step with
-    early updates clips, and no other step clips.
-    """
+    """Check that the pausing rule loses at most 1% if all steps with early updates clip, and no others do."""
     rule, early = PauseRule(times), 0
     for _ in range(600):
         early += rule.on

@@ -44,9 +44,7 @@ def test_every_value_tells_its_source_and_has_a_spread(named):
 
 
 def test_no_rate_exceeds_its_physical_limit(named):
-    """Check that no rate of a machine preset exceeds the hardware limits from published facts
-    (`tests.simulator.hardware_limits`). The limits use no value of the preset.
-    """
+    """Check that no preset exceeds the limits from published facts (`tests.simulator.hardware_limits`)."""
     machine, sheet = named
     assert offences(machine) == []
     assert sheet_offences(sheet, machine.name) == []

@@ -153,9 +153,7 @@ def test_the_first_rank_has_the_first_layers():
 
 
 def test_memory_by_stage():
-    """Check the simulated GPU memory of each ZeRO stage. Below ZeRO-3 each rank holds all parameters, and
-    under ZeRO-1 it also holds all gradients.
-    """
+    """Check that each rank holds all parameters below ZeRO-3, and also all gradients under ZeRO-1."""
     stages = {s: estimated(s, data_parallel=4) for s in (1, 2, 3)}
     one, two, three = (stages[s].device_base_bytes for s in (1, 2, 3))
     whole = 2 * architecture(LLAMA).elements

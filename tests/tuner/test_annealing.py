@@ -94,10 +94,7 @@ def test_moves_turn_the_bits_that_they_may_turn_and_make_ways_that_there_are(ear
 
 
 def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
-    """Check the random changes of a plan that the plan search makes in simulated annealing. After each change, every
-    subgroup must be in exactly one update queue (CPU or GPU), and this queue must be the one of the subgroup's
-    placement.
-    """
+    """Check that each random change of annealing keeps every subgroup once, in its placement's queue."""
     rng, state = Random(1), Moved.of(codes(9), None, 2, 1)
     seen = set()
     for _ in range(500):
@@ -129,9 +126,7 @@ def test_first_plans_mix_every_placement_that_there_is_and_try_slots():
 
 
 def test_options_are_tried_where_they_help():
-    """Check that the plan search changes a plan's number of CPU threads to the fastest one, and lets updates overlap
-    the next forward. In this test one thread is faster than all threads.
-    """
+    """Check that the search takes the fastest number of threads, here one, and overlaps the next forward."""
     work = workload(6)
     by_threads = {1: Quantity.exact(9e9), 4: Quantity.exact(2e9)}
     on = machine(host_adam_by_threads=by_threads, host_adam_params_per_s=2e9)

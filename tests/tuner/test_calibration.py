@@ -225,9 +225,7 @@ def test_a_rate_that_is_above_its_limit_already_stays():
 
 
 def test_what_runs_tell_in_part_moves_a_rate_in_part():
-    """Check that calibration on a single run, with a step 15% longer than predicted, corrects the predicted
-    step time by only a part of the 15%.
-    """
+    """Check that calibration on one run, 15% longer than predicted, corrects only a part of the 15%."""
     machine = preset("a100-node")
     seen = observed(machine, 1, factors={"step": 1.15})
     corrected = calibrate(machine, [seen]).machine

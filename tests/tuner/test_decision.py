@@ -42,10 +42,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_simulated(monkeypatch):
 
 
 def test_smaller_subgroups_fit_where_large_ones_do_not():
-    """Check that the plan search uses smaller subgroups if no plan with the job's own subgroups fits into memory.
-
-    The job has 8e9 parameters and 16 micro-batches per step, on a 24 GB GPU with 128 GiB of host memory.
-    """
+    """Check that the search uses smaller subgroups if no plan with the job's own ones fits into memory."""
     work, have = job("Llama 3 8B", "rtx4090", accumulation=16)
     with pytest.raises(ImpossibleError):
         decide(Question.of(work, have, subgroup_sizes=(), effort=LITTLE))
@@ -91,9 +88,7 @@ def test_a_faster_link_does_not_choose_subgroups_that_are_fast_only_while_parame
 
 
 def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
-    """Check that a full plan search returns the quick search's plan if the full search finds only a slower
-    one.
-    """
+    """Check that a full search returns the quick search's plan if it finds only a slower one itself."""
     work, have = job("Llama 3.2 1B", "rtx4090")
     quick = decide(Question.of(work, have, effort=decision.QUICK))
     searched, calls = decision._searches, []
@@ -150,10 +145,7 @@ def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monke
 
 @pytest.mark.parametrize(("model", "enabled"), [("Llama 3.2 1B", True), ("Llama 2 13B", False)])
 def test_a_search_makes_no_garbage_that_must_be_looked_for(model, enabled):
-    """Check that a plan search pauses garbage collection, leaves the setting as it was, and makes no reference cycles.
-
-    No plan of the larger model fits.
-    """
+    """Check that a search pauses garbage collection, restores the setting, and makes no reference cycles."""
     question, during = Question.of(*job(model, "rtx4090", accumulation=16), effort=LITTLE), []
     gc.collect()
     if not enabled:

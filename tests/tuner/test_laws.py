@@ -116,9 +116,7 @@ def test_every_kind_of_way_that_is_allowed_is_no_slower(seed, monkeypatch):
 
 
 def test_parameters_that_may_move_begin_where_those_that_may_not_have_ended():
-    """Check that a plan search that may move parameters to host memory also considers the best plan of the
-    search that may not. So its answer is never slower.
-    """
+    """Check that a search that may move parameters also considers the best plan of one that may not."""
     work, machine = job(2)
     bound, free = (decide(Question.of(work, machine, offload_parameters=free, effort=0.3)) for free in (False, True))
     assert free.search.ordered(bound.chosen) in free.search.scores

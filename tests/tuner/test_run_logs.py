@@ -52,9 +52,7 @@ def seen_in(tmp_path, text, described=TWO, name="train.log"):
 
 
 def test_the_lines_of_older_deepspeed_are_read():
-    """Check that calibration reads the timer lines in logs of DeepSpeed before 0.9. These versions used other
-    names of phases and wrote the rank twice.
-    """
+    """Check that calibration reads logs of DeepSpeed before 0.9: other names of phases, and the rank twice."""
     line = (
         "[2023-06-21 07:39:09,439] [INFO] [logging.py:96:log_dist] [Rank 0] rank=0 time (ms) | "
         "forward_microstep: 27.48 | backward_microstep: 73.59 | step_microstep: 72.59\n"
@@ -312,9 +310,7 @@ def test_the_loop_is_among_the_changes_and_a_long_one_is_told(tmp_path):
 
 
 def test_the_phases_of_a_calibrated_machine_are_those_of_the_log(tmp_path):
-    """Check that a machine calibrated on a log predicts the log's forward time, and that predictions show the
-    time between phases separately as loop time.
-    """
+    """Check that a calibrated machine predicts the log's forward time, and the loop time separately."""
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items()}
     ms["iteration"] += 500
     text = ",".join(f"{p}_ms" for p in ms) + "\n" + ",".join(map(str, ms.values())) + "\n"

@@ -112,9 +112,7 @@ def test_a_fast_link_moves_work_to_the_device_and_a_slow_one_keeps_it_on_the_hos
 
 
 def test_one_memory_holds_what_device_and_host_take_together():
-    """Check plans for a machine whose GPU and host share one memory. A plan fits there only if the sum of its
-    GPU peak and its host peak fits.
-    """
+    """Check that a plan fits into shared memory only if its GPU peak and host peak fit together."""
     work = workload(10)
     there = machine(unified_memory=True, device_shares_host_cores=True)
     peaks = ebbtide.tuner.plan(work, there).prediction
@@ -250,9 +248,7 @@ def test_a_plan_is_found_and_explained_without_the_objects_of_its_schedule(monke
 
 
 def test_two_memories_that_suffice_only_one_by_one_are_told_together():
-    """Check the error of the plan search if some plan keeps the limit of GPU memory, and some plan keeps the limit of
-    host memory, but no plan keeps both limits.
-    """
+    """Check the error if some plans keep one memory limit or the other, but none keeps both."""
     work = workload(10)  # 3.6 GB of state, 0.6 of gradients
     with pytest.raises(ImpossibleError, match=r"memory is 0\.[1-9]\d GiB short"):
         ebbtide.tuner.plan(work, machine(), device_memory_bytes=int(3.9 * GIB), host_memory_bytes=int(2.9 * GIB))

@@ -48,9 +48,7 @@ def test_ten_percent_are_assumed_and_told_if_no_clip_rate_is_given():
 
 
 def test_pieces_of_deepspeeds_subgroups_are_updated_early_too():
-    """Check a plan that cuts DeepSpeed's subgroups into smaller ones. It must have the same early updates and predicted
-    time as a plan for which DeepSpeed's own subgroups have this smaller size.
-    """
+    """Check that a plan of smaller pieces is updated and timed as one of DeepSpeed's subgroups of that size."""
     pieces = ebbtide.tuner.plan(small().model_copy(update={"state_stays": True}), machine(), memory_margin=0)
     assert pieces.ways == planned(None).ways
     assert pieces.prediction.iteration_s == planned(None).prediction.iteration_s

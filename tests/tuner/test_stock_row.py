@@ -93,9 +93,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("setting", CONFIGS)
 def test_a_plan_is_compared_with_what_the_users_config_does_without_it(setting):
-    """Check that the row of DeepSpeed without a plan, and the function `estimate`, simulate the offload that the user's
-    DeepSpeed config sets, and that the row's label names the setting.
-    """
+    """Check that stock's row and `estimate` simulate the offload of the user's config, which the label names."""
     have = preset("rtx4090")
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **CONFIGS[setting]}}
     asked = Job.of_deepspeed(MODELS["Llama 3.2 3B"], config, sequence=1024)

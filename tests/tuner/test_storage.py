@@ -109,9 +109,7 @@ def test_the_search_with_drives_uses_the_simulations_of_the_one_without_and_find
 
 
 def test_as_little_is_stored_as_memory_allows(stored):
-    """Check that the plan search puts a subgroup on a drive only if it must: with any one of these subgroups in
-    host memory instead, the plan would exceed the host memory limit.
-    """
+    """Check that with one stored subgroup in host memory instead, the plan would exceed the memory limit."""
     work = workload()
     limits = Limits.of(work, machine(), *SHORT.values())
     for number, placement in enumerate(stored.placements):

@@ -259,10 +259,7 @@ def test_24_gib_of_a_24_gb_card_are_all_of_it():
 
 
 def test_the_refusal_is_printed_before_ways_out_are_tried(monkeypatch, capsys):
-    """Check that `tune plan` prints which memory is too small before it searches for changes that make the job fit.
-
-    The search takes seconds.
-    """
+    """Check that `tune plan` prints which memory is too small before it searches for ways out."""
     printed = []
 
     def tried(*_, **__):

@@ -75,11 +75,7 @@ def test_through_a_symbolic_link_too(tmp_path):
 
 
 def test_who_moves_two_checkpoints_at_once_waits_for_both(tmp_path):
-    """Check that renaming a folder that holds two unfinished checkpoints waits until both are committed.
-
-    The rename waits for each checkpoint in ebbtide's list of unfinished checkpoints. The first checkpoint is removed
-    from this list when it is committed, and the rename must still wait for the second.
-    """
+    """Check that renaming a folder with two unfinished checkpoints waits until both are committed."""
     gates = [Gate("payload_fsynced") for _ in range(2)]
     flying = [
         guarded(Bench(tmp_path / f"new/{name}"), some_state(3), "state", gate)

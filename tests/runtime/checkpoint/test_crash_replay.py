@@ -96,10 +96,7 @@ def test_a_checkpoint_that_was_made_durable_behind_its_name_survives_every_crash
 
 
 def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
-    """Check that a missing fsync is found by the test that replays the file operations of a save up to a crash.
-
-    The save omits the fsync of the files with the tensors.
-    """
+    """Check that the replay of a save up to a crash finds a missing fsync of the files with tensors."""
 
     class Careless(RecordingFiles):
         def on_fsync(self, _, descriptor):

@@ -126,9 +126,7 @@ def test_a_failed_save_undoes_the_deletion_at_once(root):
 
 
 def test_a_kill_right_after_the_commit_does_not_undo_it(root, monkeypatch):
-    """Check that a newly committed checkpoint stays if the process is killed right after the commit, and that
-    the deleted checkpoint of the same name is not restored.
-    """
+    """Check that a kill right after a commit keeps the new checkpoint and does not restore the deleted one."""
     saved(root / "checkpoint_0", 10)
     monkeypatch.setattr(deleted_first, "settle", killing)
     assert killed(lambda: delete_then_save(root, "checkpoint_0", "voted", lambda: None)) < 0

@@ -283,9 +283,7 @@ def placed(root, at, then):
 
 
 def test_placed_before_it_is_durable(tmp_path):
-    """Check that a checkpoint that already has its final name, but is not yet synced to disk, counts as
-    complete after a kill of the process.
-    """
+    """Check that a checkpoint with its final name, but not yet synced, counts as complete after a kill."""
     saved(tmp_path / "checkpoint-10", 10)
 
     def save_and_die():

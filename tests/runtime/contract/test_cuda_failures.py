@@ -78,10 +78,7 @@ def test_a_failed_update_does_not_unlock_what_the_gpu_still_copies(fake):
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("granted", [0, 4, 9])
 def test_a_refused_page_lock_leaves_stock(fake, stage, granted):
-    """Check that stock DeepSpeed trains on if CUDA refuses a page lock while a plan is being attached.
-
-    All page locks of the plan are released, and training gives stock DeepSpeed's results.
-    """
+    """Check that stock DeepSpeed trains on, without page locks, if CUDA refuses a lock during attach."""
     engine = engine_for("clipping", stage=stage)
     fake.runtime.refuses_after = granted
     with pytest.raises(MemoryError, match=r"CUDA error 2\. Free host memory"):

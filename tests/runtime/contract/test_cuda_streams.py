@@ -56,9 +56,7 @@ def test_stocks_bits(fake, case):
 
 
 def test_deepspeed_itself_is_sound_on_late_streams(late_deepspeed):
-    """Check that stock DeepSpeed, which waits as CUDA requires, has correct results on the fake CUDA whose
-    streams run late. So the fake itself adds no errors.
-    """
+    """Check that stock DeepSpeed has correct results on late streams, so that the fake CUDA adds no errors."""
     assert_same(outcome(engine_for("small_buckets")), stock("small_buckets"))
     assert sum(stream.ran for stream in late_deepspeed.streams) > 50
 

@@ -248,9 +248,7 @@ def held_bytes(engine):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_states_that_go_away_take_the_sums_along(stage):
-    """Check that DeepSpeed's `offload_states` between two micro-batches also frees the gradient sums that a
-    plan keeps on the GPU.
-    """
+    """Check that `offload_states` between two micro-batches also frees the gradient sums on the GPU."""
 
     def new():
         return start(stage=stage, accumulation=3)

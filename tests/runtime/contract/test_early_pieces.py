@@ -328,11 +328,7 @@ def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pat
 
 @under("mixed", "host")
 def test_checkpoints_between_steps(tmp_path, pattern, small_blocks):
-    """Check that the steps after a save do not change the checkpoint that is still being written.
-
-    Early updates, which start before the gradient norm is known, write to the memory from which the
-    checkpoint is read.
-    """
+    """Check that early updates after a save do not change the checkpoint that is still being written."""
 
     def save(engine, number):
         if number in (1, 2, 4):

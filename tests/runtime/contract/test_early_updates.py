@@ -285,10 +285,7 @@ def again(engine, number):
 
 
 def test_a_second_backward_before_the_step(pattern):
-    """Check that early updates are discarded if a second backward comes before the step.
-
-    The gradients of the second backward are added to those that the early updates used.
-    """
+    """Check that early updates are discarded if a second backward adds to their gradients."""
     engine, _ = pausing(start(clipping=0.0), pattern)
     assert_same(steps(engine, again), stock_steps(again))
 

@@ -125,11 +125,7 @@ def test_the_memory_of_early_updates_is_predicted_to_the_byte(pattern, speculate
 
 
 def test_parameters_leave_no_flat_buffer_behind():
-    """Check that none of DeepSpeed's flat parameter buffers remains under a plan with some 16-bit parameters in GPU
-    memory and the others in host memory.
-
-    The parameters of each of the plan's subgroups must have memory of their own.
-    """
+    """Check that no flat parameter buffer of DeepSpeed's remains, and that each subgroup has its own memory."""
     for config in ({}, {"offload_param": {"device": "cpu"}}):
         engine = attached(start(**config), ["host"], DEVICE, locations=["device", "host"])
         optimizer = engine.optimizer

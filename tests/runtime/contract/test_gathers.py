@@ -90,10 +90,7 @@ def test_what_comes_in_is_what_is_fetched(case):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("reuse", [0, 12_000, 10**9])
 def test_what_a_config_says_before_anything_runs(reuse, recompute):
-    """Check that the simulator predicts how many bytes of a Llama model's parameters each training step copies from
-    host memory to the GPU. The prediction uses only the configs of the model and of DeepSpeed, and no
-    measurement of training.
-    """
+    """Check the predicted bytes of parameters that a step copies to the GPU, from a Llama model's configs alone."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {

@@ -57,9 +57,7 @@ def locked_bytes(locked, config, plan=None):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
-    """Check that stock DeepSpeed page-locks memory in these tests. If it did not, the tests that an engine with a
-    plan page-locks none would prove nothing.
-    """
+    """Check that stock DeepSpeed page-locks memory here, so that tests that find no page lock prove something."""
     assert locked_bytes(locked, config_of(stage, tmp_path)) > 4 * 10**4
 
 

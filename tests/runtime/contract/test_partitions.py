@@ -72,9 +72,7 @@ def test_what_users_write_counts(pattern):
 
 
 def test_state_is_shown_while_it_is_away():
-    """Check that a script can read the fp32 masters while DeepSpeed's `offload_states` has moved the optimizer
-    states away and training goes on.
-    """
+    """Check that a script can read the fp32 masters while `offload_states` has moved the states away."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     ours = attached(start(stage=2), MIX, DEVICE)

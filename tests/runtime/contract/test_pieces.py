@@ -125,11 +125,7 @@ def test_a_checkpoint_is_stocks_and_stocks_is_taken(pattern, tmp_path):
 
 
 def test_parameters_that_are_apart_are_shown_whole():
-    """Check that DeepSpeed's attributes show its 16-bit partitions whole although a plan cuts them into parts
-    that live in different memories.
-
-    No flat buffer of DeepSpeed's may remain.
-    """
+    """Check that DeepSpeed's attributes show its 16-bit partitions whole, and that no flat buffer remains."""
     ours = cut(coarse(), ["host"], locations=["host", "device"])
     optimizer = ours.optimizer
     train(ours, 2)
@@ -380,9 +376,7 @@ def with_a_slow_cpu(better_plan, workload, machine, current, _free_device, free_
 
 @pytest.mark.parametrize("options", [{"extra": {"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}}])
 def test_auto_leaves_deepspeeds_own_subgroups(options, monkeypatch):
-    """Check that ``plan="auto"`` does not cut DeepSpeed's subgroups into parts if the optimizer, such as torch's AdamW,
-    runs its own Python step on each subgroup.
-    """
+    """Check that ``plan="auto"`` cuts no subgroups of an optimizer that runs its own Python step."""
     monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     engine = start(subgroup_size=LARGE, **options)
     ebbtide.runtime.attach(engine, "auto", device=DEVICES[DEVICE]())

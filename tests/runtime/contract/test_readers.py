@@ -297,11 +297,7 @@ def test_a_copy_of_the_module_has_stocks_values():
 
 
 def test_the_door_shut():
-    """Check that parameter tensors that a script already holds are up to date after a step if a plan is
-    attached with ``overlap_forward=False``.
-
-    The argument overrides the value in the plan.
-    """
+    """Check that tensors that a script holds are up to date after a step with ``overlap_forward=False``."""
     import ebbtide.runtime
 
     from tests.runtime.contract.training import device_of, plan_for
@@ -381,12 +377,7 @@ def test_weights_load_where_the_optimizers_files_were_deleted(stage, tmp_path):
 
 @pytest.mark.parametrize("pattern", [["stored"], MIX])
 def test_weights_load_without_the_optimizers_states(pattern, tmp_path):
-    """Check that loading a checkpoint with ``load_optimizer_states=False`` gives the same weights under a plan as
-    with stock DeepSpeed.
-
-    Under ZeRO-3, DeepSpeed then builds the weights from the fp32 master parameters in the checkpoint files of
-    all ranks.
-    """
+    """Check that ``load_optimizer_states=False`` gives stock's weights, which come from the fp32 masters."""
     seen = []
     for name, attach in (("stock", lambda e: e), ("ours", lambda e: attached(e, pattern, LAST))):
         engine = attach(start())

@@ -321,11 +321,7 @@ def planted(*_, **__):
 
 @pytest.mark.parametrize("broken", ["execution.session.gradient_template", "zero.planned.PlannedZero.gradient_buffers"])
 def test_a_failed_attach_lets_go_of_the_folder(broken, tmp_path, monkeypatch):
-    """Check that an attach that fails, before or after the threads of the plan are started, ends all threads and lets
-    go of the folder for optimizer state.
-
-    Another engine can then use the folder, while the first one trains without a plan, with stock DeepSpeed's results.
-    """
+    """Check that a failed attach ends all threads and lets go of the folder for optimizer state."""
     engine, before = start(), {*threading.enumerate()}
     plan = plan_for(engine, ["stored"], storage_dir=str(tmp_path))
     with monkeypatch.context() as patch:
@@ -346,9 +342,7 @@ def hooks(engine):
 
 
 def test_a_failed_copy_to_the_gpu_keeps_neither_folder_nor_hooks(tmp_path):
-    """Check that the end of an engine lets go of the folder for optimizer state, and removes the hooks from the model,
-    if an operation has failed that a step in progress has started.
-    """
+    """Check that the end of an engine releases folder and hooks after an operation of its last step failed."""
 
     def fail(op):
         if op.kind is OpKind.STATE_H2D:

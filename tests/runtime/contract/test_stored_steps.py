@@ -57,9 +57,7 @@ def undisturbed(steps, first):
 
 
 def test_a_save_does_not_wait_for_what_is_on_its_way_to_storage(tmp_path):
-    """Check that saving a checkpoint returns although the optimizer state of the last step is not yet written
-    to the drive.
-    """
+    """Check that a save returns although the last step's optimizer state is not yet on the drive."""
     engine, may_write = stored(tmp_path), threading.Event()
     train(engine, 2)
     engine.optimizer.wait()
@@ -263,11 +261,7 @@ def move(engine):
 
 @pytest.mark.parametrize("use", [step_on, look, all_state, move])
 def test_a_flipped_bit_of_a_moment_is_found_before_it_is_used(use, flipped_moment):
-    """Check that a flipped bit of a moment on the drive raises an error when an update first reads this
-    moment.
-
-    A resume does not read the moments itself.
-    """
+    """Check that a flipped bit of a stored moment raises an error when an update first reads the moment."""
     engine = stored(flipped_moment)
     engine.load_checkpoint(flipped_moment / "ck")
     with pytest.raises((BackgroundError, DamagedError)) as caught:

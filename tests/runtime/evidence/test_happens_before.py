@@ -297,10 +297,7 @@ def waiters():
 
 
 def test_every_wait_in_the_code_has_its_mutant():
-    """Check that for every wait in the runtime's code a test case without this wait (a mutant) exists.
-
-    A new wait makes this test fail until a mutant for it is added.
-    """
+    """Check that each wait in the runtime's code has a mutant. A new wait fails this test until it has one."""
     assert {f.name for f in dataclasses.fields(GradientOp)} == GRADIENTS.keys() | NO_WAITS
     assert {*Wait, *Slot} == STEPS.keys()
     assert set(waiters()) == WAITERS.keys()
@@ -320,10 +317,7 @@ def test_happens_before_shows_each_missing_wait(late_deepspeed, monkeypatch, cap
 
 @pytest.mark.slow
 def test_happens_before_on_two_ranks(deepspeed_ops, tmp_path, capsys):
-    """Check by vector clocks that memory accesses do not race on two ranks with different placements.
-
-    On each rank no accesses may race. If a wait is left out on purpose, each rank must report a race.
-    """
+    """Check on two ranks with different placements that no accesses race, and that each left-out wait does."""
     done = launch("tests.runtime.evidence.two_ranks", tmp_path)
     for rank in (0, 1):
         path = tmp_path / f"rank{rank}.json"

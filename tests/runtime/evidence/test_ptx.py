@@ -138,11 +138,7 @@ def test_ptx_keeps_the_sign_of_zero_at_rate_zero(kernels):
 
 
 def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
-    """Check that the PTX of the update kernels has no approximate instructions and does not flush subnormal
-    numbers to zero.
-
-    The PTX must also name the GPU generation for which it was compiled.
-    """
+    """Check that the PTX has no approximate or flushing instructions, and names its GPU generation."""
     for form, asm in kernels.items():
         assert not [op for op in ptx_to_cpp.opcodes(asm["ptx"]) if "approx" in op or "ftz" in op]
         assert f".target sm_{form.architecture}" in asm["ptx"]

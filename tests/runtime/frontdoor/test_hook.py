@@ -91,9 +91,7 @@ def test_stock_stays_stock_without_the_key(folder):
 
 
 def test_a_scripts_own_runtime_and_profiler_are_in_nobodys_way(folder):
-    """Check that a script may have modules of its own named runtime, profiler, simulator or tuner. ebbtide's
-    modules of these names are all inside the package ``ebbtide``.
-    """
+    """Check that a script may have modules of its own named runtime, profiler, simulator or tuner."""
     for name in ("runtime", "profiler", "simulator", "tuner"):
         (folder / f"{name}.py").write_text("raise SystemExit('imported')\n")
     (folder / "own.py").write_text(

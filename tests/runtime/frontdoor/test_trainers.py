@@ -44,9 +44,6 @@ def test_same_bits_and_losses(front_door, name):
 
 @pytest.mark.slow
 def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspeed_ops):
-    """Check that training with Trainer, Accelerate and Lightning on two ranks has stock DeepSpeed's results,
-    bit for bit.
-    """
     words = ["-m", "tests.runtime.frontdoor.trainers", tmp_path, *trainers.TRAINERS]
     done = prepared.run(words, env=child_environment, cwd=ROOT, timeout=500)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]

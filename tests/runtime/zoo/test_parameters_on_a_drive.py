@@ -86,9 +86,7 @@ def test_masters_on_a_drive_too_are_refused_in_words(tmp_path, monkeypatch):
 
 
 def test_what_the_swapper_has_is_nobody_elses(tmp_path):
-    """Check that a plan counts no host memory for parameters that DeepSpeed's swapper manages, and never moves
-    them to the GPU.
-    """
+    """Check that parameters of DeepSpeed's swapper count no host memory and never move to the GPU."""
     import deepspeed
     from ebbtide.runtime.zero.attach import switch_plan
 

@@ -102,9 +102,7 @@ def test_a_plan_file_without_the_limit_of_a_memory_is_judged_by_the_usual_limits
 
 @pytest.mark.parametrize("size", [10**9, 2 * 10**8, 5 * 10**7])
 def test_what_a_question_costs_is_told_from_its_subgroups(size):
-    """Check that the service's estimate of a request's number of simulated ops is at least the real number,
-    and at most four times as large, also if the request has small subgroups.
-    """
+    """Check that the service's estimate of a request's ops is one to four times their real number."""
     config = {"bf16": {"enabled": True}, "zero_optimization": {"sub_group_size": size}}
     asked = Scenario(**LLAMA, ds_config=config)
     _, work = resolve(asked)
@@ -208,9 +206,7 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
 
 
 def test_storage_takes_what_memory_cannot_hold(server):
-    """Check that the service answers with a plan that stores on a drive the optimizer state that memory cannot
-    hold. The request gives the drive's size, or its DeepSpeed config names an NVMe drive.
-    """
+    """Check that a plan stores on a drive what memory cannot hold, if the request or its config has a drive."""
     asked = {**LLAMA, "host_memory_bytes": 2**35}
     assert server.post("/answer", asked).json()["verdict"] == "impossible"
     ways = server.post("/ways-out", asked).json()["ways"]
