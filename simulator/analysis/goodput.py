@@ -188,7 +188,7 @@ def checkfreq_interval_steps(iteration_s: float, cost: CheckpointCost) -> int:
 
 
 def check_positive(name: str, value: float) -> None:
-    if not value > 0 or (math.isinf(value) and name in ("iteration_s", "nodes")):
+    if not value > 0 or (math.isinf(value) and name == "iteration_s"):
         raise RuleError(f"{name} must be > 0, but got {value}", key=name)
 
 

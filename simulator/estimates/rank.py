@@ -324,7 +324,7 @@ class Rank(RankSizes):
         if not block.attention:
             return 0.0
         once = 2 * 2 * passed_on(self.exchanged_bytes, self.job.tensor_parallel)
-        passes = 1 + (2 + self.job.recompute)  # as in `backward_s`
+        passes = 1 + (2 + self.again(block))  # as in `device_s` and `device_backward_s`
         return once * passes / 2 * self.layout.tensor_groups_cut / self.layout.ranks_per_node
 
     @property

@@ -125,6 +125,12 @@ def test_both_exchanges_cannot_have_the_network_at_once():
     layer = two.layers[1]  # for each of four ranks: forward has two all-reduces, and backward two more
     beside = layer.network_gather_bytes - layer.network_reduce_bytes
     assert beside * 4 >= 2 * exchanged * (1 - 1e-6)
+    more = {"data_parallel": 2, "tensor_parallel": 8, "micro_batch": 8}  # forward 1, backward 2 and its forward again
+    none, half, full = (
+        layer.network_gather_bytes - layer.network_reduce_bytes
+        for layer in (work(activation_checkpointing=c, **more).layers[1] for c in ("none", "selective", "full"))
+    )
+    assert [half / none, full / none] == pytest.approx([3.5 / 3, 4 / 3], rel=1e-6)
     inside = work(tensor_parallel=4, data_parallel=2, micro_batch=8).layers[1]
     assert inside.network_gather_bytes == inside.network_reduce_bytes
 
