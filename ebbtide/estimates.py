@@ -12,7 +12,6 @@ from ebbtide.simulator.shown import Shown
 if TYPE_CHECKING:
     from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.limits import Limits
-    from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.workload import Workload
 
 GIB = 2**30
@@ -143,7 +142,10 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
     if strategy == "stock":
         strategy, setting = job.offload.strategy(work.zero_stage)
     elif strategy == "ebbtide":
-        setting = {"plan": _planned(work, machine, limits) or _roomiest(work, machine, limits)}
+        from ebbtide.tuner.advice.even import quick_or_roomiest
+
+        away = not job.offload.keeps_parameters
+        setting = {"plan": quick_or_roomiest(work, machine, limits, offload_parameters=away)}
     row = simulated(strategy, work, machine, limits, setting)
     return Estimate(
         strategy=_NAMES.get(strategy, f"stock ZeRO-{work.zero_stage} offload"),
@@ -159,25 +161,15 @@ def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, 
     )
 
 
-def _planned(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan | None":
-    from ebbtide.tuner.advice.even import quick_or_none
-
-    return quick_or_none(work, machine, limits, offload_parameters=not work.job.offload.keeps_parameters)
-
-
-def _roomiest(work: "Workload", machine: "Machine", limits: "Limits") -> "Plan":
-    from ebbtide.tuner.placements.locations import begun
-
-    search = begun(work, machine, limits)
-    return min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c])).plan(work)
-
-
 def _nearest(work: "Workload", machine: "Machine", limits: "Limits", strategy: str) -> Iterator[str]:
     """Yield changes that let a training job fit into memory, as sentences for the user.
 
     The job does not fit with its present strategy. If it fits under a plan, training under a plan is the only change.
     """
-    planned = None if strategy == "ebbtide" else _planned(work, machine, limits)
+    from ebbtide.tuner.advice.even import quick_or_none
+
+    away = not work.job.offload.keeps_parameters
+    planned = None if strategy == "ebbtide" else quick_or_none(work, machine, limits, offload_parameters=away)
     if planned is not None and planned.prediction is not None:
         told = planned.prediction
         yield (

@@ -79,16 +79,16 @@ def what_if(
         strategies: Names of the offloading strategies to compare. None compares DeepSpeed's optimizer offload at the
             workload's ZeRO stage with ebbtide.
         gpu_memory_bytes: Sizes of GPU memory to try, in bytes. None tries the machine's own size.
-        options: Lists of values to try, by field of the machine or of the workload. `ebbtide.simulator.what_if`
-            describes these fields and the columns of the table.
+        options: Lists of values to try, by field of the machine or of the workload. The function of the same name in
+            `ebbtide.simulator.analysis.what_if` describes these fields and the columns of the table.
 
     Raises:
         ValueError: A strategy, an option or a field is unknown, or there is nothing to simulate.
     """
     from ebbtide.simulator.analysis.what_if import what_if as simulated
-    from ebbtide.tuner.advice.even import quick_or_none
+    from ebbtide.tuner.advice.even import quick_or_roomiest
 
-    return simulated(workload, machine, strategies, gpu_memory_bytes, planner=quick_or_none, **options)
+    return simulated(workload, machine, strategies, gpu_memory_bytes, planner=quick_or_roomiest, **options)
 
 
 @checked

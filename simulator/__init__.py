@@ -1,8 +1,7 @@
 """The public names of ebbtide's simulator, which predicts the start and end of each op of a training
 iteration.
 
-Importing this package loads numpy and pydantic. scipy and numba are loaded with the first simulation, pandas
-and joblib only when `what_if` is called.
+Importing this package loads numpy and pydantic. scipy and numba are loaded with the first simulation.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Workload
 
 if TYPE_CHECKING:
-    from ebbtide.simulator.analysis.what_if import what_if
     from ebbtide.simulator.engines.reference import simulate
 
 __all__ = [
@@ -55,17 +53,12 @@ __all__ = [
     "preset",
     "preset_names",
     "simulate",
-    "what_if",
     "workload_from_model",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    # Both functions import numba, which takes as long as all other imports together. `tune --help` needs neither.
-    if name == "what_if":
-        from ebbtide.simulator.analysis.what_if import what_if
-
-        return what_if
+    # The function imports numba, which takes as long as all other imports together. `tune --help` does not need it.
     if name == "simulate":
         from ebbtide.simulator.engines.reference import simulate
 

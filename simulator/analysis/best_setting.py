@@ -1,11 +1,11 @@
 """A search for the fastest setting of an offloading strategy, such as Twin-Flow's ratio, that fits into memory."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
-from ebbtide.simulator.analysis.expected import early_updates_worth, expected
+from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines.compiled import CompiledSchedule, SimResult, compile_schedule, simulate_fast
@@ -16,18 +16,13 @@ from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.schedules.loop import check_passes
 from ebbtide.simulator.schedules.settings import settings
-from ebbtide.simulator.schedules.strategies import build_strategy, shared_plan
-from ebbtide.simulator.update.footprint import footprint, slots_within, tallies
-from ebbtide.simulator.update.holding import ByKind, Holding
-from ebbtide.simulator.update.steps import Slot
-from ebbtide.simulator.update.way import Way
+from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.simulator.update.holding import ByKind
 from ebbtide.simulator.workload import Workload
 
-FEW = 8  # number of best settings that are also tried with early updates
 # Number of micro-batches that are built: the first, two equal ones (the second one is repeated), and the last.
 BUILT = 4
 FEW_MICRO_BATCHES = 3  # more micro-batches change neither whether training fits nor which ops overlap with the update
-SLOTS = 2  # most staging buffers of a plan with evenly spread placements
 Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 
 
@@ -109,85 +104,35 @@ class _Strategy:
         """Simulate an offloading strategy with each of the given settings, and return the fastest simulation that fits
         into memory.
 
-        If the strategy is ebbtide, the fastest of its plans are simulated a second time, with early updates where they
-        are possible. An early update starts before the gradient norm is known. If no simulation fits into memory,
-        return the one that needs the least additional memory.
+        If no simulation fits into memory, return the one that needs the least additional memory.
 
         Args:
             settings: Sets of options for the strategy, such as different ratios of Twin-Flow.
         """
-        tried = [self._plain(setting) for setting in settings]
-        for plain in sorted(tried, key=self._rank)[:FEW]:
-            tried += self._early_variants(plain)
-        return min(tried, key=self._rank)
+        return min(map(self._run, settings), key=self._rank)
 
     def _rank(self, one: Simulated) -> tuple[bool, float]:
         lacking = self.limits.missing_bytes(one.result)
         return lacking > 0, lacking or one.result.iteration_s
 
-    def _run(self, setting: Mapping[str, Any], options: Mapping[str, Any]) -> Simulated:
-        plan = options.get("plan")
-        if self.name == "ebbtide" and isinstance(plan, Plan) and len(options) == 1:
-            return replace(under_plan(plan, self.sweep, self.limits), setting=setting)
-        schedule = self.compile_(self.name, self.workload, options)
+    def _run(self, setting: Mapping[str, Any]) -> Simulated:
+        plan = setting.get("plan")
+        if self.name == "ebbtide" and isinstance(plan, Plan) and len(setting) == 1:
+            return under_plan(plan, PlanSweep(self.workload, self.machine), self.limits)
+        schedule = self.compile_(self.name, self.workload, setting)
         result = simulate_fast(schedule, self.machine)
         held = schedule.schedule.held
         memory_of = partial(peaks_by_kind, held, schedule.ops, result)
-        if isinstance(plan, Plan):  # a plan with more options than its placements
+        if isinstance(plan, Plan):  # with a number of iterations
             right, work = result, self.workload.cut_as(plan)
 
             def run(other: Plan) -> SimResult:
                 if other is plan:
                     return right
-                return simulate_fast(self.compile_(self.name, self.workload, {**options, "plan": other}), self.machine)
+                return simulate_fast(self.compile_(self.name, self.workload, {**setting, "plan": other}), self.machine)
 
             result = expected(work, self.machine, plan, run)
         return Simulated(self.name, setting, memory_of, result, self.limits.shortfall(result))
-
-    @cached_property
-    def sweep(self) -> PlanSweep:
-        return PlanSweep(self.workload, self.machine)
-
-    def _spreads(self, setting: Mapping[str, Any]) -> bool:
-        return self.name == "ebbtide" and set(setting) == {"resident_share", "device_share"}
-
-    def _plain(self, setting: Mapping[str, Any]) -> Simulated:
-        if not self._spreads(setting):
-            return self._run(setting, dict(setting))
-        plan = _spread(self.workload, **setting)
-        if not self.machine.unified_memory:
-            plan = _fitted(plan, self.workload, self.limits)
-        return self._run(setting, {"plan": plan})
-
-    def _early_variants(self, plain: Simulated) -> Iterator[Simulated]:
-        """Yield up to two simulations of ebbtide's plan with early updates, which start before the gradient norm is
-        known.
-
-        In the first simulation, the CPU's updates are early, as many as memory and time allow. In the second
-        simulation, the GPU's updates of subgroups with state in host memory are early too.
-
-        Args:
-            plain: Simulation of the plan without early updates.
-        """
-        work, machine, setting = self.workload, self.machine, plain.setting
-        silent = work.zero_stage < 3 or machine.unified_memory
-        if silent or not self._spreads(setting):
-            return
-        plan = _spread(work, **setting)
-        left = self.limits.host_bytes - plain.result.host_peak_bytes
-        able = [i for i, way in enumerate(plan.ways) if way == Way("host")]
-        count = early_updates_worth(
-            work, machine, Holding.of_workload(work), [work.subgroups[i] for i in able[::-1]], left
-        )
-        hosts = {*able[len(able) - count :]}
-        for staged in {False, plan.count("device") > 0}:
-            ways = [
-                way._replace(early=i in hosts or (staged and way == Way("device"))) for i, way in enumerate(plan.ways)
-            ]
-            if not any(way.early for way in ways):
-                continue
-            made = _fitted(plan.model_copy(update={"ways": tuple(ways)}), work, self.limits)
-            yield self._run(setting, {"plan": made})
 
 
 def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> Simulated:
@@ -204,50 +149,6 @@ def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> Simulated:
     sweep = sweep if work is sweep.workload else PlanSweep(work, machine)
     result = expected(work, machine, plan, sweep.result)
     return Simulated("ebbtide", {"plan": plan}, partial(sweep.memory, plan), result, limits.shortfall(result))
-
-
-def _spread(workload: Workload, device_share: float, resident_share: float) -> Plan:
-    """Return a plan that updates given fractions of the subgroups on the GPU, with up to `SLOTS` staging buffers.
-
-    Staged subgroups are spread evenly among the subgroups that the CPU updates. The state of a staged subgroup is
-    copied from host memory to a staging buffer in GPU memory for the update. A subgroup far larger than the others,
-    such as an embedding's, is not staged, because every staging buffer would have to be as large. Another subgroup is
-    staged instead.
-
-    Args:
-        device_share: Fraction of all subgroups that are staged.
-        resident_share: Fraction of all subgroups that have their state in GPU memory.
-    """
-    plan = shared_plan(workload, device_share, resident_share)
-    placements, large = list(plan.placements), workload.large_subgroups
-    moved = [i for i in large if placements[i] == "device"]
-    places = [i for i, p in enumerate(placements) if p == "host" and i not in large]
-    for one, other in zip(moved, reversed(places), strict=False):
-        placements[one], placements[other] = "host", "device"
-    slots = min(SLOTS, plan.count("device"))
-    return plan.placed(placements, staging_slots=slots, prefetch=slots)
-
-
-def _fitted(plan: Plan, workload: Workload, limits: Limits) -> Plan:
-    """Return the plan with as many staging buffers as fit into GPU memory.
-
-    The rest of GPU memory is then used to accumulate the gradients of several micro-batches on the GPU, for as many
-    subgroups as fit.
-    """
-    held = Holding.of_workload(workload)
-    if plan.staging_slots and workload.zero_stage == 3:
-        bare = plan.model_copy(update={"staging_slots": 0})
-        left = limits.device_bytes - workload.activation_bytes - footprint(workload, bare)["device"]
-        slots = slots_within(left, plan.staging_slots, held.each_bytes(Slot.STAGING, tallies(workload.subgroups, plan)))
-        plan = plan.model_copy(update={"staging_slots": slots, "prefetch": slots})
-    if not held.sums:
-        return plan
-    able = [i for i, way in enumerate(plan.ways) if way.can_sum_on_device]
-    taken = footprint(workload, plan)["device"] + workload.activation_bytes
-    count = held.most_sums([workload.subgroups[i] for i in able], limits.device_bytes - taken)
-    sums = {*able[:count]}
-    ways = tuple(way._replace(sum_on_device=i in sums) for i, way in enumerate(plan.ways))
-    return plan.model_copy(update={"ways": ways})
 
 
 def simulated(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 POINTS_PER_TASK = 16
 
 Strategy = str | tuple[str, Mapping[str, Any]]
-Planner = Callable[[Workload, Machine, Limits], Plan | None]
+Planner = Callable[[Workload, Machine, Limits], Plan]
 WORKLOAD_FIELDS = ("ranks_per_node", "gradient_accumulation_steps", "clip", "clip_rate")
 _LAID_OUT = (
     "the work of each rank in a workload depends on the number of ranks",
@@ -65,33 +65,33 @@ def what_if(
     strategies: Sequence[Strategy] | None = None,
     gpu_memory_bytes: Sequence[float] | None = None,
     *,
+    planner: Planner,
     n_jobs: int | None = None,
     progress: bool | None = None,
-    planner: Planner | None = None,
     **changes: Sequence[float],
 ) -> pd.DataFrame:
     """Simulate training for every combination of given strategies, GPU memory sizes and values of other fields. Return
     a table of results.
 
-    >>> table = what_if(workload, machine, ["zero3_offload", ("twin_flow", {"ratio": 0.5})],
-    ...                 gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])
+    >>> table = ebbtide.what_if(workload, machine, ["zero3_offload", ("twin_flow", {"ratio": 0.5})],
+    ...                         gpu_memory_bytes=[24e9, 80e9], h2d_bytes_per_s=[25e9, 50e9])
     >>> len(table)
     8
 
     The table has one row for each combination. A strategy with a setting, such as Twin-Flow's ratio, is simulated at
     its fastest setting that fits into memory, unless options are given. For the strategy "ebbtide" that is the plan
-    which ``planner`` returns, or without a planner the best plan with evenly spread placements.
+    which ``planner`` returns.
 
     Args:
         strategies: Names of strategies (`STRATEGIES`), or pairs of a name and options of `build_strategy`. None:
             DeepSpeed's optimizer offload at the workload's ZeRO stage (`stock_offload`), and "ebbtide".
         gpu_memory_bytes: Sizes of GPU memory per rank to simulate. None: the machine's size. A margin of GPU and host
             memory stays free, as in a plan (`ebbtide.simulator.limits.Limits`).
+        planner: Function that returns ebbtide's plan for a workload on a machine. `ebbtide.what_if` passes the short
+            search of `ebbtide.tuner`.
         n_jobs: Number of worker processes, as in joblib. Within ``joblib.parallel_config("dask")`` (or ray) the
             simulations run on that cluster.
         progress: True to show a progress bar. None: only if there are 50 simulations or more.
-        planner: Function that returns ebbtide's plan for a workload on a machine, or None if no plan fits.
-            `ebbtide.what_if` passes the planner of `tune plan`.
         **changes: Values to try for a field of the machine (``h2d_bytes_per_s=[...]``) or of the workload:
             ``ranks_per_node``, ``clip``, ``clip_rate`` (fraction of steps that clip; plans may then update before the
             gradient norm is known) and ``gradient_accumulation_steps`` (number of micro-batches of the same size per
@@ -251,12 +251,7 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _run(
-    workload: Workload,
-    machine: Machine,
-    points: Sequence[Point],
-    n_jobs: int | None,
-    shown: bool,
-    planner: Planner | None,
+    workload: Workload, machine: Machine, points: Sequence[Point], n_jobs: int | None, shown: bool, planner: Planner
 ) -> tuple[list[dict[str, Any]], bool]:
     """Simulate several points, and return one table row for each of them.
 
@@ -283,7 +278,7 @@ def _run(
     return rows, False
 
 
-def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner | None = None) -> dict[str, Any]:
+def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planner) -> dict[str, Any]:
     """Simulate one `Point`: a strategy, a GPU memory size, and new values for some fields of the machine or the
     workload.
 
@@ -291,13 +286,13 @@ def evaluate(workload: Workload, machine: Machine, point: Point, planner: Planne
     """
     work, changed = _changed(workload, machine, point)
     limits = _limits(work, changed, point)
-    decides = planner is not None and point.strategy == "ebbtide" and not point.options
-    plan = planner(work, changed, limits) if planner is not None and decides else None
-    if plan is None:
-        best = best_setting(point.strategy, work, changed, limits, point.options)
-    else:
+    plan = None
+    if point.strategy == "ebbtide" and not point.options:
+        plan = planner(work, changed, limits)
         best = simulated("ebbtide", work, changed, limits, {"plan": plan})
         best = replace(best, setting={"subgroups": plan.subgroup_count})
+    else:
+        best = best_setting(point.strategy, work, changed, limits, point.options)
     result = best.result
     tokens = work.tokens_per_iteration
     return {

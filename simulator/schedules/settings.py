@@ -29,12 +29,6 @@ def _strides(subgroups: int) -> Iterator[Setting]:
     yield from ({"stride": k} for k in STRIDES if k <= max(2, subgroups))
 
 
-def _shares(_: int) -> Iterator[Setting]:
-    for residents in range(STEPS + 1):
-        for staged in range(STEPS + 1 - residents):
-            yield {"resident_share": residents / STEPS, "device_share": staged / STEPS}
-
-
 def _locations(_: int) -> Iterator[Setting]:
     for optimizer, pipelined in (("cpu", False), ("nvme", False), ("nvme", True)):
         for parameters in ("device", "cpu"):
@@ -50,6 +44,5 @@ def _locations(_: int) -> Iterator[Setting]:
 SETTINGS: Mapping[str, Callable[[int], Iterator[Setting]]] = {
     "twin_flow": _ratios,
     "deep_optimizer_states": _strides,
-    "ebbtide": _shares,
     "zero_infinity": _locations,
 }

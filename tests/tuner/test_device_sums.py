@@ -3,7 +3,7 @@ the iteration gets faster.
 """
 
 import ebbtide.tuner
-from ebbtide.simulator import build_schedule, build_strategy, simulate, what_if
+from ebbtide.simulator import build_schedule, simulate
 
 from tests.machines import node
 from tests.tuner.test_search import workload
@@ -51,19 +51,3 @@ def test_none_stay_where_there_is_nothing_to_add_up_or_to_save():
     assert not any(planned(1).summed_on_device)
     assert not any("accumulate gradients" in reason for reason in planned(1).reasons)
     assert not any(planned(link=2e12, device_gib=3.1).summed_on_device)
-
-
-def test_evenly_spread_plans_have_sums_on_the_device_too():
-    """Check that plans made without a search keep as many gradient sums on the GPU as fit.
-
-    `what_if` makes such plans if it has no planner. They spread their placements evenly over the model.
-    """
-    hosted = {"device_share": 0.0, "resident_share": 0.0}
-    crossing = build_strategy("ebbtide", accumulating(), **hosted)
-    table = what_if(
-        accumulating(), machine(), [("ebbtide", hosted)], gpu_memory_bytes=[2.9 * GIB / 0.95, 4.0 * GIB / 0.95]
-    )
-    few_s, many_s = table.iteration_s
-    assert few_s == simulate(crossing, machine()).iteration_s
-    assert many_s < 0.9 * few_s
-    assert (table.iteration_s >= table.lower_bound_s * (1 - 1e-9)).all()

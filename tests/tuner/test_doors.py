@@ -9,7 +9,6 @@ from importlib import import_module
 import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
-from ebbtide.simulator import what_if
 from ebbtide.simulator.estimates.job import Job, workload_from_model
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
@@ -19,7 +18,7 @@ from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf
 from ebbtide.tuner.service.scenario import MODELS
 
-from ebbtide import estimate
+from ebbtide import estimate, what_if
 
 ASKED = ("Llama 3.2 3B", "rtx4090", 1024, 10**9)
 

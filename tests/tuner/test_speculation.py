@@ -6,7 +6,7 @@ from functools import cache
 
 import ebbtide.tuner
 import pytest
-from ebbtide.simulator import build_schedule, simulate, what_if
+from ebbtide.simulator import build_schedule, simulate
 from ebbtide.simulator.analysis.expected import expected
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
@@ -14,6 +14,7 @@ from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.pausing import ALLOWANCE
 from ebbtide.tuner.answer.rows import compare
 
+from ebbtide import what_if
 from tests.machines import node
 from tests.tuner.test_search import workload
 

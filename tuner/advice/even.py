@@ -12,7 +12,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import LITTLE, above_bound
 from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
-from ebbtide.tuner.placements.locations import brought
+from ebbtide.tuner.placements.locations import begun, brought
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.placements.speculation import about_early_updates
@@ -47,6 +47,17 @@ def quick_or_none(workload: Workload, machine: Machine, limits: Limits, **freedo
         return even_plan(workload, machine, limits, **freedom)
     except ImpossibleError:
         return None
+
+
+def quick_or_roomiest(workload: Workload, machine: Machine, limits: Limits, **freedom: Any) -> Plan:
+    """Return the training plan that a short plan search finds. If no plan fits into memory, return a plan that lacks
+    little memory.
+    """
+    found = quick_or_none(workload, machine, limits, **freedom)
+    if found is not None:
+        return found
+    search = begun(workload, machine, limits)
+    return min(search.scores, key=lambda c: limits.missing_bytes(search.scores[c])).plan(workload)
 
 
 def best_of(found: Decision) -> Plan:

@@ -33,7 +33,7 @@ from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.advice.even import even_plan, quick_or_none
+from ebbtide.tuner.advice.even import even_plan, quick_or_roomiest
 from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, WayOut, another_gpu, config_values
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
@@ -318,7 +318,7 @@ def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
     strategies = request.strategies or usual_strategies(workload)
     points = list(grid(machine, strategies, request.gpu_memory_bytes, changes))
-    rows, planner = [], partial(quick_or_none, **_freedom(request))
+    rows, planner = [], partial(quick_or_roomiest, **_freedom(request))
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")
         try:
