@@ -5,7 +5,7 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any, get_args, get_type_hints
 
-from ebbtide.simulator.plan import Placement, Plan, Way
+from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.rules import RuleError, suggestion
 from ebbtide.simulator.schedule import Schedule
 from ebbtide.simulator.schedules.ebbtide import build_schedule
@@ -234,82 +234,15 @@ def no_offload(workload: Workload, iterations: int = 3) -> Schedule:
     return loop.schedule(iterations)
 
 
-def ebbtide(
-    workload: Workload,
-    iterations: int = 3,
-    plan: Plan | None = None,
-    overlap_forward: bool | None = None,
-    device_share: float | None = None,
-    resident_share: float | None = None,
-    staging_slots: int | None = None,
-    prefetch: int | None = None,
-    threads: int | None = None,
-) -> Schedule:
-    """Return the schedule of training with ebbtide's runtime under a plan. Options override the plan's values.
+def ebbtide(workload: Workload, iterations: int = 3, plan: Plan | None = None) -> Schedule:
+    """Return the schedule of training with ebbtide's runtime under a plan.
 
-    Without a plan and without shares, the CPU updates all subgroups. Below ZeRO-3 a step waits for its updates.
-
-    Args:
-        device_share, resident_share: Fractions of the subgroups with placement ``device`` (state in host memory,
-            updated on the GPU) and ``resident`` (state in GPU memory). They are evenly spread.
+    Without a plan, the CPU updates all subgroups. Below ZeRO-3 a step waits for its updates.
     """
-    if plan is None or device_share is not None or resident_share is not None:
-        plan = shared_plan(workload, device_share or 0.0, resident_share or 0.0, plan)
-    changes: dict[str, Any] = {
-        "overlap_forward": overlap_forward,
-        "staging_slots": staging_slots,
-        "prefetch": prefetch,
-        "threads": threads,
-    }
-    changes = {key: value for key, value in changes.items() if value is not None}
-    if changes:
-        plan = Plan.model_validate({**plan.model_dump(), **changes})
+    if plan is None:
+        ways = Way.each(["host"] * len(workload.subgroups))
+        plan = Plan(subgroup_size=max(workload.subgroups), ways=ways, overlap_forward=workload.zero_stage == 3)
     return build_schedule(workload, plan, iterations)
-
-
-def shared_plan(workload: Workload, device_share: float, resident_share: float = 0.0, base: Plan | None = None) -> Plan:
-    """Return a plan that updates given fractions of the subgroups on the GPU.
-
-    Subgroups with state in GPU memory come first in the order of the layers, so that the next forward can start
-    immediately. Subgroups with state that is copied to the GPU are evenly spread over the rest.
-
-    Args:
-        device_share: Fraction of all subgroups. Their state is in host memory, and is copied to the GPU for the
-            update.
-        resident_share: Fraction of all subgroups. Their state is in GPU memory.
-        base: Plan that gives all other settings. None: the default settings.
-
-    Raises:
-        ValueError: A fraction is not in [0, 1], or the sum of both fractions exceeds 1.
-    """
-    if not (0 <= device_share <= 1 and 0 <= resident_share <= 1):
-        raise RuleError(
-            f"device_share and resident_share must lie in [0, 1], but got {device_share} and {resident_share}",
-            key="options.device_share",
-        )
-    if device_share + resident_share > 1 + 1e-9:
-        raise RuleError(
-            f"device_share + resident_share must be at most 1, but got {device_share} + {resident_share}",
-            key="options.device_share",
-        )
-    count = len(workload.subgroups)
-    residents = round(resident_share * count)
-    staged = min(round(device_share * count), count - residents)
-    placements: list[Placement] = ["resident"] * residents
-    placements += spread(staged, count - residents)
-    if base is not None:
-        return base.placed(placements)
-    return Plan(
-        subgroup_size=max(workload.subgroups), ways=Way.each(placements), overlap_forward=workload.zero_stage == 3
-    )
-
-
-def spread(staged: int, count: int) -> list[Placement]:
-    """Return a list of ``count`` placements: ``device`` (updated on the GPU) or ``host`` (updated by the CPU).
-
-    The placement ``device`` occurs ``staged`` times in the list, evenly spread.
-    """
-    return ["device" if (i + 1) * staged // count > i * staged // count else "host" for i in range(count)]
 
 
 _OPTIONS_OF: Mapping[Callable[..., Schedule], type] = {zero_offload: FlatOptions, zero_infinity: InfinityOptions}

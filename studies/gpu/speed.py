@@ -5,9 +5,10 @@ feature.
 import json
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-from ebbtide.simulator import Plan, Way, Workload, build_schedule, simulate
+from ebbtide.simulator import Placement, Plan, Way, Workload, build_schedule, simulate
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.roles import SETTING, role_of
@@ -188,15 +189,15 @@ def fidelity(suite: Suite) -> Figures:
 
 
 def _varied(suite: Suite, workload: Workload) -> dict[str, Plan]:
-    from ebbtide.simulator.schedules.strategies import shared_plan
-
     base = suite.plan().model_copy(update={"staging_slots": 3, "prefetch": 0})
-    plans = {}
+    plans, count = {}, len(workload.subgroups)
     for share in (0.0, 0.5) if suite.emulated else (0.0, 0.2, 0.35, 0.5):
+        staged = [i * round(share * count) // count for i in range(count + 1)]  # before each subgroup, evenly spread
+        placements: list[Placement] = ["device" if more > n else "host" for n, more in pairwise(staged)]
         for overlap in (True, False):
             start = base.model_copy(update={"overlap_forward": overlap})
             name = f"device{share:g}_{'overlap' if overlap else 'wait'}"
-            plans[name] = shared_plan(workload, share, 0.0, start)
+            plans[name] = start.placed(placements)
     return plans
 
 

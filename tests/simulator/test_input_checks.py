@@ -58,6 +58,7 @@ def test_tensor_parallelism_may_be_a_multiple_of_the_key_value_heads():
         ("zero_infinity", {"pipelined": "no"}, "pipelined must be True or False, but got 'no'"),
         ("superoffload", {"clip": "yes"}, "clip must be True or False, but got 'yes'"),
         ("ebbtide", {"plan": "auto"}, "plan must be a Plan .* but got 'auto'"),
+        ("ebbtide", {"threads": 1}, "'ebbtide' takes the options iterations, plan, but got 'threads'"),
         ("ebbtide", {"plan": {}}, "plan must be a Plan .* but got {}"),
     ],
 )
@@ -68,7 +69,7 @@ def test_options_of_a_strategy(name, options, says):
 
 def test_none_leaves_an_option_that_has_it_at_its_default():
     assert build_strategy("superoffload", workload(), clip=None)
-    assert build_strategy("ebbtide", workload(), plan=None, threads=None)
+    assert build_strategy("ebbtide", workload(), plan=None)
 
 
 @pytest.mark.parametrize("name", ["zero3_offload", "ebbtide", "no_offload", "zero_infinity"])
