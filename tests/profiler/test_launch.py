@@ -75,9 +75,7 @@ def written(tmp_path, *, required=False, crash=-1):
 
 @pytest.mark.slow
 def test_two_ranks_under_deepspeeds_launcher(tune, tmp_path):
-    """Check the workload profile of a script on two ranks. The script gets the argument --local_rank of the deepspeed
-    launcher, and only one workload file is written. (The rank that crashes below runs under torchrun.)
-    """
+    """Check the workload profile of a script on two ranks, which gets --local_rank from the deepspeed launcher."""
     words = ("--launcher", "deepspeed", "--ranks", "2", "--iterations", "1", "--json", "--", "--lr", "1")
     done = tune("profile", "--train-script", written(tmp_path, required=True), *words)
     assert done.returncode == 0, done.stderr[-3000:]

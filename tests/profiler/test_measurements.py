@@ -160,9 +160,7 @@ def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tm
 
 
 def test_a_drive_is_measured_as_the_store_uses_it(tmp_path):
-    """Check that the profiler measures a drive as ebbtide's store of optimizer state uses it: with as many
-    blocks being read or written at once, and with reads of the whole file.
-    """
+    """Check that a drive is measured as ebbtide's store uses it: with as many blocks at once, and whole files."""
     size = 6 * storage.BLOCK_BYTES
     found = storage.measure_drive(tmp_path / "new", size, 0.05)
     assert not list((tmp_path / "new").iterdir())

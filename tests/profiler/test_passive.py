@@ -246,10 +246,7 @@ def test_the_time_before_the_updates_counts_within_the_step_alone(engine, monkey
 
 
 def test_backward_under_a_plan_is_the_shorter_of_two_measurements():
-    """Check backward's time without DeepSpeed's gradient copies, of steps with and without hooks.
-
-    With hooks the GPU is waited for, and without them backward may wait for copies. Each lengthens the time.
-    """
+    """Check backward's time of steps with hooks, which wait for the GPU, and without, which wait for copies."""
     watched = [Trace(phases={"backward": 0.47}, gradient_path_s=0.23)]
     launched = [Trace(plain=True, phases={"backward": 0.27}, computed_s=0.26, gradient_path_s=0.07)]
     copied = [Trace(plain=True, phases={"backward": 0.90}, computed_s=0.80, gradient_path_s=0.01)]

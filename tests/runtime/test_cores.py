@@ -65,9 +65,7 @@ OTHER = "0000:af:00.0"
     ("rank", "address", "expected"), [(0, GPU, [9]), (1, GPU, [11]), (2, GPU, [13]), (3, OTHER, list(range(1, 8)))]
 )
 def test_ranks_are_counted_where_their_gpus_are(node, monkeypatch, rank, address, expected):
-    """Check that ranks divide among them the cores of their own GPU's NUMA node. Three GPUs are on the second
-    node and one is on the first, and no core gets two ranks.
-    """
+    """Check that ranks divide the cores of their own GPU's node: one GPU is on the first, three on the second."""
     folder = node / "bus/pci/devices" / OTHER
     folder.mkdir()
     (folder / "numa_node").write_text("0\n")
@@ -77,9 +75,7 @@ def test_ranks_are_counted_where_their_gpus_are(node, monkeypatch, rank, address
 
 
 def test_a_gpu_of_no_node_may_use_all_cores(node):
-    """Check that host updates may run on all cores if the kernel reports NUMA node -1 for the GPU, as it does
-    on a real or virtual machine with one node.
-    """
+    """Check that updates may use all cores if the kernel reports NUMA node -1, as on a machine with one node."""
     (node / "bus/pci/devices" / GPU / "numa_node").write_text("-1\n")
     assert cores.update_cores(GPU, node) == list(range(1, 16))
 

@@ -110,9 +110,7 @@ def test_a_batch_script_of_slurm_is_no_rank_of_the_tasks_it_may_start(alone):
 
 
 def test_no_other_module_reads_the_ranks_from_the_environment():
-    """Check that only one module reads the variables in which launchers number the ranks. Another list of them would
-    lack some launchers.
-    """
+    """Check that only one module reads the ranks' variables: another list would lack some launchers."""
     files = [path for folder in ("runtime", "profiler", "tuner") for path in (TOP / folder).rglob("*.py")]
     found = [path.name for path in files if READS.search(path.read_text(encoding="utf-8"))]
     assert found == [Path(launcher.__file__).name]

@@ -84,9 +84,7 @@ def test_what_is_done_needs_no_wait():
 
 
 def test_the_cause_stands_in_the_errors_own_line(lane):
-    """Check that the error for an op that failed in a background thread contains the original error in its own
-    message. A user may see only this last line of a traceback.
-    """
+    """Check that a background op's error is in the message itself, since a user may see only the last line."""
     failed = Completion("state read s0")
     lane.submit(lambda: int("a flipped bit"), [], failed)
     with pytest.raises(BackgroundError, match=r"'state read s0' failed in the background: ValueError: .*flipped bit"):

@@ -58,9 +58,7 @@ def test_without_a_container_all_is_the_machines(host):
 
 
 def test_everything_that_asks_has_the_containers_memory(host):
-    """Check that all parts of ebbtide that ask for free host memory get the limit of the container. A process
-    that page-locks more than the limit is killed by the kernel without a message.
-    """
+    """Check that all parts of ebbtide take the container's memory limit, above which the kernel kills a process."""
     contain(host)
     plan = Plan(subgroup_size=10**9, subgroups=(10**9,) * 6, placement=Plan.runs(["host"] * 6), staging_slots=0)
     with pytest.raises(ConfigError, match=r"31\.00 GiB free"):  # less than the 78 GiB that the plan takes
@@ -89,9 +87,7 @@ MAY_ASK = {
 
 
 def test_nobody_else_asks_the_machine():
-    """Check that only a few listed modules of ebbtide ask the system for memory or cores directly, because the
-    system's answer ignores the limits of a container.
-    """
+    """Check that only a few modules ask the system, which ignores a container's limits, for memory or cores."""
     found = set()
     for package in ("simulator", "profiler", "tuner", "runtime"):
         for path in (ROOT / package).rglob("*.py"):

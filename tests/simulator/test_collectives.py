@@ -116,9 +116,7 @@ def test_tensor_parallelism_between_nodes_takes_the_network():
 
 
 def test_both_exchanges_cannot_have_the_network_at_once():
-    """Check that in the simulator ZeRO's parameter gathers wait for the tensor-parallel traffic that enters
-    the same node.
-    """
+    """Check that ZeRO's gathers wait for the tensor-parallel traffic that enters the same node."""
     one, two = (work(tensor_parallel=8, data_parallel=n, micro_batch=8) for n in (1, 2))
     assert one.layers[1].network_gather_bytes == 0
     exchanged = 2 * 2 * 7 / 8 * 8 * 2048 * 4096 * 2

@@ -119,11 +119,7 @@ def test_storage_limits_many_nodes_and_nodes_limit_few():
 
 
 def test_regular_failures_differ_from_exponential_ones():
-    """Check the simulated goodput if failures come regularly, every 1,000 s.
-
-    A checkpoint interval has 100 steps of 1 s, and training waits 2 s for its checkpoint. Between two failures
-    there is time for a restart of 50 s and for 9 intervals of 102 s. So 900 s of 1,000 s are useful.
-    """
+    """Check regular failures, every 1,000 s: restart 50 s + 9 intervals of 102 s, so 900 of 1,000 s are useful."""
     simulated = simulated_goodput(*asked(1.0, 2.0, 0.0, 100, 1.0, 50.0), intervals=9_000, gap_s=lambda: 1_000.0)
     assert simulated == pytest.approx(0.9, rel=2e-3)
 

@@ -73,9 +73,7 @@ def test_parameters_leave_the_device_but_for_two_layers():
 
 
 def test_activations_wait_in_host_memory():
-    """Check the simulated memory of activations that are offloaded to host memory. Of four layers with 7 bytes
-    each, three are copied to the host, and at most two are on the GPU at a time.
-    """
+    """Check offloaded activations: of four layers with 7 bytes, three go to the host, two at most are on the GPU."""
     link = {"d2h_bytes_per_s": 1e6, "h2d_bytes_per_s": 1e6}
     kept = run(on=machine(**link), optimizer="cpu", parameters="device")
     gone = run(on=machine(**link), optimizer="cpu", parameters="device", activations="cpu")

@@ -119,9 +119,7 @@ def test_the_last_subgroups_begin_in_backward_and_nothing_is_new_before_the_norm
 
 
 def test_updates_move_under_backward():
-    """Check that in a simulated iteration early updates overlap with backward. Updates take twice as long as
-    forward here, so without early updates the next forward has to wait.
-    """
+    """Check that updates, which take twice as long as forward, overlap with backward if they are early."""
     work = workload(forward_s=1.0, backward_s=3.0)
     on = machine(host_adam_params_per_s=5.0, h2d_bytes_per_s=1e4, d2h_bytes_per_s=1e4)
     waits, updated_early = (simulate(build_schedule(work, planned(n)), on).iteration_s for n in (0, 4))

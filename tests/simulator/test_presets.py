@@ -105,9 +105,7 @@ def test_published_updates_are_what_four_ranks_reach():
 
 
 def test_hosts_with_the_same_memory_update_alike():
-    """Check that CPU updates are equally fast (in parameters per second) in the presets `h100-node` and `h200`, and
-    that ranks share the DRAM bandwidth alike. Both machines have two sockets with eight channels of DDR5-4800 each.
-    """
+    """Check that `h100-node` and `h200`, both with two sockets of eight DDR5-4800 channels, update alike."""
     four, eight = preset("h100-node"), preset("h200")
     for name in ("dram_bytes_per_s", "stock_host_adam_params_per_s", "host_adam_params_per_s"):
         assert four.rate(name) == eight.rate(name)

@@ -230,9 +230,7 @@ def test_the_host_issues_a_layer_once_it_has_waited_for_its_parameters():
 
 @pytest.mark.parametrize("name", ["ebbtide", "zero3_offload", "no_offload", "superoffload"])
 def test_the_time_to_start_the_updates_lengthens_a_step(name):
-    """Check that the CPU's time in ``step()`` before the updates follows backward and delays every update, under a plan
-    and in DeepSpeed alone.
-    """
+    """Check that the CPU's time in ``step()`` follows backward and delays every update, with and without a plan."""
     options = {"plan": plan_of(["host"] * 2)} if name == "ebbtide" else {}
     on = machine(d2h_bytes_per_s=1e6)  # so that no update waits for its gradient
     without, found = (
@@ -432,9 +430,7 @@ def test_not_offloading_copies_one_gradient_after_the_other_to_float64_for_the_n
 
 
 def test_gathers_from_other_nodes_do_not_queue_behind_reductions():
-    """Check that a simulated parameter gather does not wait for gradient reductions on the network. A gather
-    takes 10 s and a reduction 30 s, and layer 0's gather runs during layer 1's backward.
-    """
+    """Check that layer 0's gather of 10 s runs during layer 1's backward, beside reductions of 30 s."""
     layers = tuple(
         Layer(params=10, forward_s=1.0, backward_s=20.0, network_gather_bytes=10, network_reduce_bytes=30)
         for _ in range(2)
@@ -531,12 +527,7 @@ def test_random_schedules_without_contention_are_what_simpy_says(seed, count):
 
 
 def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free():
-    """Check at which times the simulator reads optimizer state from a drive, if host memory has a buffer for one
-    subgroup only.
-
-    Each read starts as soon as the buffer is free, even a read for the next step. Backward ends at 6 s, and each read
-    or write of a subgroup takes 1 s.
-    """
+    """Check reads of 1 s with one host buffer: each starts when the buffer is free. Backward ends at 6 s."""
     rates = {"d2h_bytes_per_s": 1e9, "h2d_bytes_per_s": 1e9, "storage_write_bytes_per_s": 12.0}
     plan = plan_of(["stored"] * 2, slots=0, host_slots=1)
     found = simulate(build_schedule(workload((1, 1)), plan), machine(**rates))

@@ -169,9 +169,7 @@ def test_parameters_on_the_host_of_several_ranks_do_not_overlap_backward():
 
 
 def test_without_wires_between_them_ranks_lose_most():
-    """Check that in the simulator ranks without NVLink lose more time by stock DeepSpeed's blocking gathers
-    than ranks with NVLink.
-    """
+    """Check that stock DeepSpeed's blocking gathers cost ranks more time without NVLink."""
     lost = {}
     for name in ("a100-80gb", "rtx4090-x4"):
         machine = preset(name)

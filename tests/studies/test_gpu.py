@@ -144,9 +144,7 @@ def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, 
 
 
 def test_forked_studies_leave_the_driver_alone(monkeypatch):
-    """Check that the GPU suite's `warm_up` does not ask the CUDA driver for GPUs. If a process does so before
-    it forks, its children cannot use the GPUs.
-    """
+    """Check that `warm_up` does not ask the CUDA driver for GPUs, which forked children then could not use."""
     from studies.checkpoints.run import warm_up
 
     # So that the value that `warm_up` sets is restored after the test.
@@ -350,10 +348,7 @@ def test_a_contract_that_ends_early_has_its_rows_and_a_stock_that_fails_loses_no
 
 
 def test_the_suites_plan_keeps_the_engines_subgroups(suite, monkeypatch):
-    """Check that the plan of the GPU suite has the subgroup size with which all its runs train.
-
-    On an H200 the tuner chose another size, and the engine refused the plan.
-    """
+    """Check that the suite's plan has its runs' subgroup size: on an H200 the tuner chose another one."""
     asked = {}
     monkeypatch.setattr(Suite, "workload", lambda self: "workload")
     monkeypatch.setattr(Suite, "machine", lambda self: "machine")

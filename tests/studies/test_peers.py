@@ -100,9 +100,7 @@ def test_no_bit_is_judged_where_stock_differs_from_itself(suite, monkeypatch):
 
 
 def test_torchaos_engine_trains_a_model_as_plain_torch_does():
-    """Check that the study's adapter for torchao's offloading optimizer trains a model. torchao needs a GPU,
-    so torch's own AdamW takes its place here.
-    """
+    """Check the adapter for torchao's optimizer with torch's own AdamW, since torchao's needs a GPU."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     weight = model.weight.detach().clone()

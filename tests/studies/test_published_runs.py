@@ -349,11 +349,7 @@ def test_what_differs_between_campaigns_is_taken_from_nodes_of_other_makers():
 
 
 def test_the_spread_between_two_nodes_by_hand(tmp_path):
-    """Check the computed spread of MLPerf times between nodes of different makers against a value worked out
-    by hand.
-
-    The times of two nodes are 10% apart. A third node does not count, because it ran another batch size.
-    """
+    """Check the spread of two nodes whose times are 10% apart. A third node with another batch does not count."""
     names = "gpus,benchmark,global_batch,maker,system,runs,s_per_epoch"
     rows = ["8 SXM4,bert,448,A,a,5,1.0", "8 SXM4,bert,448,B,b,5,1.1", "8 SXM4,bert,512,C,c,5,9.0"]
     path = tmp_path / "nodes.csv"

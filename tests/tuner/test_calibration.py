@@ -69,11 +69,7 @@ def test_rates_that_made_the_times_are_found_again():
 @pytest.mark.parametrize("name", ["rtx4090", "a100-node", "h200"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_one_phase_that_is_far_off_is_corrected(name, count):
-    """Check that a step of 1.6 times the predicted time is corrected, although forward and backward are predicted
-    exactly.
-
-    In the preset of the RTX 4090, DeepSpeed's updates run at their physical limit: only slower ones are possible.
-    """
+    """Check that a step of 1.6 times its prediction is corrected. The RTX 4090's updates can only be slower."""
     machine = preset(name)
     result = calibrate(machine, [observed(machine, 1, factors={"step": 1.6}, ranks=1) for _ in range(count)])
     assert "host updates" in {change.knob for change in result.changes}
@@ -317,11 +313,7 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
 
 @pytest.mark.parametrize(("name", "ranks"), [("a100-node", 4), ("a100-node", 8), ("h100-node", 4)])
 def test_a_plan_has_the_interval_that_was_judged(name, ranks):
-    """Check how wide the prediction interval of a plan is.
-
-    With estimated layer times, it must be as wide as the interval that the study of published runs compares with
-    measured times. With measured layer times, it must be narrower.
-    """
+    """Check that a plan's interval is the judged one with estimated layer times, and narrower with measured ones."""
     machine = preset(name)
     # With DeepSpeed's own bucket, all gradients of this small model would leave the GPU at the end of backward.
     zero = {"stage": 3, "sub_group_size": 3e7, "reduce_bucket_size": 3e7}

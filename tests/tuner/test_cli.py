@@ -223,9 +223,7 @@ def test_a_bar_appears_while_one_part_of_the_work_takes_long(monkeypatch, capsys
 
 
 def test_help_and_profiles_of_scripts_load_no_compiler():
-    """Check that ``--help`` and the modules of `tune profile` load none of numba, scipy, pandas and torch, which take
-    longer to load than all else together.
-    """
+    """Check that ``--help`` and `tune profile` load none of the slow modules numba, scipy, pandas and torch."""
     code = (
         "import sys\nfrom click.testing import CliRunner\nfrom ebbtide.tuner.cli import main\n"
         "for command in ([], ['plan'], ['simulate'], ['search']):\n"

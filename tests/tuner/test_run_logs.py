@@ -66,9 +66,7 @@ def test_the_lines_of_older_deepspeed_are_read():
 
 
 def test_the_loop_is_what_the_times_of_day_show(tmp_path):
-    """Check that calibration takes the iteration time from the times of day in a run's log. The logged samples
-    per second leave out the time between steps, here one second.
-    """
+    """Check that the iteration time comes from the times of day: samples per second leave out the loop."""
     (seen,) = seen_in(tmp_path, REAL)
     phases = {k: v for k, v in seen.measured_s.items() if k != "iteration"}
     assert phases == pytest.approx({"forward": 0.04249, "backward": 0.08197, "step": 0.008825}, rel=1e-3)
@@ -282,11 +280,7 @@ def test_another_unit_is_refused_by_what_the_machine_predicts(tmp_path):
 
 
 def test_what_is_left_is_told_as_a_ratio(tmp_path):
-    """Check what calibration reports if no set of machine rates fits all measured runs.
-
-    The report names the ratio of measured to predicted time that remains after calibration, and the runs that
-    contradict each other.
-    """
+    """Check that the ratio of measured to predicted time and the contradicting runs are told if no rates fit."""
     ms = {phase: 1e3 * seconds for phase, seconds in predicted().items() if phase != "iteration"}
     rows = [[f * v for v in ms.values()] for f in (0.25, 4.0)]
     header = ",".join(f"{phase}_ms" for phase in ms)

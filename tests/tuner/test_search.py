@@ -236,9 +236,7 @@ def test_it_tells_how_far_it_is():
 
 
 def test_a_plan_is_found_and_explained_without_the_objects_of_its_schedule(monkeypatch):
-    """Check that neither the search nor the explanation of a plan builds a plan's schedule as Python objects, which
-    takes a hundred times as long as the compiled arrays.
-    """
+    """Check that a search and its explanation build no Python objects of a schedule, which would be slow."""
 
     def refuse(*_args, **_fields):
         raise AssertionError("a plan's schedule was built as Python objects")

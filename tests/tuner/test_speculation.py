@@ -71,10 +71,7 @@ def test_where_no_step_clips_the_plan_updates_early_and_is_faster():
 
 
 def test_early_updates_are_spread_where_the_next_forward_would_wait_for_what_lies_before_them():
-    """Check that the plan search spreads early updates over the layers if that is faster than updating the
-    last layers early. Host updates take as long as forward and backward here, so the next forward would
-    wait for the first layers.
-    """
+    """Check that early updates are spread over the layers where the next forward would wait for the first ones."""
     work = workload(8, size=5 * 10**7, forward_s=0.02, clip_rate=0.0)
     on = machine(room=3).with_rates(host_adam_params_per_s=5 * 10**7 / 0.06)
     found = ebbtide.tuner.plan(work, on, memory_margin=0)

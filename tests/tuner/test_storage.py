@@ -228,11 +228,7 @@ def test_a_plan_names_its_folders_in_one_way():
 
 
 def test_a_search_stores_no_other_subgroups_than_it_may():
-    """Check that a plan search puts only those subgroups on the drive that its argument ``storable`` names.
-
-    A search during training needs this limit, because the drive has space only for the subgroups that the current plan
-    stores.
-    """
+    """Check that a search stores only the subgroups ``storable``, for which the drive of a run has space."""
     work, have = twenty(6), machine(**FAST)
     limits = Limits.of(work, have, 5 * GIB, 2 * GIB, storage_bytes=TB)
     search = Search(work, have, limits, storable={0, 1, 2, 3})

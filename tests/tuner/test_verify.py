@@ -455,11 +455,7 @@ def other_data(number, state, wire, old, facts):
 )
 @pytest.mark.parametrize("stage", [2, None])
 def test_where_a_script_does_not_train_like_itself_nothing_is_said(tmp_path, monkeypatch, noise, at, code, says, stage):
-    """Check the verdict of `tune verify` if two runs of the same command, with the same settings, differ.
-
-    If they differ so much that a defect would not be seen, neither success nor a defect is reported. If they differ a
-    little, success is reported, and the difference is mentioned.
-    """
+    """Check `tune verify` on runs that differ from themselves: much gives no verdict, little only a remark."""
     made = []
 
     def start(command, side, steps, seed, *, deterministic):
@@ -561,9 +557,7 @@ STRICT, OWN = "True False False :4096:8 when used", "False False True None False
     [(True, [], True), (False, [], False), (True, ["--no-deterministic"], False), (False, ["--deterministic"], True)],
 )
 def test_on_a_gpu_all_sides_train_deterministically(tmp_path, monkeypatch, stock, gpu, words, strict):
-    """Check that `tune verify` requires torch's deterministic algorithms in all runs on a GPU by default.
-    Without them two runs of stock DeepSpeed differ, and a wrong bit would count as noise.
-    """
+    """Check that runs on a GPU are deterministic by default, so that a wrong bit does not count as noise."""
     asked = []
 
     def start(command, side, steps, seed, *, deterministic):

@@ -75,9 +75,7 @@ def test_every_crash_state_opens(tmp_path, memory, scenario):
 
 
 def test_a_checkpoint_that_was_made_durable_behind_its_name_survives_every_crash(tmp_path, memory):
-    """Check the setting ``checkpoint.mode: in_place``, with which a checkpoint gets its name first and is made durable
-    afterwards. From then on a crash loses nothing of it, nor the new folders that lead to it.
-    """
+    """Check that a crash after a checkpoint of mode ``in_place`` is durable loses neither it nor its new folders."""
     files = RecordingFiles(tmp_path / "world")
     files.root.mkdir()
     bench = Bench(files.root / "new/ck", writers=1)

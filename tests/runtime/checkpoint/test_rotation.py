@@ -99,11 +99,7 @@ def test_a_kill_during_rotation_leaves_the_older_checkpoint(tmp_path, at):
 
 
 def test_killed_at_the_same_step_again_and_again(tmp_path):
-    """Check that a run which is killed three times during the save of the same step still has its older
-    checkpoint.
-
-    A scheduler or a lack of memory may kill each attempt. What the first kill left must not block the next.
-    """
+    """Check that three kills during the save of the same step, as by a scheduler, keep the older checkpoint."""
     saved(tmp_path / "checkpoint-10", 10)
     for _ in range(3):
         assert killed(lambda: rotate_while_saving(tmp_path, "voted", die)) == -signal.SIGKILL

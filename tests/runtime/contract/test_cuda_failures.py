@@ -118,11 +118,7 @@ def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
 
 
 def test_the_state_after_a_failed_attach_is_stocks(fake):
-    """Check that training has stock DeepSpeed's results if attaching a plan fails in the middle of a training
-    run.
-
-    Masters and moments that were being moved to the GPU must be back in host memory.
-    """
+    """Check that a run whose attach fails in its middle has masters and moments back, and stock's results."""
     engine = engine_for("clipping")
     losses, norms = train(engine, 3)
     fake.runtime.refuses_after = 10

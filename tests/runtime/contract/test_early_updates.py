@@ -295,12 +295,7 @@ def nothing(engine, number):
 
 
 def test_a_checkpoint_in_flight(tmp_path, pattern, small_blocks):
-    """Check that early updates, which start before the gradient norm is known, do not change a checkpoint that
-    is still being written.
-
-    An early update writes to the memory that held the optimizer state one step earlier, and the checkpoint
-    may still be read from there.
-    """
+    """Check that an early update does not write to memory from which a checkpoint is still being written."""
 
     def save(engine, number):
         if number in (1, 3):

@@ -188,9 +188,7 @@ def ended_within(call):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("broken", ["place", "Executor"])
 def test_a_plan_that_cannot_be_restored_ends_training_clearly(layout, broken, monkeypatch, tmp_path):
-    """Check that each use of an engine raises the error of a failed switch if the plan before could not be restored
-    either. The error names both causes and what to do, nothing hangs, and no thread is left.
-    """
+    """Check that each use of an engine names both causes of a failed switch, and that nothing hangs."""
     before = {*threading.enumerate()}
     engine, own, other = begun(layout)
     micro_batch(engine, 0)
@@ -276,9 +274,7 @@ def test_a_switch_that_runs_out_of_device_memory_gives_back_what_it_took():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="uses a fake CUDA")
 def test_a_refused_page_lock_leaves_no_other_lock_behind(fake):
-    """Check that a switch that cannot page-lock host memory unlocks all that it has locked, wherever it fails, and that
-    the same switch succeeds once CUDA grants the locks.
-    """
+    """Check that a switch that cannot lock a page unlocks all that it has locked, and succeeds later."""
     engine = start(clipping=0.5, accumulation=ACCUMULATION)
     first, other = plan_for(engine, ["resident", "device"]), plan_for(engine, ["host"], **EARLY)
     ebbtide.runtime.attach(engine, first, device=CudaDevice())
@@ -349,9 +345,7 @@ def planted_once():
 
 
 def test_half_way_what_is_on_a_drive_already_is_checked_when_it_is_read():
-    """Check that a switch which fails half-way has its subgroups on a drive read with their hashes compared, though the
-    plan that goes on has them in memory.
-    """
+    """Check that a switch that fails half-way has its subgroups on a drive read with their hashes compared."""
     engine = start()
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(list(DEVICES)[-1]))
     session = engine.optimizer._ebbtide

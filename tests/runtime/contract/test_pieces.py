@@ -276,11 +276,7 @@ def test_stored_state_and_own_steps_are_not_for_pieces():
     ("granted", "locations"), [(1, None), (5, None), (8, None), (10, None), (13, ["host", "device"])]
 )
 def test_a_refused_page_lock_leaves_stock(fake, granted, locations):
-    """Check that an engine trains as DeepSpeed alone does after `attach` has failed, because CUDA refused to
-    page-lock host memory.
-
-    The plan cuts DeepSpeed's subgroups into shards. CUDA allows ``granted`` page locks and refuses the next one.
-    """
+    """Check that an engine trains as DeepSpeed alone if CUDA grants only ``granted`` page locks to `attach`."""
     engine = coarse()
     fake.runtime.refuses_after = granted
     plan = plan_for(engine, ["resident", "device"], pieces=True, locations=locations)
@@ -306,12 +302,7 @@ def test_auto_cuts_what_is_large(options, monkeypatch):
 
 
 def test_auto_switches_to_early_updates_of_pieces(monkeypatch):
-    """Check that training with ``plan="auto"`` changes to a plan with early updates, which start before the
-    gradient norm is known.
-
-    The plan search is replaced by one whose plan updates all subgroups early, so that the result does not depend on
-    measured rates.
-    """
+    """Check that ``plan="auto"`` changes to a plan with early updates. The search is replaced by such a plan."""
     monkeypatch.setattr(subgroup_size, "LEAST_PIECE", SUBGROUP)
     monkeypatch.setattr(auto, "better_plan", lambda _, __, now, *___: QuickPlan(now.with_bits(early=True), 1.0, 2.0))
     stock, engine = outcome(coarse(), 8), coarse()

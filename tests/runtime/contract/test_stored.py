@@ -93,12 +93,7 @@ def test_training_goes_on_as_plans_take_state_off_storage_and_leave_it_there():
 
 @pytest.mark.parametrize("begin", [["host"], ["host", "device"], ["stored", "host"]])
 def test_training_goes_on_as_plans_take_state_to_storage(begin, tmp_path):
-    """Check that training has stock DeepSpeed's results although the plan changes several times during training, and
-    moves optimizer state to a drive and back.
-
-    A checkpoint is saved after each step. A new engine under the first plan resumes from the last checkpoint, and must
-    have stock DeepSpeed's results too.
-    """
+    """Check that changes of the plan that move state to a drive and back, and a resume, keep stock's results."""
     later = {1: ["host", "stored"], 2: ["host"], 3: ["stored", "stored", "host"], 4: ["stored"]}
 
     def between(engine, number):
@@ -383,11 +378,7 @@ def test_who_reads_a_checkpoints_files_is_told_where_the_state_lies(tmp_path):
 
 
 def test_checkpoints_are_exported_for_stock_whose_own_are_read(tmp_path):
-    """Check that stock DeepSpeed and ebbtide resume from an exported copy of a checkpoint whose optimizer
-    state is on a drive.
-
-    The checkpoint is saved while updates of the stored state still run.
-    """
+    """Check that stock DeepSpeed and ebbtide resume from an exported checkpoint that had state on a drive."""
     ours = attached(start(), ["stored", "host"], LAST)
     train(ours, 3)
     ours.save_checkpoint(str(tmp_path / "ours"))

@@ -145,12 +145,7 @@ def test_ptx_is_all_ieee_and_asks_for_no_more(kernels):
 
 
 def test_ptx_that_computes_otherwise_shows(kernels, capsys):
-    """Check that the comparison with the host kernel detects a wrong instruction in the PTX of an update
-    kernel.
-
-    Each mutant replaces one instruction by an inexact version, which rounds twice, cuts bits off or divides
-    by a reciprocal.
-    """
+    """Check that one inexact instruction in a kernel's PTX gives other bits than the host kernel."""
     forms = [Form(*key, *WIRES[0], gpu) for key, gpu in itertools.product(RULE_OF, NEWER)]
     mutants = {form: mutable(ptx_to_cpp.opcodes(kernels[form]["ptx"])) for form in forms}
     loaded = library(

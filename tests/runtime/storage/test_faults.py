@@ -212,9 +212,7 @@ def test_a_drive_that_hangs_is_an_error_in_time(stores):
 
 
 def test_versions_beside_a_failing_commit_stay(stores):
-    """Check that a failed commit in a store of optimizer state leaves the state of the new and of the previous
-    step on the drive: its rename may have reached the disk although the call reported an error.
-    """
+    """Check that a failed commit keeps both steps' state: its rename may have reached the disk nevertheless."""
     store = stores.open(files=(files := FaultyFiles()))
     step(store, 1)
     begun(store)

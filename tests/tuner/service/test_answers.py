@@ -60,10 +60,7 @@ def test_a_plan_is_judged_by_the_limits_that_it_was_made_with(margin, of_plan):
 @pytest.mark.parametrize("elsewhere", [{"link_bytes_per_s": 3e9}, {"machine": "h200"}, {"accumulation": 4}, {}])
 @pytest.mark.parametrize("told", [True, False])
 def test_a_plan_from_elsewhere_is_predicted_for_the_request(elsewhere, told):
-    """Check that the figures of an answer about a plan that the client sent do not depend on the plan's own prediction.
-
-    That prediction is for another machine or training job, or it is missing.
-    """
+    """Check that an answer about a sent plan ignores the plan's own prediction, for another job or missing."""
     asked = {"machine": "rtx4090", "model": "Llama 3.2 1B", "sequence": 1024, "peers": False}
     made = answers.answer(Answer(**asked, timelines=False), lambda *_: None)["plan"]
     sent = Plan.model_validate(made if told else {**made, "prediction": None})

@@ -302,9 +302,7 @@ def test_a_lost_connection_is_told_until_it_is_back(page, server):
 
 
 def test_a_job_can_be_cancelled_while_it_reports(page, server):
-    """Check that the cancel button of a job on the web page works while progress reports redraw the job's
-    card. The click takes 110 ms, during which reports arrive.
-    """
+    """Check that a job can be cancelled although its card is redrawn during the click, which takes 110 ms."""
     opened(page, server, "/?model=Llama+2+13B&machine=h100-node&gpus=4&micro_batch=4")
     page.click("#search-configurations")
     card = page.locator("#jobs .card", has_text="13B").first  # a job of another test may still be running
