@@ -1,5 +1,6 @@
 """Tests of ``import ebbtide``: its public names, and how a notebook shows the objects that its functions return."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -242,6 +243,23 @@ def test_other_subgroups_keep_the_job_and_the_offload_of_a_workload():
     profiled = work.configured(config)
     for made in (profiled, profiled.recut(size), profiled.in_pieces(size)):
         assert (made.offload, made.job) == (config, None)
+
+
+def test_a_text_for_python_names_a_flag_only_beside_the_argument():
+    """Check that texts of ``simulator``, which Python callers get too, name flags of `tune` in parentheses only.
+
+    The argument, which the field of a request has the name of, stands before the parentheses. Commands are left out.
+    """
+    found = []
+    for path in (ROOT / "simulator").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
+            values = node.values if isinstance(node, ast.JoinedStr) else [] if id(node) in parts else [node]
+            text = "".join(str(value.value) for value in values if isinstance(value, ast.Constant))
+            if re.search(r"(?<![\w-])--(?!local-dir)[a-z]", re.sub(r"\([^()]*\)|tune .*", "", text, flags=re.DOTALL)):
+                found.append(text)
+    assert found == []
 
 
 def test_no_file_imports_a_folder_as_a_package_of_its_own():

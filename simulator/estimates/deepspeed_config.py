@@ -229,8 +229,8 @@ class _Resolver:
             stage = 3 if given is None else given
         elif given is not None and given != stage:
             raise ModelError(
-                f"zero_optimization.stage is {stage} in the DeepSpeed config, but the option --zero-stage is {given}. "
-                "Remove one of the two values",
+                f"zero_optimization.stage is {stage} in the DeepSpeed config, but zero_stage (--zero-stage) is "
+                f"{given}. Remove one of the two values",
                 key="ds_config.zero_optimization.stage",
             )
         if isinstance(stage, bool) or stage not in (1, 2, 3):

@@ -146,7 +146,7 @@ class Job(Training):
                 f"tensor_parallel must divide the machine's {machine.gpus_per_node} GPUs per node if "
                 "machine.network_bytes_per_s is not known, but got "
                 f"{self.tensor_parallel} on machine {machine.name!r}: add network_bytes_per_s to "
-                "the machine file, or lower --tensor-parallel"
+                "the machine file, or lower tensor_parallel (--tensor-parallel)"
             )
         made = rank.workload()
         if machine.network_bytes_per_s is None and any(layer.network_reduce_bytes for layer in made.layers):

@@ -45,7 +45,7 @@ Switch = Annotated[bool, _must("be True or False", lambda v: isinstance(v, bool)
 Share = Annotated[
     float,
     _must(
-        "lie in (0, 1] (--keep-activations means 0)",
+        "lie in (0, 1] (without recomputation: recompute=False, --keep-activations)",
         lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= 1,
     ),
 ]
@@ -170,9 +170,8 @@ class Training(BaseModel):
         if pipeline > 1 and self.zero_stage > 1:
             raise ModelError(
                 "pipeline_parallel must be 1 under ZeRO-2 and ZeRO-3, because DeepSpeed's pipeline engine does not "
-                f"support these stages, but got {pipeline} under ZeRO-{self.zero_stage}. Use ZeRO-1 (--zero-stage 1), "
-                "or use data or tensor parallelism instead of pipeline parallelism (--data-parallel, "
-                "--tensor-parallel)",
+                f"support these stages, but got {pipeline} under ZeRO-{self.zero_stage}. Use zero_stage 1 "
+                "(--zero-stage), or use data_parallel or tensor_parallel instead (--data-parallel, --tensor-parallel)",
                 "pipeline_parallel",
             )
 

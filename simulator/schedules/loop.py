@@ -250,7 +250,7 @@ def check_passes(workload: Workload, iterations: int) -> None:
         most = max(1, MOST_PASSES // (2 * iterations * len(w.layers)))
         raise RuleError(
             f"gradient_accumulation_steps must be at most {most:,} to simulate {iterations} iterations of "
-            f"{len(w.layers):,} layers, but got {w.gradient_accumulation_steps:,}. Lower --accumulation: "
+            f"{len(w.layers):,} layers, but got {w.gradient_accumulation_steps:,}. Lower it (--accumulation): "
             "further micro-batches only repeat earlier ones",
             key="accumulation",
         )

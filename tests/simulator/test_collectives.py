@@ -137,6 +137,6 @@ def test_tensor_parallelism_beyond_a_node_needs_a_network_that_is_known():
     with pytest.raises(
         ModelError,
         match=r"tensor_parallel must divide .* but got 2 on machine 'rtx4090': add network_bytes_per"
-        r"_s to the machine file, or lower --tensor-parallel",
+        r"_s to the machine file, or lower tensor_parallel",
     ):
         work(preset("rtx4090"), tensor_parallel=2)

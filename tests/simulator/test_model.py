@@ -452,7 +452,7 @@ BAD = [
     (
         LLAMA,
         {"ds_config": {"zero_optimization": {"stage": 2}}, "zero_stage": 1},
-        "stage is 2 in the DeepSpeed config, but the option --zero-stage is 1",
+        "stage is 2 in the DeepSpeed config, but zero_stage \\(--zero-stage\\) is 1",
     ),
     (
         LLAMA,

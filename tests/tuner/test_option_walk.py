@@ -427,7 +427,7 @@ ALONE = [
     ("plan --machine h200 --model m.json -o m.json", "--output must be another file than --model"),
     ("simulate --machine h200 --model m.json --trace t --plot t", "--plot must be another file th"),
     ("PLAN --pipeline-parallel 2", "pipeline_parallel must"),
-    ("PLAN --recompute-share 0%", "recompute_share must lie in .0, 1. .--keep-activations"),
+    ("PLAN --recompute-share 0%", "recompute_share must lie in .0, 1. .*--keep-activations"),
     ("PLAN --keep-activations --recompute-share 50%", "only one of --keep-activations and --recompute-share"),
     ("PLAN --no-flash-attention --flash-version 2", "only one of --no-flash-attention and --flash-version"),
     ("simulate --machine h200 --workload w.json --recompute-share 0%", "--recompute-share can be given only with"),

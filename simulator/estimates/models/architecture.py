@@ -76,8 +76,7 @@ def _known(name: str) -> str:
     except RuleError as error:
         hub = f" {name} config.json --local-dir ." if "/" in name else " with its name and config.json"
         raise ModelError(
-            f"{error} For any other model, give the config.json: `hf download{hub}`, then --model config.json.",
-            key="model",
+            f"{error} For any other model, give the config.json (--model): `hf download{hub}`.", key="model"
         ) from None
 
 
