@@ -8,11 +8,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_ops_are_compiled_before_the_tests(tmp_path):
-    """Check that scripts/compat.sh compiles DeepSpeed's ops before it starts pytest.
-
-    In an earlier version the first test compiled the ops. On a loaded machine this took longer than the time limit of
-    a test, and every test failed. The Python of the version's environment is a program that records its arguments.
-    """
+    """Check that scripts/compat.sh compiles DeepSpeed's ops before pytest, whose time limits they may exceed."""
     venv = tmp_path / "1.2.3"
     (venv / "bin").mkdir(parents=True)
     (venv / "ready").touch()

@@ -111,9 +111,7 @@ def test_every_entry_point_leaves_the_generators_alone(only_rank, tmp_path, monk
 
 @pytest.mark.slow
 def test_two_ranks_draw_alike(deepspeed_ops, tmp_path):
-    """Check that two ranks with dropout and ``plan="auto"`` have stock DeepSpeed's losses, although only the
-    first rank of a node measures the machine.
-    """
+    """Check that two ranks with dropout have stock's losses, although only the first measures the machine."""
     done = launch("tests.runtime.generators", tmp_path, 3)
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == [
         f"rank {rank}: [True, True]" for rank in (0, 1)

@@ -279,9 +279,7 @@ def test_a_plan_larger_than_free_memory_is_refused_with_numbers(monkeypatch):
 
 
 def test_the_state_of_a_script_s_own_optimizer_is_what_memory_must_hold():
-    """Check that memory for Lion's one moment is enough if the script makes the optimizer, and DeepSpeed's config names
-    none. Adam has two moments.
-    """
+    """Check that memory for one moment is enough for a script's own Lion. Adam, the default, has two."""
     plan = Plan(subgroup_size=10**9, subgroups=(10**9,), placement=Plan.runs(["host"]))
     client = type("DeepSpeedCPULion", (), {})()
     needed = needed_bytes(plan, 2, optimizer=OPTIMIZERS["lion"])

@@ -211,9 +211,7 @@ def test_parameters_that_are_still_coming_in_show_as_waits(only_rank):
 
 
 def test_moments_are_of_the_stream_on_which_a_pass_begins():
-    """Check that all times of a recorded backward pass are taken on the CUDA stream on which the pass began. Hooks
-    of backward also run while DeepSpeed's reduction stream is the current one.
-    """
+    """Check that all times of a backward are of its first stream, also while the reduction stream is current."""
 
     class Streams(Device):
         current = "compute"
@@ -341,9 +339,7 @@ def test_a_forward_that_fails_is_recorded_anew():
 
 
 def test_one_backward_of_two_forwards_is_recorded_as_a_whole(only_rank):
-    """Check that one backward of the losses of two forwards is recorded as one pass, although DeepSpeed calls its
-    hook for the start of backward once for each forward.
-    """
+    """Check that one backward of two forwards is one pass, although DeepSpeed calls its start hook twice."""
     engine = start()
     ebbtide.runtime.attach(engine, _plan(engine))
     recorder = engine.optimizer._ebbtide.recorder

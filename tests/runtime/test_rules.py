@@ -149,9 +149,7 @@ def test_device_kernels_have_the_host_kernels_bits_in_tritons_interpreter():
 
 @pytest.mark.parametrize("wire", [torch.bfloat16, torch.float32])
 def test_all_that_a_step_may_run_is_compiled_at_attach(monkeypatch, wire):
-    """Check that attaching a plan compiles every version of the GPU update kernel that a step may need, so that no step
-    waits for a compilation. These include versions for fp32 gradients and for tensors at unaligned addresses.
-    """
+    """Check that attaching compiles all versions of the kernel: also for fp32 gradients and odd addresses."""
     pytest.importorskip("triton")
     from ebbtide.runtime.kernels import device
 

@@ -152,9 +152,7 @@ def test_the_bucket_is_the_configs(ranks, stage, zero, own, planned):
 
 
 def test_a_workload_file_without_a_bucket_keeps_its_meaning():
-    """Check that a workload file without the fields of DeepSpeed's reduce bucket is read as a workload without a
-    bucket: each layer's gradients are reduced after this layer's backward.
-    """
+    """Check that a workload file without bucket fields reduces each layer's gradients after its backward."""
     work = workload((10,) * 4)
     fields = work.model_dump(mode="json")
     del fields["reduce_bucket_params"], fields["planned_bucket_params"]

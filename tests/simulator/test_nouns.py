@@ -138,9 +138,7 @@ def test_plans_that_cannot_be(fields, message):
 
 
 def test_a_page_goes_through_a_link_and_into_a_pipe(tmp_path):
-    """Check that saving a machine, workload or plan writes through a symbolic link and into a pipe, and does
-    not replace the link or pipe by a file. With ``-o /dev/stdout`` the output is such a pipe.
-    """
+    """Check that saving goes through a link, or into a pipe such as ``/dev/stdout``, and replaces neither."""
     made, path, link, pipe = machine(), *(tmp_path / name for name in ("real", "link", "pipe"))
     path.write_text("old")
     link.symlink_to(path)

@@ -126,9 +126,7 @@ def test_a_servers_update_by_one_rank_leaves_half_of_the_channels_and_a_desktops
 
 
 def test_one_thread_on_two_sockets_is_slower_than_on_one():
-    """Check that in the machine presets, DeepSpeed's CPU update on one thread is slower on a host with two sockets than
-    on a host with one. With two sockets, a thread may use the memory of the other socket.
-    """
+    """Check that one thread is slower on two sockets, where it may use the other socket's memory."""
     one, two = preset("rtx4090-x4"), preset("rtx4090-x8")
     assert one.rate("stock_host_adam_params_per_s") < two.rate("stock_host_adam_params_per_s")
     threads = [m.stock_host_adam_thread_params_per_s.median for m in (one, two)]
@@ -194,9 +192,7 @@ def test_cards_on_one_host_divide_its_lanes_and_its_memory(card):
 
 
 def test_products_run_at_a_share_of_the_sheet_that_is_the_devices_own(named):
-    """Check that in the presets each kind of GPU has its own ratio of matrix-product rate to data-sheet flops.
-    One ratio for all GPUs was 24% off on the A100.
-    """
+    """Check that each GPU has its own ratio of product rate to data sheet. One ratio was 24% off on the A100."""
     machine, sheet = named
     assert machine.rate("device_flops_per_s") == pytest.approx(sheet.compute.products * sheet.flops)
     assert machine.rate("attention_flops_per_s") == pytest.approx(sheet.compute.attention * sheet.flops)

@@ -251,10 +251,7 @@ def test_a_way_that_no_version_has_is_refused():
 
 
 def test_round_robin_deals_whole_parameters_out_to_the_ranks():
-    """Check estimated workloads with DeepSpeed's key `round_robin_gradients`. With the key, the first rank updates
-    parameters of more than half of the layers. Without it, this rank updates parameters of less than half of the
-    layers.
-    """
+    """Check `round_robin_gradients`: the first rank updates more than half of the layers with it only."""
 
     def layers(**zero):
         made = workload_from_model(LLAMA, preset("h200"), {"zero_optimization": {"stage": 2, **zero}}, data_parallel=4)

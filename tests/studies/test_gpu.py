@@ -100,9 +100,7 @@ def test_every_way_to_wait_for_the_device_is_counted(monkeypatch):
 
 
 def test_bits_are_compared_where_every_sum_has_one_order():
-    """Check that the GPU suite uses strictly deterministic algorithms for runs that are compared bit for bit.
-    If PyTorch only warns, flash and memory-efficient attention may sum in any order.
-    """
+    """Check that compared runs are strictly deterministic: if torch only warns, attention sums in any order."""
     before = torch.are_deterministic_algorithms_enabled()
     same_sums()
     try:

@@ -129,10 +129,7 @@ def test_two_ranks_commit_together(tmp_path):
 
 
 def test_no_rank_has_saved_before_latest_is_written(tmp_path):
-    """Check that no rank's save of a checkpoint ends before rank 0 has written the file ``latest``.
-
-    DeepSpeed's own save ends in a barrier, so code after a save may read the folder on any rank.
-    """
+    """Check that no save ends before rank 0 has written ``latest``: DeepSpeed's own save ends in a barrier."""
     gate = Gate("latest_written")
     folder, jobs = two_ranks(tmp_path, gate, begin_only={0, 1})
     for job in jobs:
@@ -189,12 +186,7 @@ class HeldWrites(Files):
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_was_ready_gives_way_with_one_that_was_not(tmp_path, late):
-    """Check that a cancelled save of a checkpoint ends as cancelled on both ranks, also if one rank had
-    already voted to commit.
-
-    With the policy ``busy: replace``, the rank that had voted used to report the other rank's cancellation
-    as a failure, which ended the training.
-    """
+    """Check that a cancelled save ends as cancelled on both ranks, also if one had already voted to commit."""
     held = HeldWrites()
     files = (None, held) if late else (held, None)
     folder, jobs = two_ranks(tmp_path, *files, begin_only={0, 1})
@@ -371,11 +363,7 @@ def test_a_full_tmpfs(small_tmpfs):
 
 
 def test_a_rank_that_comes_before_latest_is_written_loads_what_the_others_load(tmp_path):
-    """Check that a rank that looks for the newest checkpoint before the file ``latest`` is written loads the
-    same checkpoint as the other ranks.
-
-    Rank 0 writes ``latest`` after the commit, so a load waits for rank 0 before it reads the file.
-    """
+    """Check that a rank that loads before ``latest`` is written waits, and loads what the other ranks load."""
     bench = Bench(tmp_path / "ck")
     bench.save(some_state(1), "a")
     latest = bench.folder / "latest"

@@ -435,11 +435,7 @@ def test_a_save_over_a_link_to_a_folder_replaces_only_the_link(engines, tmp_path
 
 
 def test_latest_is_the_law(engines, tmp_path):
-    """Check that a load without a tag takes the checkpoint that the file ``latest`` names, even if a newer one
-    exists.
-
-    DeepSpeed goes by this file alone, and loads nothing if the file is missing.
-    """
+    """Check that a load without a tag takes the checkpoint that ``latest`` names, even if a newer one exists."""
     engine, batches, lazy = engines(CheckpointPlan(interval_steps=1, dir=str(tmp_path)))
     train(engine, batches, 0, 2)
     engine.save_checkpoint(str(tmp_path), tag="aside", save_latest=False)

@@ -373,11 +373,7 @@ def as_trainer(root, step, *, complete):
 
 
 def test_a_folder_that_its_trainer_did_not_complete_is_out_of_the_way(tmp_path):
-    """Check that a checkpoint folder without the file that the Trainer writes last is hidden from the
-    Trainer's next run.
-
-    The Trainer resumes from the highest step, and cannot resume without this file.
-    """
+    """Check that a folder without the Trainer's last file is hidden from the next run, which cannot resume it."""
     saved(tmp_path / "checkpoint-10", 10)
     status = killed(lambda: as_trainer(tmp_path, 20, complete=False))
     assert status == -signal.SIGKILL

@@ -54,9 +54,7 @@ def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monk
 
 
 def test_a_failed_update_does_not_unlock_what_the_gpu_still_copies(fake):
-    """Check that the end of an engine waits for the GPU's copies, before it unlocks their memory, also if it raises the
-    error of an update that has failed before them.
-    """
+    """Check that an engine's end waits for the GPU's copies before it unlocks memory, also after an error."""
 
     def fail(op):
         if op.kind is OpKind.UPDATE_HOST_EARLY:
@@ -104,11 +102,7 @@ def test_a_device_that_is_dropped_unlocks_its_pages(fake):
 
 
 def test_a_refused_lock_shows_in_no_later_kernel(fake, monkeypatch):
-    """Check that a page lock that CUDA refuses for a checkpoint buffer leaves no CUDA error that a later
-    kernel launch would raise.
-
-    Copies from a buffer that is not locked are only slower.
-    """
+    """Check that a refused page lock of a checkpoint buffer leaves no CUDA error for a later kernel launch."""
     monkeypatch.setattr(memory.torch.cuda, "is_available", lambda: True)
     fake.runtime.refuses_after = 0
     slots = memory.Slots(1, 4096)

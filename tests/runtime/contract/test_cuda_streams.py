@@ -369,10 +369,7 @@ def test_a_forgotten_wait_shows(fake, monkeypatch, race):
 
 @pytest.mark.parametrize("stage", [3, 2])
 def test_page_locks_are_of_what_is_needed(fake, stage):
-    """Check that the runtime page-locks at most 1% more host memory than its buffers need.
-
-    PyTorch's own allocator of page-locked memory rounds sizes up to powers of two.
-    """
+    """Check that at most 1% more is page-locked than needed: torch's allocator rounds up to powers of two."""
     model = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)
     engine = start(ByteGPT(model), stage=stage, subgroup_size=150_000)
     attached(engine, ["host"], subgroup=150_000)

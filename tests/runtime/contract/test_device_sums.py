@@ -109,11 +109,7 @@ def test_what_crosses_is_what_the_schedule_says(stage, extra, sums):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_precisions(precision, monkeypatch):
-    """Check that training with gradients accumulated on the GPU has stock DeepSpeed's results, with fp32 gradient sums
-    and in fp16.
-
-    The first fp16 steps overflow, and the copies of gradients in progress at that time must be discarded.
-    """
+    """Check fp32 gradient sums, and fp16, whose first steps overflow and discard the copies in progress."""
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
 

@@ -281,11 +281,7 @@ def test_what_changes_while_state_waits_in_a_slot_for_the_norm(change):
 
 @pytest.mark.parametrize("change", CHANGES[2:5])
 def test_what_changes_while_state_is_away_from_deepspeeds_tensors(change, pattern):
-    """Check that a script may change optimizer state between two steps while the state is outside DeepSpeed's
-    tensors.
-
-    Early updates (before the gradient norm is known) leave the state in spare buffers in every second step.
-    """
+    """Check that a script may change state between two steps while early updates have left it elsewhere."""
     engine, _ = updating_early(whole(), pattern)
     assert_same(changed_behind_steps(engine, change), stock_changed_behind_steps(change))
 
@@ -385,11 +381,7 @@ def test_another_plan_while_state_is_away(pattern):
 
 @under("host", "mixed")
 def test_what_is_left_behind_is_whole(pattern):
-    """Check that DeepSpeed's tensors hold the complete optimizer state after an engine with a plan is
-    destroyed.
-
-    Updates that start before the gradient norm is known may have left the state in spare buffers.
-    """
+    """Check that DeepSpeed's tensors hold the whole state after the end, also if it was in spare buffers."""
     for count in (1, 2):
         engine, stock = updating_early(whole(), pattern)[0], whole()
         for one in (engine, stock):

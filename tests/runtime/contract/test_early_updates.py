@@ -247,12 +247,7 @@ def test_what_changes_between_backward_and_step(change, name):
 
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_what_has_come_in_already_comes_again_when_it_is_changed(change):
-    """Check that optimizer state that was already copied to the GPU for an update is copied again if a script
-    changes the state in host memory between backward and step.
-
-    No update starts before the gradient norm is known, so the copied state waits for the norm in a staging
-    buffer.
-    """
+    """Check that state is copied to the GPU again if a script changes it after its copy and before the step."""
     engine = attached(start(clipping=0.0), ["device"], DEVICE, prefetch=2)
     assert_same(steps(engine, change), stock_steps(change))
 

@@ -316,10 +316,7 @@ def test_states_that_could_not_be_offloaded_are_not_set_aside(stage, monkeypatch
 
 
 def test_the_plan_before_overlaps_forward_as_the_new_plan_says(monkeypatch):
-    """Check that updates overlap the next forward as the new plan says, if the switch to it fails.
-
-    On other ranks it may have succeeded. Ranks that overlap differently wait for each other for ever.
-    """
+    """Check that a failed switch leaves the new plan's overlap, since other ranks may have switched."""
     engine = start()
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(DEVICE))
     own, before = engine.optimizer._ebbtide, engine.optimizer._ebbtide.plan

@@ -137,11 +137,7 @@ def test_parameters_leave_no_flat_buffer_behind():
 
 
 def test_gradients_under_way_are_bounded(monkeypatch):
-    """Check that the gradients that are being copied from the GPU to the host never take more than a fixed
-    number of bytes of GPU memory.
-
-    The copies are slower than backward here. Without the limit, most gradients would wait on the GPU.
-    """
+    """Check that gradients on their way to the host, which are slower than backward here, stay below a limit."""
     most = 30_000  # bytes. Larger parameters are sent alone
     monkeypatch.setattr(gradient_ops, "GRADIENTS_UNDER_WAY_BYTES", most)
     expected = outcome(start(accumulation=2), 4)

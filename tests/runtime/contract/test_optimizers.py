@@ -91,10 +91,7 @@ def test_save_and_resume_in_another_placement(name, stage, monkeypatch, tmp_path
 
 
 def test_stock_goes_on_from_a_checkpoint_of_a_plan(monkeypatch, tmp_path):
-    """Check that stock DeepSpeed resumes with Lion from a checkpoint that was saved under a plan.
-
-    The file also holds Lion's second moment, which stock DeepSpeed keeps and never uses.
-    """
+    """Check that stock resumes with Lion from a plan's checkpoint, which holds stock's unused second moment."""
     use_build(monkeypatch, HERE)
     expected = stock("lion", 3, 5)
     saving = attached(engine_for("lion", 3), MIX[:3], DEVICE, None)

@@ -67,10 +67,7 @@ def test_stock_locks_what_is_counted_here(locked, stage, tmp_path):
     [(2, "cpu", True), (3, "cpu", True), (3, "nvme", True), (2, "cpu", False), (3, "cpu", False)],
 )
 def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin, tmp_path, monkeypatch):
-    """Check that DeepSpeed page-locks no host memory for an engine with a plan file, or with the plan "auto".
-
-    With "auto", DeepSpeed used to lock 6 bytes per parameter that were never released.
-    """
+    """Check that DeepSpeed page-locks nothing under a plan. With "auto" it once locked 6 bytes per parameter."""
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
     plan = "auto"
     if not automatic:
@@ -83,10 +80,7 @@ def test_a_plan_has_deepspeed_lock_nothing(locked, stage, device, automatic, pin
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_auto_compiles_the_devices_kernels_at_attach(stage, tmp_path, monkeypatch):
-    """Check that attaching the plan "auto" to an engine compiles the GPU's update kernels at once.
-
-    Otherwise training would wait for the compiler in the fifth step, when it changes to the computed plan.
-    """
+    """Check that attaching "auto" compiles the GPU's kernels. Otherwise the fifth step would wait for them."""
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: node())
     prepared = []
     monkeypatch.setattr(EmulatedDevice, "prepare", lambda _, *forms: prepared.append(forms))

@@ -130,11 +130,7 @@ def test_the_gradient_that_stock_shows_under_round_robin_is_shown():
 
 
 def test_the_device_is_asked_once_whether_a_shared_gradient_overflowed():
-    """Check that the runtime reads from the GPU only once per step whether any shared gradient has overflowed. A
-    gradient is shared if another rank owns a part of it.
-
-    With one read per shared gradient, backward would wait for the GPU at each of these gradients.
-    """
+    """Check that overflows of shared gradients are read from the GPU once per step, so that backward goes on."""
     engine = attached(start(stage=2), MIX, DEVICE, None)
     optimizer = engine.optimizer
     for value in (1.0, float("inf"), 2.0):

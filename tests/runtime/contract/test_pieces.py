@@ -241,12 +241,7 @@ def test_another_plan_of_the_same_pieces():
 
 @pytest.mark.parametrize("pattern", [MIX, ["resident"]])
 def test_their_footprint_is_what_is_allocated(pattern):
-    """Check that the predicted host memory equals the allocated memory, to the byte, if a plan cuts DeepSpeed's
-    subgroups into parts.
-
-    DeepSpeed's fp32 tensors in host memory stay allocated even if the state of all parts is on the GPU, so the
-    prediction must include them.
-    """
+    """Check the predicted memory to the byte: DeepSpeed's fp32 tensors stay, even if all state is on the GPU."""
     ours = cut(coarse(), pattern, seed=None)
     own = ours.optimizer._ebbtide
     sizes = own.engine.sizes()

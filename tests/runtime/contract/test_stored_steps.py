@@ -151,11 +151,7 @@ def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_ov
 
 @pytest.mark.parametrize(("keep", "said"), [(0, 1), (1, 0), (2, 0)])
 def test_what_cannot_be_kept_is_said_at_the_start(tmp_path, caplog, keep, said):
-    """Check that the setting ``checkpoint.keep`` = 0 gives a warning at the start if optimizer state is on drives.
-
-    The setting keeps all checkpoints, but the drives hold the optimizer state of only one checkpoint. Older
-    checkpoints can then no longer be loaded.
-    """
+    """Check the warning for ``checkpoint.keep`` = 0: all checkpoints stay, but drives hold one's state only."""
     with caplog.at_level("WARNING", "ebbtide"):
         engine = stored(tmp_path, keep=keep)
     assert (

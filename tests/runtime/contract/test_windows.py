@@ -270,10 +270,7 @@ def test_experts_that_some_micro_batches_skip(routes, grad_dtype, stage, device,
 
 @pytest.mark.parametrize(("stage", "device"), WHERE)
 def test_no_backward_allocates_host_memory(stage, device, monkeypatch):
-    """Check that no backward pass under a plan allocates host memory.
-
-    An allocation touches and page-locks memory on autograd's thread, while training waits for it.
-    """
+    """Check that no backward allocates host memory, which would be page-locked while training waits."""
     engine = attached(start(stage=stage, accumulation=3), MIX if stage == 3 else ["host", "device"], device)
     session = engine.optimizer._ebbtide
     allocated, inside, allocate = [], [False], type(session.device).host_empty

@@ -104,11 +104,7 @@ def test_same_bits_of_a_compiled_model(front_door, dynamo):
 
 @pytest.mark.slow
 def test_lora_and_the_best_model_at_the_end(front_door, tmp_path):
-    """Check LoRA training under a plan, with a Trainer that loads the best model at the end of training.
-
-    The checkpoints must not contain the frozen parameters. The Trainer must find the best model, although its
-    checkpoint is the last one and is still being written.
-    """
+    """Check LoRA: no frozen parameters are saved, and the best model is found while it is still being written."""
     options = {
         "wrap": trainers.with_lora,
         "max_steps": 4,

@@ -137,9 +137,7 @@ def test_a_plan_that_cuts_a_partition_is_refused():
 
 
 def test_a_step_has_the_settings_of_its_launch():
-    """Check that an update by an optimizer's own step uses the learning rate of the moment when the training
-    step was launched, although the script's schedule changes the rate before the update runs.
-    """
+    """Check that an own step uses the learning rate of its launch, though the schedule changes it before."""
     ours, stock = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
     optimizer = torch.optim.SGD([ours], lr=torch.tensor(0.5), momentum=0.9)
     expected = torch.optim.SGD([stock], lr=0.5, momentum=0.9)

@@ -232,9 +232,7 @@ def test_a_job_is_watched_to_its_end_and_its_result_opens_in_what_if(page, serve
 
 
 def test_a_jobs_result_opens_with_all_that_the_job_was_asked(page, server):
-    """Check that a row of a search opens in "What if" with the search's figures, also if the job was asked what no
-    control of the page shows. The address then names these fields, so that a reload shows the figures again.
-    """
+    """Check that a search's row opens with its own figures, also of fields that no control of the page shows."""
     unshown = {"flash_attention": False, "clip_rate": 0.5, "recompute_share": 0.5}
     asked = {"model": "Llama 3.2 1B", "machine": "h100-node", "sequence": 512, "gpus": 1, "kernels": "eager", **unshown}
     search = {**asked, "free": ["micro_batch"], "offload": False}
