@@ -167,7 +167,7 @@ class _Ask:
         away = [p for p in away if p not in self._copies and private.is_plain(p)]
         self._copies |= self._partitions.bring(away, self._executor)
 
-    @torch.no_grad()
+    @private.tensors_for_training()
     def launch(self, params: list[Any]) -> None:
         private.mark_partitioned(params)
         with private.on_stream(self._stream):
@@ -182,6 +182,7 @@ class _Ask:
         self.handles |= dict.fromkeys(params, handle)
         self.waiting = [p for p in self.waiting if p not in self.handles]
 
+    @private.tensors_for_training()
     def wait(self, param: Any, **options: Any) -> None:
         handle = self.handles[param]
         self._executor.device.will_wait(self._copied.pop(id(handle), ()))

@@ -233,7 +233,10 @@ def gate_gathers(parameters: Iterable[Any], gate: Callable[[Iterable[Any]], None
 def _gated_gather(
     parameter: Any, gather: Callable[..., Any], gate: Callable[[Iterable[Any]], None]
 ) -> Callable[..., Any]:
+    @private.tensors_for_training()
     def all_gather(param_list: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if param_list is None and private.stands_in(parameter):
+            private.forget_read(parameter)
         gate([parameter] if param_list is None else param_list)
         return gather(param_list, *args, **kwargs)
 
@@ -243,6 +246,7 @@ def _gated_gather(
 def _gated_coalesced(
     gather: Callable[..., Any], gate: Callable[[Iterable[Any]], None], fetch: Fetch
 ) -> Callable[..., Any]:
+    @private.tensors_for_training()
     def all_gather_coalesced(params: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
         params = list(params)
         handle = fetch(params, lambda some: gather(some, *args, **kwargs))

@@ -221,6 +221,33 @@ def is_partitioned(param: Any) -> bool:
     return bool(param.ds_status == _status().NOT_AVAILABLE)
 
 
+def stands_in(param: Any) -> bool:
+    """Return whether a partitioned parameter has its full shape, because stock DeepSpeed would have it gathered."""
+    return is_partitioned(param) and bool(param.data.numel() == param.ds_numel)
+
+
+def forget_read(param: Any) -> None:
+    """Remove a parameter from DeepSpeed's list of the running module's reads from other modules.
+
+    DeepSpeed adds a parameter to this list if it is not gathered when it is read. If DeepSpeed has already recorded the
+    order of modules, backward then fails with a "tracing error".
+    """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+
+    if FWD_MODULE_STACK:
+        vars(FWD_MODULE_STACK[-1]).get("_external_params", {}).pop(id(param), None)
+
+
+@contextmanager
+def tensors_for_training() -> Iterator[None]:
+    """Make tensors that backward can use, also inside ``torch.inference_mode()``.
+
+    An evaluation may gather small parameters, which stay gathered for the next training step.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def parameter_location(optimizer: Any) -> ParameterLocation:
     """Return the memory (host or device) that holds DeepSpeed's parameter partitions between their uses."""
     return "host" if getattr(optimizer, "offload_param", False) else "device"

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT
+from tests.runtime.contract.small_model import SmallModel
 from tests.runtime.contract.training import DEVICES, all_state, assert_same, attached, outcome, same, start, train
 
 pytestmark = pytest.mark.usefixtures("only_rank")
@@ -422,6 +423,59 @@ def test_parameters_read_outside_of_their_module_after_a_load(overlap, tmp_path)
     resumed.load_checkpoint(str(tmp_path))
     ours = outcome(resumed, 2, first=3)
     assert_same(ours, (expected[0], expected[1][3:], expected[2][3:]))
+
+
+class ReadsOneOfThree(SmallModel):
+    """A model that reads one of three small parameters of a list in each forward, as with one prompt per task."""
+
+    def __init__(self):
+        super().__init__()
+        self.tasks, self.forwards = torch.nn.ParameterList(torch.ones(3, 256).unbind()), 0
+
+    def forward(self, inputs, targets):
+        self.forwards += 1
+        logits = self.head(self.second(self.first(self.bytes_in(inputs)))) + self.tasks[self.forwards % 3]
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_small_parameters_that_only_some_steps_read(overlap):
+    """Check that a small parameter may be read for the first time after DeepSpeed has recorded the order of modules.
+
+    DeepSpeed keeps small parameters gathered after a step, and takes the read of a parameter that is not gathered for a
+    change of the recorded order.
+    """
+
+    def new():
+        return start(model=ReadsOneOfThree())
+
+    expected = outcome(new(), 6)
+    ours = attached(new(), MIX, DEVICE, overlap_forward=overlap)
+    assert_same(outcome(ours, 6), expected)
+
+
+def test_an_evaluation_in_inference_mode():
+    """Check that training continues after an evaluation in ``torch.inference_mode()``, as Lightning evaluates.
+
+    The evaluation gathers the small parameters, and autograd refuses tensors that were made in inference mode.
+    """
+
+    def evaluated(engine):
+        seen = []
+
+        @torch.inference_mode()
+        def evaluate(engine, number):
+            seen.append(engine(*Batches(2, SIZES["tiny"].sequence).at(number, engine.device)).clone())
+
+        return outcome(engine, each=evaluate), seen
+
+    def new():
+        return start(offload_param={"device": "cpu"})
+
+    expected, losses = evaluated(new())
+    ours, seen = evaluated(attached(new(), MIX, DEVICE))
+    assert_same(ours, expected)
+    assert all(map(torch.equal, seen, losses))
 
 
 @pytest.mark.parametrize("case", ["clipping", "accumulation", "parameter_groups"])
