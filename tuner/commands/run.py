@@ -13,8 +13,8 @@ from ebbtide.tuner.files import BadInputError
 from ebbtide.tuner.inputs import program_of
 
 NO_ENGINE = (
-    'ebbtide: no DeepSpeed engine on this node had the key "ebbtide" in its config. If anything trained, it was '
-    "DeepSpeed alone.\n"
+    'ebbtide: no engine started on this node from a DeepSpeed config with the key "ebbtide". If anything trained, it '
+    "was DeepSpeed alone.\n"
 )
 # Variable with a file that `ebbtide.runtime.frontdoor.initialize` creates when it builds an engine with the key
 # "ebbtide".
