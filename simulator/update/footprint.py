@@ -8,10 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.schedule import KINDS, Kind
-from ebbtide.simulator.update.holding import Amounts, ByKind, Footprint, Holding, kept_steps, totals
-from ebbtide.simulator.update.steps import Placement
+from ebbtide.simulator.update.holding import ByKind, Footprint, Holding, kept_steps, totals
 from ebbtide.simulator.update.tiers import Memory
-from ebbtide.simulator.update.way import ParameterLocation, Way, plain_ways
+from ebbtide.simulator.update.way import Way, plain_ways
 from ebbtide.simulator.workload import BaseKind, Workload
 
 # Default number of layers with parameters on the GPU at the same time: the present one and the next one.
@@ -45,8 +44,10 @@ def held_under(plan: Plan, held: Holding, sizes: Sequence[int]) -> ByKind:
     Args:
         held: Bytes per element and per buffer of each placement.
     """
-    amounts, updated_early = tallies(sizes, plan)
-    return held.by_kind(amounts, plan.staging_slots, plan.host_slots, updated_early, summed_elements(sizes, plan))
+    subgroups = list(zip(sizes, plan.ways, strict=True))
+    waiting, early = (tally(one for one in subgroups if one[1].early is flag) for flag in (False, True))
+    summed = sum(size for size, way in subgroups if way.sum_on_device)
+    return held.by_kind(waiting, plan.staging_slots, plan.host_slots, early, summed)
 
 
 def with_base(workload: Workload, held: Mapping[Kind, int], gone_bytes: int = 0) -> dict[Kind, int]:
@@ -143,22 +144,6 @@ def fetches_of_a_step(workload: Workload) -> list[float]:
     ]
 
 
-def tallies(sizes: Sequence[int], plan: Plan) -> tuple[Amounts, Amounts]:
-    """Count a plan's subgroups and their elements for each combination of placement and parameter location.
-
-    Returns:
-        A pair of results. The first is for the subgroups with updates that wait for the gradient norm, the second for
-        those with early updates. Each result is a tuple of three lists with one number per combination (see `tally`):
-        the number of subgroups, their total elements, and the elements of the largest one.
-    """
-    every = [(size, way.placement, way.parameters, way.early) for size, way in zip(sizes, plan.ways, strict=True)]
-    first, second = (
-        tally(*map(list, zip(*some, strict=True))) if some else tally((), ())
-        for some in ([e[:3] for e in every if e[3] is early] for early in (False, True))
-    )
-    return first, second
-
-
 def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
     """Return the number of staging buffers that fit into ``left_bytes`` of GPU memory: from 1 to ``wanted``.
 
@@ -169,31 +154,19 @@ def slots_within(left_bytes: float, wanted: int, each_bytes: int) -> int:
     return max(1, int(left_bytes // each_bytes))
 
 
-def summed_elements(sizes: Sequence[int], plan: Plan) -> int:
-    """Return the total number of elements of the subgroups that accumulate gradients on the GPU under a plan.
-
-    The gradients are accumulated over the micro-batches of a step.
-    """
-    return sum(n for n, way in zip(sizes, plan.ways, strict=True) if way.sum_on_device)
-
-
-def tally(
-    sizes: Iterable[int], placements: Sequence[Placement], locations: Sequence[ParameterLocation] = ()
-) -> tuple[list[int], list[int], list[int]]:
+def tally(subgroups: Iterable[tuple[int, Way]]) -> tuple[list[int], list[int], list[int]]:
     """Count subgroups, and their elements, for each combination of placement and parameter location.
 
     Args:
-        sizes, placements: Number of elements, and placement, of each subgroup.
-        locations: Memory that holds each subgroup's parameters. Empty: GPU memory for all.
+        subgroups: For each subgroup, its number of elements and its `Way` (placement, parameter location and flags).
+            The flags do not matter.
 
     Returns:
         Three lists: the numbers of subgroups with each combination, their total elements, and the elements of the
         largest one. A list has one number for each combination, in the order of `plain_ways`.
     """
     held: dict[Way, list[int]] = {way: [] for way in plain_ways()}
-    everywhere: tuple[ParameterLocation, ...] = ("device",)
-    locations = locations or everywhere * len(placements)
-    for size, placement, location in zip(sizes, placements, locations, strict=True):
-        held[Way(placement, location)].append(size)
+    for size, way in subgroups:
+        held[way.plain].append(size)
     by = held.values()
     return [len(n) for n in by], [sum(n) for n in by], [max(n, default=0) for n in by]

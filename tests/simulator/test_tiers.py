@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from ebbtide.simulator import OpKind, Plan, build_schedule, simulate
 from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.engines import summary
 from ebbtide.simulator.update.footprint import footprint, tally
 from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.optimizer import ADAM
@@ -80,8 +81,8 @@ def test_the_sweeps_peaks_and_times_are_those_of_the_schedule_for_every_placemen
     held = footprint(work, plan)
     timeline = simulate(schedule, on)
     activations = max(m.device_bytes for m in timeline.memory) - schedule.device_base_bytes
-    assert row[0] == pytest.approx(timeline.iteration_s, **EXACT)
-    assert (row[6], row[7]) == (held["device"] + activations, held["host"])
+    assert row[summary.ITERATION_S] == pytest.approx(timeline.iteration_s, **EXACT)
+    assert (row[summary.DEVICE_PEAK], row[summary.HOST_PEAK]) == (held["device"] + activations, held["host"])
 
 
 def test_stored_state_is_in_no_other_memory_and_its_parameters_cross_like_hosted_ones(further):
@@ -98,7 +99,7 @@ def test_what_is_held_is_counted_by_placement():
     # In the order of `ways`, those with parameters on the host last.
     assert held.per_param["host"] == (14, 12, 0, 2, 16, 14, 2, 4)
     assert held.per_param["storage"] == (0, 0, 0, 24) * 2  # a step writes to other extents than the previous step
-    counts, elements, largest = tally((3, 4, 5), ("host", "resident", "host"))
+    counts, elements, largest = tally(zip((3, 4, 5), Way.each(("host", "resident", "host")), strict=True))
     assert (counts[:3], elements[:3], largest[:3]) == ([2, 0, 1], [8, 0, 4], [5, 0, 4])
 
 

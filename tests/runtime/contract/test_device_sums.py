@@ -17,6 +17,7 @@ from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.update.footprint import footprint, tally
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES, Holding
 from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 
 from studies.bench.byte_gpt import SIZES, Batches
@@ -272,7 +273,7 @@ def test_what_sums_take_is_told_to_the_byte(stage, sums):
     own = engine.optimizer._ebbtide
     sizes = engine.optimizer.sizes()
     held = Holding.of(ADAM, 2, 2, stage=stage, micro_batches=2)
-    plan, amounts = own.plan, tally(sizes, own.plan.placements)
+    plan, amounts = own.plan, tally(zip(sizes, Way.each(own.plan.placements), strict=True))
     stay = sum(sizes[s] for s in chosen(engine))
     before, told = (held.bytes(amounts, plan.staging_slots, plan.host_slots, summed=n) for n in (0, stay))
     # They are copied from their own memory, so the limit for gradients under way concerns the others only.

@@ -19,6 +19,7 @@ from ebbtide.simulator.update.footprint import footprint, moved_out, tally
 from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.update.recipes import RECIPES
+from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -75,7 +76,7 @@ def test_the_footprint_is_what_is_allocated(pattern, gradients, stage):
     assert kept == (4 if "fp32" in gradients else 2)
     held = Holding.of(ADAM, kept, 2, stage=stage, micro_batches=micro_batches)
     locations = own.plan.parameter_locations
-    amounts, plan = tally(sizes, own.plan.placements, locations), own.plan
+    amounts, plan = tally(zip(sizes, map(Way, own.plan.placements, locations), strict=True)), own.plan
     told = held.bytes(amounts, plan.staging_slots, plan.host_slots)
     assert told["host"] == engine.optimizer._ebbtide.host_bytes()
     on_host = [RECIPES[placement].gradient == "host" for placement in plan.placements]

@@ -23,6 +23,7 @@ from ebbtide.simulator import CheckpointPlan, OpKind
 from ebbtide.simulator.update.footprint import tally
 from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.update.way import Way
 
 from studies.bench.bits import differences
 from tests.runtime.contract.training import DEVICES, all_state, assert_same, attached, outcome, plan_for, start, train
@@ -133,7 +134,7 @@ def test_kept_steps_stay_and_a_resume_from_the_older_one_passes_the_newer_one_ov
     session = engine.optimizer._ebbtide
     (extents,) = (tmp_path / "state").glob("*.extents")
     sizes, padding = session.engine.sizes(), 4096 * 3 * 3 * session.plan.subgroup_count
-    held = Holding.of(ADAM, 2, 2, kept=2).bytes(tally(sizes, session.plan.placements), 0)
+    held = Holding.of(ADAM, 2, 2, kept=2).bytes(tally(zip(sizes, Way.each(session.plan.placements), strict=True)), 0)
     assert held["storage"] <= extents.stat().st_size <= held["storage"] + padding
     engine.load_checkpoint(tmp_path / "ck", tag="global_step3")
     train(engine, 1, first=3)
