@@ -1,4 +1,4 @@
-"""Compilation of Python functions by numba. Without numba the functions run as ordinary, slower Python."""
+"""Compilation of Python functions by numba."""
 
 from __future__ import annotations
 
@@ -11,20 +11,14 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from ebbtide.simulator.engines.cache import cache_dir
+from numba import config, njit
+from numba.core.options import DefaultOptions
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Names = dict[str, Any]  # the names that a module defines
 
-try:
-    from numba import config
-    from numba import njit as _njit
-    from numba.core.options import DefaultOptions
-
-    HAS_NUMBA = True
-    # numba's private option. If a later numba renames it, references are counted as usual, which is slower.
-    _UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_nrt") else {}
-except ImportError:  # pragma: no cover - numba is a dependency; this is the way without it
-    HAS_NUMBA, _UNCOUNTED = False, {}
+# numba's private option. If a later numba renames it, references are counted as usual, which is slower.
+_UNCOUNTED = {"_nrt": False, "forceinline": True} if hasattr(DefaultOptions, "_nrt") else {}
 
 
 def compiled(function: Function) -> Function:
@@ -45,9 +39,7 @@ def uncounted(function: Function) -> Function:
 
 
 def _compiled(function: Function, **options: Any) -> Function:
-    if not HAS_NUMBA:
-        return function
-    decorate = _njit(cache=True, nogil=True, error_model="numpy", **options)
+    decorate = njit(cache=True, nogil=True, error_model="numpy", **options)
     with _cached_below(_built_in(function)):
         return cast("Function", decorate(function))
 

@@ -3,12 +3,9 @@ functions that it uses have changed.
 """
 
 import importlib.util
-import subprocess
 import sys
 
-import pytest
 from ebbtide.simulator.engines import jit, kernel
-from ebbtide.simulator.engines.jit import HAS_NUMBA
 
 
 def loaded(path):
@@ -39,11 +36,9 @@ def test_constants_and_functions_of_other_files_are_compiled_anew(tmp_path, monk
         found.append(module.f(10))
         named.append(loaded(by_module).f(10))
     assert found == named == [23, 24, 54, 54]
-    if HAS_NUMBA:
-        assert sum(module.f.stats.cache_hits.values()) == 1, "the last version was not taken from the cache"
+    assert sum(module.f.stats.cache_hits.values()) == 1, "the last version was not taken from the cache"
 
 
-@pytest.mark.skipif(not HAS_NUMBA, reason="nothing is compiled")
 def test_how_functions_are_compiled_is_part_of_what_is_cached(tmp_path, monkeypatch):
     function = kernel.run.py_func
     before = jit._built_in(function)
@@ -51,12 +46,3 @@ def test_how_functions_are_compiled_is_part_of_what_is_cached(tmp_path, monkeypa
     other.write_text("# with other options\n")
     monkeypatch.setattr(jit, "__file__", str(other))
     assert jit._built_in(function) != before
-
-
-def test_without_numba_the_same_functions_run_as_python():
-    script = (
-        "import sys; sys.modules['numba'] = None\n"
-        "from ebbtide.simulator.engines import jit, kernel, recipe_arrays\n"
-        "assert not jit.HAS_NUMBA and not hasattr(kernel.run, 'py_func')\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
