@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from ebbtide.simulator.analysis.memory_kinds import peaks_by_kind
 from ebbtide.simulator.engines import kernel, summary
-from ebbtide.simulator.engines.compiled import SimResult, capacity_vector, machine_vector, result
+from ebbtide.simulator.engines.compiled import SimResult, capacity_vector, machine_vector, result, run
 from ebbtide.simulator.engines.kernel import Floats, Ints
 from ebbtide.simulator.engines.recipe_arrays import HOST_UPDATES, RATES, SLOTS, Program, RecipeArrays, totals
 from ebbtide.simulator.engines.schedule_arrays import build
@@ -205,7 +205,14 @@ class PlanSweep:
             scratch.after_first,
             scratch.after,
         )
-        row = self._run(scratch, count, self._rates_with(threads))
+        row = run(
+            scratch.ops[:count],
+            (scratch.after_first[: count + 1], scratch.after),
+            (self._rates_with(threads), self.capacity, self.machine_facts),
+            (scratch.start_s[:count], scratch.end_s[:count]),
+            self.iterations,
+            self.warm_up,
+        )
         # This memory is added to the peak of the activations.
         held = self.held_under(placement, staging_slots, host_slots)
         base = max(0, self.workload.device_base_bytes - moved_out_bytes)
@@ -332,23 +339,6 @@ class PlanSweep:
             slower = self._by_threads[threads] = self.rates.copy()
             slower[HOST_UPDATES] = [self.machine.op_rate(RATES[i], threads) for i in HOST_UPDATES]
         return self._by_threads[threads]
-
-    def _run(self, scratch: "_Scratch", count: int, rates: Floats) -> Floats:
-        ops, start_s, end_s = scratch.ops[:count], scratch.start_s[:count], scratch.end_s[:count]
-        row = np.zeros(summary.SUMMARY_COLUMNS)
-        peaks = kernel.run(
-            ops,
-            scratch.after_first[: count + 1],
-            scratch.after,
-            rates,
-            self.capacity,
-            self.machine_facts,
-            start_s,
-            end_s,
-        )
-        summary.summarise(ops, start_s, end_s, self.iterations, row, self.warm_up)
-        row[summary.DEVICE_PEAK], row[summary.HOST_PEAK] = peaks
-        return row
 
 
 def _arguments(plan: Plan) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """The compiled simulator: numba code that gives the same results as `simulate`, thousands of times per second.
 
 Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads
-numba. Without numba, the compiled simulator gives the same results, but slowly.
+numba.
 """
 
 from __future__ import annotations
@@ -136,22 +136,36 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
         schedule = compile_schedule(schedule)
     count = schedule.ops.shape[0]
     start_s, end_s = np.zeros(count), np.zeros(count)
-    peaks = kernel.run(
-        schedule.ops,
-        schedule.after_first,
-        schedule.after,
-        rate_vector(schedule, machine),
-        capacity_vector(machine, schedule.schedule.ranks_per_node),
-        machine_vector(machine),
-        start_s,
-        end_s,
-    )
-    row = np.zeros(summary.SUMMARY_COLUMNS)
-    summary.summarise(schedule.ops, start_s, end_s, schedule.schedule.iterations, row)
-    row[summary.DEVICE_PEAK] = peaks[0] + schedule.schedule.device_base_bytes
-    row[summary.HOST_PEAK] = peaks[1] + schedule.schedule.host_base_bytes
+    on = rate_vector(schedule, machine), capacity_vector(machine, schedule.schedule.ranks_per_node)
+    waits = schedule.after_first, schedule.after
+    row = run(schedule.ops, waits, (*on, machine_vector(machine)), (start_s, end_s), schedule.schedule.iterations)
+    row[summary.DEVICE_PEAK] += schedule.schedule.device_base_bytes
+    row[summary.HOST_PEAK] += schedule.schedule.host_base_bytes
     row[summary.STORED] = schedule.schedule.storage_bytes
     return result(row, start_s, end_s)
+
+
+def run(
+    ops: Floats,
+    waits: tuple[Ints, Ints],
+    on: tuple[Floats, Floats, Floats],
+    times: tuple[Floats, Floats],
+    iterations: int,
+    warm_up: int = summary.WARM_UP,
+) -> Floats:
+    """Simulate compiled ops, and return their times and memory peaks as a row of `engines.summary`.
+
+    Args:
+        waits: Arrays ``after_first`` and ``after`` of `CompiledSchedule`.
+        on: Arrays of `rate_vector`, `capacity_vector` and `machine_vector`.
+        times: Two arrays that receive the start and the end of each op, in seconds.
+        warm_up: Number of first iterations that do not count for the mean time of an iteration.
+    """
+    row = np.zeros(summary.SUMMARY_COLUMNS)
+    peaks = kernel.run(ops, *waits, *on, *times)
+    summary.summarise(ops, *times, iterations, row, warm_up)
+    row[summary.DEVICE_PEAK], row[summary.HOST_PEAK] = peaks
+    return row
 
 
 def result(row: Floats, start_s: Floats, end_s: Floats) -> SimResult:
@@ -163,20 +177,8 @@ def result(row: Floats, start_s: Floats, end_s: Floats) -> SimResult:
             module `summary`.
         start_s, end_s: Start and end of each op, in seconds.
     """
-    return SimResult(
-        iteration_s=float(row[summary.ITERATION_S]),
-        forward_s=float(row[summary.FORWARD_S]),
-        backward_s=float(row[summary.BACKWARD_S]),
-        step_s=float(row[summary.STEP_S]),
-        update_s=float(row[summary.UPDATE_S]),
-        loop_s=float(row[summary.LOOP_S]),
-        makespan_s=float(row[summary.MAKESPAN_S]),
-        device_peak_bytes=int(row[summary.DEVICE_PEAK]),
-        host_peak_bytes=int(row[summary.HOST_PEAK]),
-        storage_bytes=int(row[summary.STORED]),
-        start_s=start_s,
-        end_s=end_s,
-    )
+    times, sizes = np.split(row, [summary.DEVICE_PEAK])
+    return SimResult(*times.tolist(), *sizes.astype(np.int64).tolist(), start_s, end_s)
 
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:

@@ -11,8 +11,8 @@ from ebbtide.simulator.engines.kernel import ITERATION, KIND, KINDS, LANE, LANES
 from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.timeline import PHASE, UPDATES
 
-# Columns of a row of the summary.
-(ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK, LOOP_S, STORED) = range(10)
+# Columns of a row of the summary, in the order of the fields of `SimResult`.
+(ITERATION_S, FORWARD_S, BACKWARD_S, STEP_S, UPDATE_S, LOOP_S, MAKESPAN_S, DEVICE_PEAK, HOST_PEAK, STORED) = range(10)
 SUMMARY_COLUMNS = 10
 WARM_UP = 1  # iterations that are not measured
 _BACKWARD, _STEP_END = KINDS.index(OpKind.BACKWARD), KINDS.index(OpKind.STEP_END)
