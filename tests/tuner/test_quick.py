@@ -132,11 +132,7 @@ def test_sums_of_micro_batches_stay_where_device_memory_is_given():
 
 
 def test_ranks_can_vote_on_what_it_says_of_plans_with_early_updates():
-    """Check that comparing two iteration times from the short plan search (`quick_plan`) gives a Python bool, not a
-    numpy bool.
-
-    The ranks vote on the result with a torch tensor made from this bool, and torch cannot make one from a numpy bool.
-    """
+    """Check that two iteration times compare to a Python bool, which ranks can vote on in a torch tensor."""
     workload, machine = random_pair(np.random.default_rng(1), counts=(8, 8))
     current = on_the_host(workload, speculate=3)
     found = quick_plan(workload, machine, current, device_bytes=machine.device_memory_bytes)

@@ -65,11 +65,7 @@ def test_deepspeed_moves_parameters_exactly_if_its_own_peak_does_not_fit(spare):
 
 
 def test_the_limits_of_the_table_count_and_not_those_of_the_plan_file():
-    """Check that the comparison of a plan with DeepSpeed uses the memory limits that are given to `compare`, and not
-    the limits that the plan was made for.
-
-    Here the plan was made for a larger GPU. On the given GPU, DeepSpeed must keep its parameters in host memory.
-    """
+    """Check that `compare` uses its own memory limits, and not those of the plan, made for a larger GPU."""
     work, have, peak, plan = job()
     plan = plan.model_copy(update={"prediction": predict(work, have, plan, limited(4 * peak))})
     row = next(row for row in compare(work, have, limited(peak - GIB), plan, others=False) if row.role == "stock")

@@ -372,9 +372,7 @@ def test_a_learning_rate_that_differs_is_no_rounding(tmp_path, stock, noise):
 
 
 def test_wrong_scalars_move_all_masters_alike(tmp_path, stock, noise):
-    """Check that `tune verify` finds updates that are 6% too large in all tensors, as a wrong step count makes
-    them, although the difference in each single tensor is small enough to be rounding.
-    """
+    """Check that updates 6% too large in all tensors are found, though each alone could be rounding."""
 
     def ahead(state, wire, old, facts):
         for name, values in state.items():

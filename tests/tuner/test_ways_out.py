@@ -67,9 +67,7 @@ def test_every_change_that_is_offered_fits_when_simulated(model, sequence, micro
 
 
 def test_fewer_samples_are_offered_where_adding_them_up_takes_the_memory():
-    """Check that ebbtide offers a smaller micro-batch without gradient accumulation if host memory has no room
-    for sums of micro-batches. These sums are in fp32 and take 4 bytes of host memory per parameter.
-    """
+    """Check that a smaller micro-batch is offered where fp32 sums, 4 bytes per parameter, have no room."""
     shallow = {"layers": 5, "hidden": 4096, "heads": 32, "vocabulary": 32_000}
     job = Job.of_deepspeed(shallow, sequence=4096, micro_batch=4)
 
