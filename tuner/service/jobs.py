@@ -164,10 +164,10 @@ class Jobs:
     async def _run(self, job: dict[str, Any]) -> None:
         name = job["id"]
         await self.feed.tell("job", job)
-        if (self._store.job(name) or {}).get("state") != "running":
-            return  # cancelled after it was claimed, before it had a task
         state, note, result = "failed", "", None
         try:
+            if (self._store.job(name) or {}).get("state") != "running":
+                return  # cancelled after it was claimed, before it had a task
             request = json.loads(self._store.request(name) or "{}")
             result = await self._pool.jobs.call(KINDS[job["kind"]], request, lambda step: self._progressed(job, step))
             state, note = "done", "done"
@@ -175,6 +175,9 @@ class Jobs:
             note = str(error)
         except KeyError:
             note = f"a job must be one of {', '.join(KINDS)}, but this one is {job['kind']!r}"
+        except Exception as error:  # told with the job's state, because the job would otherwise stay "running"
+            LOG.exception("a job failed")
+            note = f"the job could not be run: {error}"
         body, is_json = (result.body, result.is_json) if result else (None, True)
         await _kept(self._store.finish, name, state, note, body, is_json)
         await self._tell(name)

@@ -77,6 +77,32 @@ def test_no_job_is_lost_to_a_disk_that_is_full_for_a_while(name, tmp_path, monke
     store.close()
 
 
+@pytest.mark.parametrize("unreadable", ["CAST(x'ff' AS TEXT)", "'{\"n\": '"])
+def test_a_job_whose_request_cannot_be_read_has_failed(unreadable, tmp_path):
+    store = Store(tmp_path / "s.db")
+
+    async def call(*_):
+        return Result(b"{}")
+
+    async def served():
+        pool = SimpleNamespace(jobs=SimpleNamespace(size=1, call=call))
+        line = jobs.Jobs(store, pool, Quota(), jobs.Feed())
+        posted = [(await line.submit("plan", {}, title))["id"] for title in ("unreadable", "next")]
+        with sqlite3.connect(tmp_path / "s.db") as db:
+            db.execute(f"UPDATE jobs SET request = {unreadable} WHERE id = ?", posted[:1])
+        line.start()
+        deadline = time.monotonic() + PATIENCE_S
+        while line.state(posted[1])["state"] != "done" and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await line.stop()
+        return [line.state(job) for job in posted]
+
+    failed, done = asyncio.run(served())
+    assert (failed["state"], done["state"]) == ("failed", "done")
+    assert "could not be run: " in failed["note"]
+    store.close()
+
+
 def test_a_job_that_is_cancelled_while_it_is_claimed_is_not_run(tmp_path, monkeypatch):
     store, run = Store(tmp_path / "s.db"), []
     claim = store.claim
