@@ -53,6 +53,7 @@ _SECTIONS = (
     "activation_checkpointing",
     "tensor_parallel",
     "compile",
+    "hybrid_engine",
 )
 
 
@@ -90,6 +91,8 @@ _KNOWN: Mapping[str, frozenset[str]] = {
         pipeline_write ratio super_offload"""
     ),
     HELD: _names("buffer_count buffer_size device max_in_cpu nvme_path pin_memory"),
+    "compile": _names("deepcompile"),
+    "hybrid_engine": _names("enabled"),
 }
 # At the top level, DeepSpeed silently accepts any key. A key that nearly equals one of these is reported as misspelled.
 _TOP = (ZERO, *BATCHES, "gradient_clipping", "activation_checkpointing", "data_types", "optimizer", "ebbtide")
@@ -279,6 +282,8 @@ def _of_installed(where: str) -> set[str]:
     The result is empty if DeepSpeed is not installed.
     """
     try:
+        from deepspeed.compile.config import CompileConfig
+        from deepspeed.runtime.config import HybridEngineConfig
         from deepspeed.runtime.zero import config, offload_config
     except ImportError:
         return set()
@@ -286,6 +291,8 @@ def _of_installed(where: str) -> set[str]:
         ZERO: config.DeepSpeedZeroConfig,
         STATE: offload_config.DeepSpeedZeroOffloadOptimizerConfig,
         HELD: offload_config.DeepSpeedZeroOffloadParamConfig,
+        "compile": CompileConfig,
+        "hybrid_engine": HybridEngineConfig,
     }[where]
     fields = schema.model_fields
     return {*fields, *(field.alias for field in fields.values() if field.alias)}

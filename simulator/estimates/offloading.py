@@ -343,6 +343,11 @@ def _obstacle_outside_zero(config: Mapping[str, Any]) -> str:
             f"optimizer.type must be one that updates each element by itself, but got "
             f"{at(config, 'optimizer.type')!r}, which needs whole matrices: train it without a plan"
         )
+    if section(config, "hybrid_engine").get("enabled"):
+        return (
+            "hybrid_engine.enabled must be false, but got true: the hybrid engine gathers parameters for generation by "
+            "itself, which was never tested under a plan. Train it without a plan"
+        )
     if section(config, "compile").get("deepcompile"):
         return (
             "compile.deepcompile must be false, but got true: DeepCompile gathers parameters in "

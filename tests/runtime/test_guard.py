@@ -42,6 +42,7 @@ REFUSED = [
     ),
     ({**config(), "zero_optimization": {"stage": 3}}, "device must be 'cpu', .* but got 'none'"),
     ({**config(), "compile": {"deepcompile": True}}, "compile.deepcompile must be false"),
+    ({**config(), "hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled must be false"),
     (config(offload_optimizer=None, cpu_offload=False), "device must be 'cpu', .* but got 'none'"),
     (config(zenflow={"topk_ratio": 0.1}), "zenflow must be absent"),
     (config(mics_shard_size=2), "mics_shard_size must be absent .* got 2"),

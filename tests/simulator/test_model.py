@@ -462,6 +462,8 @@ BAD = [
     (LLAMA, {"ds_config": {"tensor_parallel": {"autotp_size": "2"}}}, "autotp_size must be a whole number >= 0"),
     (LLAMA, {"ds_config": {"optimizer": {"type": "SGD"}}}, "optimizer.type must be .* got 'SGD'"),
     (LLAMA, {"pipeline_parallel": 2}, "must be 1 under ZeRO-2 and ZeRO-3, .* but got 2 under ZeRO-3"),
+    (LLAMA, {"ds_config": {"compile": {"backend": "inductor"}}}, "compile.backend must be a key that DeepSpeed knows"),
+    (LLAMA, {"ds_config": {"hybrid_engine": {"speed": 1}}}, "hybrid_engine.speed must be a key that DeepSpeed knows"),
     (LLAMA, {"ds_config": {"gradient_clipping": "yes"}}, "gradient_clipping must be a number"),
     (LLAMA, {"ds_config": {"gradient_clipping": float("nan")}}, "gradient_clipping"),
     (LLAMA, {"ds_config": "/nonexistent.json"}, "--ds-config"),

@@ -209,7 +209,7 @@ def ds(tmp_path, optimizer=None, **zero):
 
 CPU = {"device": "cpu"}
 BEYOND_A_PLAN = [(CPU, {"zenflow": {"topk_ratio": 0.1}}), (CPU, {"mics_shard_size": 2})]
-BESIDE_ZERO = [{"compile": {"deepcompile": True}}]
+BESIDE_ZERO = [{"compile": {"deepcompile": True}}, {"hybrid_engine": {"enabled": True}}]
 
 
 @pytest.mark.parametrize(
