@@ -178,8 +178,8 @@ def result(row: Floats, start_s: Floats, end_s: Floats) -> SimResult:
         start_s, end_s: Start and end of each op, in seconds.
     """
     times, sizes = np.split(row, [summary.DEVICE_PEAK])
-    numbers = [*times.tolist(), *sizes.astype(np.int64).tolist()]
-    return SimResult(*numbers, start_s=start_s, end_s=end_s)
+    fields = [*times.tolist(), *sizes.astype(np.int64).tolist(), start_s, end_s]
+    return SimResult(*fields)
 
 
 def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
