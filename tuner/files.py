@@ -68,7 +68,15 @@ def check_contents(flag: str, path: str, given: Mapping[str, Any], wanted: str) 
     if kind in ("", wanted):
         return
     flags = {option for parameter in click.get_current_context().command.params for option in parameter.opts}
-    own = f"--{kind.split()[1]}" if kind.endswith(" file") else "--model" if "model" in kind else "--ds-config"
+    own = (
+        "--run"
+        if kind == "a trace file"
+        else f"--{kind.split()[1]}"
+        if kind.endswith(" file")
+        else "--model"
+        if "model" in kind
+        else "--ds-config"
+    )
     hint = f". Give it as {own}" if own in flags else ""
     raise BadInputError(f"{flag} must be {wanted}, but {path} is {kind}{hint}", flag.strip("-").replace("-", "_"))
 

@@ -169,10 +169,15 @@ class Files:
                 tests cannot interrupt it.
         """
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._write(temporary, data, durably=True)
-        if point:
-            self.point(f"{point}_written")
-        self.rename(temporary, path)
+        try:
+            self._write(temporary, data, durably=True)
+            if point:
+                self.point(f"{point}_written")
+            self.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.unlink(temporary)  # a full disk would stay full
+            raise
         if point:
             self.point(f"{point}_renamed")
         self.fsync_folder(path.parent)

@@ -228,6 +228,13 @@ def test_a_file_of_another_kind_is_refused_with_the_flag_for_it_if_there_is_one(
     assert run("show", "ds.json").output.endswith("is a DeepSpeed config\n")
 
 
+def test_a_flag_that_writes_a_file_is_not_advised_for_reading_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("trace.json").write_text('{"traceEvents": []}')
+    told = run("simulate", "--machine", "rtx4090", "--workload", "trace.json").output
+    assert told.endswith("is a trace file\n")
+
+
 @pytest.mark.parametrize(("flag", "told"), [("--drive", "a folder that exists"), ("--storage-dir", "is a file")])
 def test_a_folder_to_measure_that_is_none_is_refused(configs, flag, told, monkeypatch):
     monkeypatch.chdir(configs)

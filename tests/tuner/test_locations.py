@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 from ebbtide.simulator import build_schedule, preset, simulate, workload_from_model
 from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.known_bounds import Bounds
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.tuner.candidates.candidate import Candidate, seconds_of
+from ebbtide.tuner.candidates.cuts import LARGE
+from ebbtide.tuner.placements import sizes_told
+from ebbtide.tuner.placements.decision import Question
 from ebbtide.tuner.placements.shares import spaced
 
 from studies.optimality.pairs import random_pair
@@ -86,3 +90,12 @@ def test_the_advice_on_the_subgroup_size_moves_no_parameters_that_must_stay():
     advice = next(reason for reason in reasons if "smaller subgroups" in reason)
     finer = ebbtide.tuner.plan(work, have, **asked).prediction.iteration_s
     assert advice.endswith(f"an iteration takes {finer * 1e3:.0f} ms")
+
+
+def test_no_smaller_subgroups_are_searched_for_where_the_search_varied_their_size(monkeypatch):
+    have = preset("rtx4090")
+    question = Question.of(workload_from_model("Llama 3 8B", have, sequence=1024), have, effort=0.05)
+    whole = question.search(question.cuts[0], Bounds())
+    assert whole.workload.subgroup_size > LARGE
+    monkeypatch.setattr(sizes_told, "decide", None)
+    assert sizes_told.about_subgroups(whole, question) == []

@@ -19,10 +19,11 @@ def about_subgroups(search: Search, question: Question) -> list[str]:
         question: Input of the search that found the plan.
 
     Returns:
-        A list with one sentence, or an empty list if a smaller size would gain little.
+        A list with one sentence, or an empty list if a smaller size would gain little, or if the search tried several
+        sizes itself.
     """
     work, machine = search.workload, search.machine
-    if not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
+    if question.subgroup_sizes or not work.parameters or work.subgroup_size <= LARGE or machine.unified_memory:
         return []
     found = decide(replace(question, workload=work, subgroup_sizes=SIZES, effort=QUICK))
     other, seconds = found.search.workload, found.iteration_s

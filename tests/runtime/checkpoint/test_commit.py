@@ -38,6 +38,18 @@ def test_committed_checkpoint_is_named_by_latest(bench):
     assert newest_whole([bench.folder]).folder.name == "b"
 
 
+def test_a_small_file_that_cannot_be_replaced_leaves_no_other_file(tmp_path):
+    path = tmp_path / "latest"
+    counted = FaultyFiles()
+    counted.write_durably(path, b"old")
+    renamed = counted.calls.index("rename")
+    for at in range(renamed + 1):
+        with pytest.raises(OSError, match="No space left"):
+            FaultyFiles(at, errno.ENOSPC).write_durably(path, b"new")
+        assert [*tmp_path.iterdir()] == [path]
+        assert path.read_bytes() == b"old"
+
+
 def call_count(tmp_path):
     files = FaultyFiles()
     bench = Bench(tmp_path / "count")
