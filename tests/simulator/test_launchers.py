@@ -109,9 +109,9 @@ def test_the_comparison_says_what_one_thread_costs():
 
 
 def test_a_scenario_of_the_service_tells_its_launcher():
-    asked = {"machine": "h200", "gpus": 4}
+    asked = {"machine": "h200"}
     on = preset("h200")
-    model = Scenario(**asked, model="Llama 3.2 1B", launcher="torchrun")
+    model = Scenario(**asked, gpus=4, model="Llama 3.2 1B", launcher="torchrun")
     assert workload_of(model, on).stock_threads == 1
     assert workload_of(model.model_copy(update={"omp_threads": 6}), on).stock_threads == 6
     four = workload((8,) * 4, 1.0, 1.0, ranks_per_node=4)

@@ -9,6 +9,7 @@ from ebbtide.simulator import build_schedule, preset, simulate, workload_from_mo
 from ebbtide.simulator.analysis.bound import lower_bound
 from ebbtide.simulator.analysis.known_bounds import Bounds
 from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.engines import summary
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 from ebbtide.simulator.update.recipes import RECIPES
@@ -73,7 +74,8 @@ def test_no_plan_is_faster_than_the_bound_of_its_locations(seed):
             locations = spaced(count, int(rng.integers(1, count + 1)))
             c = Candidate.of(rng.choice(list(RECIPES), count), 2, 1, locations)
             seconds = seconds_of(sweep, c)
-            device, host, _, stored = map(int, sweep.evaluate_plan(c.plan(work))[6:10])
+            row = sweep.evaluate_plan(c.plan(work))
+            device, host, stored = (int(row[i]) for i in (summary.DEVICE_PEAK, summary.HOST_PEAK, summary.STORED))
             limits = Limits(device, host, storage_bytes=stored or None)
             away = sum(n for n, there in zip(work.subgroups, locations, strict=True) if there == "host")
             here = lower_bound(work, have, limits, away=away).iteration_s

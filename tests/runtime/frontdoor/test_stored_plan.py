@@ -13,9 +13,8 @@ from ebbtide.tuner.cli import main
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, train_step
 from tests.machines import node
 from tests.runtime.contract.training import assert_same, outcome, start
-from tests.runtime.frontdoor.test_front_door import config_with, front_door, initialize
+from tests.runtime.frontdoor.test_front_door import config_with, initialize
 
-__all__ = ["front_door"]  # a fixture
 TWO_BLOCKS = SIZES["tiny"]  # enough subgroups, so that memory holds only some of them
 
 
