@@ -62,21 +62,14 @@ def check_contents(flag: str, path: str, given: Mapping[str, Any], wanted: str) 
     Raises:
         BadInputError: The file is of another kind. The message names the flag for this kind, if the command has one.
     """
-    from ebbtide.simulator.page import kind_of
+    from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
 
     kind = kind_of(given)
     if kind in ("", wanted):
         return
     flags = {option for parameter in click.get_current_context().command.params for option in parameter.opts}
-    own = (
-        "--run"
-        if kind == "a trace file"
-        else f"--{kind.split()[1]}"
-        if kind.endswith(" file")
-        else "--model"
-        if "model" in kind
-        else "--ds-config"
-    )
+    own = {"a trace file": "--run", MODEL_CONFIG: "--model", DEEPSPEED_CONFIG: "--ds-config"}.get(kind)
+    own = own or f"--{kind.split()[1]}"  # "a plan file" is given as --plan
     hint = f". Give it as {own}" if own in flags else ""
     raise BadInputError(f"{flag} must be {wanted}, but {path} is {kind}{hint}", flag.strip("-").replace("-", "_"))
 

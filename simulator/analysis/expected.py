@@ -79,12 +79,7 @@ def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: flo
 
 
 def early_updates_worth(
-    workload: Workload,
-    machine: Machine,
-    held: Holding,
-    sizes: Iterable[int],
-    left_bytes: float,
-    placement: Placement = "host",
+    workload: Workload, machine: Machine, held: Holding, sizes: Iterable[int], left_bytes: float, placement: Placement
 ) -> int:
     """Return how many subgroups to update early: as many as save time and fit into memory.
 
@@ -96,6 +91,7 @@ def early_updates_worth(
         held: Bytes per parameter that the workload needs in each memory.
         sizes: Elements of the subgroups that can be updated early, the last subgroup first.
         left_bytes: Host memory that is free for early updates.
+        placement: Placement of these subgroups.
     """
     each = held.early_bytes
     left_s = workload.backward_s / workload.gradient_accumulation_steps

@@ -228,8 +228,9 @@ class Training(BaseModel):
         a sentence tells that version 2 is assumed.
         """
         keys = unread(self.config, self.offload, self.zero_stage)
-        ignored = [f"not simulated: {', '.join(keys)}"] if keys else []
+        ignored = [", ".join(keys)] if keys else []
+        if self.architecture.other_elements:
+            millions = self.architecture.other_elements / 1e6
+            ignored.append(f"the compute of the model's parts for images or sound ({millions:,.0f} M parameters)")
         old = [_OLD_ATTENTION] if self.flash_attention and not self.flash_version and self.sequence >= _LONG else []
-        beside = self.architecture.other_elements
-        unseen = [f"the compute of the model's parts for images or sound ({beside / 1e6:,.0f} M parameters)"]
-        return (*self.notes, *old, *ignored, *(f"not simulated: {part}" for part in unseen if beside))
+        return (*self.notes, *old, *(f"not simulated: {what}" for what in ignored))

@@ -243,7 +243,7 @@ class Holding:
         under_way = min(GRADIENTS_UNDER_WAY_BYTES, (sent - summed) * self.gradient_bytes)
         return under_way + summed * self.gradient_bytes
 
-    def most_sums(self, sizes: Sequence[float], left_bytes: float, sent: float | None = None) -> int:
+    def most_sums(self, sizes: Sequence[float], left_bytes: float, sent: float) -> int:
         """Return how many subgroups can accumulate their gradients on the GPU, in the free GPU memory.
 
         Gradients that are not accumulated on the GPU are copied to the host after each micro-batch.
@@ -252,11 +252,10 @@ class Holding:
             sizes: Number of elements of each subgroup that may accumulate on the GPU. The first ones get GPU memory
                 first.
             left_bytes: GPU memory that is free if no subgroup accumulates there.
-            sent: Number of elements of all subgroups whose gradients are copied to the host. None: those in ``sizes``.
+            sent: Number of elements of all subgroups whose gradients are copied to the host.
         """
         if not self.sums:
             return 0
-        sent = sum(sizes) if sent is None else sent
         most = left_bytes + self.sending_bytes(sent, 0)
         if self.sending_bytes(sent, sum(sizes)) <= most:  # usually there is room for all sums
             return len(sizes)

@@ -69,4 +69,4 @@ def test_they_take_their_gradient_on_the_device_and_no_spare_on_the_host(micro_b
     assert every["device"] - before["device"] == 3 * taken // 2 - less
     held = Holding.of_workload(work)
     sizes = [2**27] * 3
-    assert [held.most_sums(sizes, n * 2**28) for n in (-1, 0, 1, 2)] == ([0, 0, 1, 3] if taken else [0] * 4)
+    assert [held.most_sums(sizes, n * 2**28, sum(sizes)) for n in (-1, 0, 1, 2)] == ([0, 0, 1, 3] if taken else [0] * 4)
