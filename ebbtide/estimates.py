@@ -109,8 +109,7 @@ def estimate(
     Args:
         model: A ``torch.nn.Module`` (live, or built under ``torch.device("meta")``), a Hugging Face model or
             config, a ``config.json``, or the name of a known model. Only shapes are read, no values.
-        optimizer: A torch optimizer, its class or its name. None: the optimizer in ``ds_config``, otherwise
-            AdamW.
+        optimizer: A torch optimizer, its class or its name. None: the optimizer in ``ds_config``, otherwise AdamW.
         batch: Samples per GPU and forward pass.
         sequence: Tokens per sample.
         gpu: A `Machine`, a machine's file, or the name of a preset in any spelling.

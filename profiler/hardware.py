@@ -80,9 +80,8 @@ def _memlock() -> str:
 def numa_layout(gpu_bus_id: str = "", root: Path = Path("/")) -> tuple[dict[str, str], list[str]]:
     """Return the layout of this machine's NUMA nodes, as a dict of facts and a list of warnings.
 
-    The dict has the cores of each node (``numa_node0_cores`` ...) and, with several nodes, the node that the
-    GPU belongs to (``gpu_numa_node``). There is a warning if this process may run on cores outside the GPU's
-    node.
+    The dict has the cores of each node (``numa_node0_cores`` ...) and, with several nodes, the node that the GPU
+    belongs to (``gpu_numa_node``). There is a warning if this process may run on cores outside the GPU's node.
     """
     nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"))
     facts = {f"numa_{node.name}_cores": _line(node / "cpulist") for node in nodes}

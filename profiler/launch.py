@@ -97,8 +97,7 @@ def profile_script(run: ScriptRun, out: Path, progress: Callable[[int, int], obj
     """Run an unchanged training script until the profiler has measured its workload, and write the workload to a file.
 
     Args:
-        progress: Called with the number of optimizer steps that the slowest rank has taken, and the number
-            needed.
+        progress: Called with the number of optimizer steps that the slowest rank has taken, and the number needed.
 
     Raises:
         LaunchError: The script ended too early, crashed, or cannot be profiled.

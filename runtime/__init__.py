@@ -1,9 +1,7 @@
-"""The runtime: the part of ebbtide that runs DeepSpeed's optimizer updates in the order and memory that a plan
-gives.
+"""The runtime: the part of ebbtide that runs DeepSpeed's optimizer updates in the order and memory that a plan gives.
 
-``initialize`` has the interface of ``deepspeed.initialize``. ``attach`` puts a DeepSpeed engine that
-already exists under a plan. After ``enable``, ``deepspeed.initialize`` itself obeys the key ``"ebbtide"``
-in its config.
+``initialize`` has the interface of ``deepspeed.initialize``. ``attach`` puts a DeepSpeed engine that already exists
+under a plan. After ``enable``, ``deepspeed.initialize`` itself obeys the key ``"ebbtide"`` in its config.
 
 Names are resolved on first use, so that importing a submodule such as ``ebbtide.runtime.kernels`` is fast.
 """

@@ -1,5 +1,4 @@
-"""The public names of ebbtide's simulator, which predicts the start and end of each op of a training
-iteration.
+"""The public names of ebbtide's simulator, which predicts the start and end of each op of a training iteration.
 
 Importing this package loads numpy and pydantic. scipy and numba are loaded with the first simulation.
 """

@@ -396,8 +396,7 @@ class Plan(Shown, Page):
     def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
         """Return the parameter locations of subgroups as plan files of schema 2 store them: as a list of dicts.
 
-        Each dict stands for consecutive subgroups with parameters in the same memory, and ``count`` is their
-        number.
+        Each dict stands for consecutive subgroups with parameters in the same memory, and ``count`` is their number.
         """
         return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
 

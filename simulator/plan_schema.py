@@ -37,9 +37,8 @@ class WayRun(Page):
         placement: Memory that holds the subgroups' optimizer state, and processor that updates the state.
             ``resident``: in GPU memory, updated by the GPU. ``device``: in host memory, copied to the GPU and updated
             by the GPU. ``host``: in host memory, updated by the CPU. ``stored``: on a drive, updated by the CPU.
-        parameters: Memory that holds the subgroups' 16-bit parameters between their uses. Parameters in host
-            memory are copied to the GPU for each forward and backward (DeepSpeed's ``offload_param``, ZeRO-3
-            only).
+        parameters: Memory that holds the subgroups' 16-bit parameters between their uses. Parameters in host memory are
+            copied to the GPU for each forward and backward (DeepSpeed's ``offload_param``, ZeRO-3 only).
         early: True if the update starts before the gradient norm is known, assuming that the step neither clips
             nor overflows. If the step clips or overflows, the update is dropped and redone. An early update needs
             extra host memory for new state and new parameters. Early updates are allowed only for ``host`` and
@@ -57,9 +56,7 @@ class WayRun(Page):
 
     @property
     def way(self) -> Way:
-        """Return the way of updating the subgroups of this row of a plan file: placement, parameter location and
-        flags.
-        """
+        """Return the way to update the subgroups in this row of a plan: placement, parameter location and flags."""
         return Way(self.placement, self.parameters, self.early, self.sum_on_device)
 
     @model_validator(mode="after")
@@ -123,7 +120,7 @@ class _HomeRun(Page):
 
 
 class _Counts(Page):
-    """The fields of a plan file of schema 2 that are numbers of subgroups. (Schema 3 has settings for each subgroup.)
+    """The fields of a plan file of schema 2 that are numbers of subgroups. (Schema 3 has settings for each subgroup.).
 
     An early update starts before the gradient norm is known.
 

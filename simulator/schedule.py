@@ -140,8 +140,7 @@ def makespan_s(spans: Sequence[Span]) -> float:
 
 
 class Op(NamedTuple):
-    """An op of a schedule: one piece of work on a lane, such as a copy. Ops are tuples, since a schedule has
-    thousands.
+    """An op of a schedule: one piece of work on a lane, such as a copy. Ops are tuples, since a schedule has thousands.
 
     Attributes:
         id: Position in the schedule. ``after`` contains only smaller ids, so that the graph has no cycle.

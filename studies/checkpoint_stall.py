@@ -58,8 +58,7 @@ def compare(writers: dict[str, dict[str, Any]], raw_bytes_per_s: float) -> dict[
     """Return a dict that compares the stall and slowdown of ebbtide's checkpoints with those of other writers.
 
     Args:
-        writers: Measurements by name of the checkpoint writer. Each writer's slowdown is written into its
-            measurements.
+        writers: Measurements by name of the checkpoint writer. Each writer's slowdown is written into its measurements.
         raw_bytes_per_s: Speed of plain writes to the same disk.
     """
     ran = {name: results for name, results in writers.items() if "failed" not in results}

@@ -2,11 +2,10 @@
 
     python -m studies.checkpointing --json checkpointing.json
 
-The quantities are those of "DataStates-LLM" (Maurya et al., arXiv 2406.10707). Throughput is the
-size of a checkpoint over the time that training waits for it. Slowdown is the increase in training
-time. Both are measured on small models with real writers (`studies.checkpoint_stall`). For larger
-models they are simulated on a preset node with four ranks like the paper's. In the simulation,
-offloaded state is written directly from host memory.
+The quantities are those of "DataStates-LLM" (Maurya et al., arXiv 2406.10707). Throughput is the size of a checkpoint
+over the time that training waits for it. Slowdown is the increase in training time. Both are measured on small models
+with real writers (`studies.checkpoint_stall`). For larger models they are simulated on a preset node with four ranks
+like the paper's. In the simulation, offloaded state is written directly from host memory.
 """
 
 import shutil
@@ -109,8 +108,7 @@ def _row(model: str, size_bytes: int, name: str, found: dict[str, Any], plain: d
 
 
 def simulated(names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the simulated cost of ebbtide's checkpoints, as a list with a row per model and checkpoint
-    interval.
+    """Return the simulated cost of ebbtide's checkpoints, as a list with a row per model and checkpoint interval.
 
     For comparison, each row also has the cost of checkpoints that block training while they are written.
     The simulated node has four ranks.

@@ -116,8 +116,7 @@ def measure_many_layers(plans: int, steps: int, seed: int, model: Setting, scale
 
     Args:
         model: Settings with the number and the size of the model's layers.
-        scale: Factor by which all durations of the emulated training are multiplied. A small factor shortens the
-            study.
+        scale: Factor by which all durations of the emulated training are multiplied. A small factor shortens the study.
     """
     rng = random.Random(seed)
     rows: list[dict[str, Any]] = []
@@ -220,9 +219,8 @@ def random_setting(base: Setting, rng: random.Random) -> Setting:
 def random_plan(work: Workload, rng: random.Random) -> Plan:
     """Return a random plan for a workload.
 
-    Each subgroup's state is kept and updated at random in host memory, on the GPU, or on the GPU after a
-    copy from host memory. Also random are the number of buffers for such copies, and whether updates may
-    overlap the next forward.
+    Each subgroup's state is kept and updated at random in host memory, on the GPU, or on the GPU after a copy from host
+    memory. Also random are the number of buffers for such copies, and whether updates may overlap the next forward.
     """
     weights = [rng.random() + 0.1 for _ in range(3)]
     kinds: list[Placement] = ["host", "device", "resident"]
@@ -271,8 +269,7 @@ def calibrated(bench: Bench, work: Workload, given: Machine, steps: int) -> Mach
 
 
 def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
-    """Return a plan with one placement for all subgroups of optimizer state, without overlap with the next
-    forward.
+    """Return a plan with one placement for all subgroups of optimizer state, without overlap with the next forward.
 
     A placement tells where a subgroup's state is kept and updated. A step under this plan does not return
     before its updates end.
@@ -286,8 +283,7 @@ def _waiting(work: Workload, placement: Placement, slots: int) -> Plan:
 
 
 def _row(bench: Bench, plan: Plan, work: Workload, machines: tuple[Machine, Machine], steps: int) -> dict[str, Any]:
-    """Execute one plan on the emulated device, and return a row with its predicted and executed iteration
-    times.
+    """Execute one plan on the emulated device, and return a row with its predicted and executed iteration times.
 
     Args:
         machines: Two machines to predict with: one with rates measured under other plans, and one

@@ -215,8 +215,7 @@ def measure(doors: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def over_pairs(pairs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the training times under `tune run` and with direct library calls, as medians over all pairs
-    of processes.
+    """Return the training times under `tune run` and with direct library calls, as medians over all pairs of processes.
 
     A pair is two processes that train the same model, one under `tune run` and one with direct calls of
     ebbtide's library. The times are those of forward, backward, step, iteration and saves. The ratio of the

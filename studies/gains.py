@@ -39,8 +39,7 @@ def main() -> None:
 
 
 def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) -> dict[str, Any]:
-    """Return the predicted seconds of an iteration with stock DeepSpeed and under a plan, as one row of a
-    table.
+    """Return the predicted seconds of an iteration with stock DeepSpeed and under a plan, as one row of a table.
 
     The row also tells which memory stock DeepSpeed lacks. The plan's time is None if no plan is possible.
     """

@@ -80,8 +80,7 @@ def cost(gpus: int) -> CheckpointCost:
 
 
 def at_scale(gpus: int) -> dict[str, Any]:
-    """Return a row with the best checkpoint interval of a job on ``gpus`` GPUs, and the goodput with this
-    interval.
+    """Return a row with the best checkpoint interval of a job on ``gpus`` GPUs, and the goodput with this interval.
 
     Goodput is useful training per time.
     """
@@ -149,8 +148,7 @@ def intervals() -> dict[str, Any]:
 
 
 def availability_interval(cost_s: float, failures: Failures) -> float:
-    """Return the checkpoint interval in seconds with the best availability: ``d + sqrt(2 (M + R) d +
-    d^2)``.
+    """Return the checkpoint interval in seconds with the best availability: ``d + sqrt(2 (M + R) d + d^2)``.
 
     ``d`` is the cost of a checkpoint, ``M`` the mean time between failures and ``R`` the restart time. The
     interval includes the checkpoint itself.

@@ -80,9 +80,8 @@ def main() -> None:
 def measure(models: list[int]) -> dict[str, Any]:
     """Simulate training iterations on the paper's two testbeds, with one setting varied at a time.
 
-    The paper is "Deep Optimizer States" (arXiv 2410.21316). The settings are the stride (every n-th
-    subgroup is updated on the GPU), the fraction of state on the host, the subgroup size and the model
-    size.
+    The paper is "Deep Optimizer States" (arXiv 2410.21316). The settings are the stride (every n-th subgroup is updated
+    on the GPU), the fraction of state on the host, the subgroup size and the model size.
 
     Args:
         models: Model sizes, in billions of parameters.
@@ -146,8 +145,7 @@ def as_bound(machine: Machine, end: int) -> Machine:
 
 
 def _sweeps(name: str, runs: list[Run], models: list[int]) -> dict[str, Any]:
-    """Return a dict of the simulated seconds of an iteration on one testbed, with one setting varied at a
-    time.
+    """Return a dict of the simulated seconds of an iteration on one testbed, with one setting varied at a time.
 
     The starting point is stride 2 (every second subgroup is updated on the GPU) with the 13 B model.
     """
@@ -234,9 +232,7 @@ def _published(runs: Iterable[Run], **wanted: Any) -> float | None:
 
 
 def equal_kernels(machine: Machine) -> Machine:
-    """Return the machine with CPU updates at the rate of stock DeepSpeed, which makes three passes over
-    memory.
-    """
+    """Return the machine with CPU updates at the rate of stock DeepSpeed, which makes three passes over memory."""
     stock = machine.stock_host_adam_params_per_s
     return machine.model_copy(update={"host_adam_params_per_s": stock, "host_adam_by_threads": {}})
 

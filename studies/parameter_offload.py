@@ -56,8 +56,7 @@ def measure(setting: Setting, steps: int) -> dict[str, Any]:
         parameters in host memory. ``speedup_of_share``: ebbtide's iteration time with all parameters in host memory,
         divided by its iteration time with some parameters on the device. ``predicted_over_measured``: ebbtide's
         predicted iteration time divided by the measured one, with all parameters in host memory. ``bit_identical``:
-        True if stock DeepSpeed and ebbtide have the same parameters and optimizer state after the same number of
-        steps.
+        True if stock DeepSpeed and ebbtide have the same parameters and optimizer state after the same number of steps.
     """
     zero = config(setting)
     bench = Bench(setting, **zero)
@@ -99,8 +98,7 @@ def config(setting: Setting) -> dict[str, Any]:
 
 
 def plans_of(work: Workload, machine: Machine) -> dict[str, Plan]:
-    """Return two plans by name: one with all 16-bit parameters in host memory, and one with some on the
-    device.
+    """Return two plans by name: one with all 16-bit parameters in host memory, and one with some on the device.
 
     Both have the tuner's placement of optimizer state.
     """

@@ -200,8 +200,7 @@ FIGURES: dict[str, dict[str, str]] = {
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    """Return a list of the contents of all studies' result files below ``folder``, in the order of their
-    paths.
+    """Return a list of the contents of all studies' result files below ``folder``, in the order of their paths.
 
     Other JSON files are ignored.
     """

@@ -48,9 +48,7 @@ DEVICE_BYTES_PER_PARAM = 24  # memory of the emulated GPU: enough for two plans
 
 
 class Peak(NamedTuple):
-    """The peak of host memory while a block of code runs, and the device memory in use when the block
-    ends.
-    """
+    """The peak of host memory while a block of code runs, and the device memory in use when the block ends."""
 
     host_bytes: int
     device_bytes: int
@@ -134,8 +132,7 @@ def measure(size: str, subgroup: int) -> dict[str, Any]:
 
 
 def _by_hand(size: str, subgroup: int, stage: int) -> tuple[int, dict[str, Peak]]:
-    """Measure the memory peaks of attaching a plan to an engine, changing the plan, and resuming from a
-    checkpoint.
+    """Measure the memory peaks of attaching a plan to an engine, changing the plan, and resuming from a checkpoint.
 
     Returns:
         The number of parameters, and the peaks by name.

@@ -77,9 +77,7 @@ def drawn(rng: random.Random) -> dict[str, Any]:
 
 
 class Server:
-    """ebbtide's HTTP service ``tune serve`` in a separate process, which can be killed and started
-    again.
-    """
+    """ebbtide's HTTP service ``tune serve`` in a separate process, which can be killed and started again."""
 
     def __init__(self, database: Path) -> None:
         self.database = database
@@ -117,9 +115,7 @@ class Server:
 
 
 class Client:
-    """A client of ebbtide's HTTP service with one connection, which sends the next request after each
-    answer.
-    """
+    """A client of ebbtide's HTTP service with one connection, which sends the next request after each answer."""
 
     def __init__(self, server: Server, question: Callable[[], dict[str, Any]]) -> None:
         self._server, self._question = server, question
@@ -187,8 +183,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def in_process(rng: random.Random) -> dict[str, float]:
-    """Return the latencies of what-if requests that a direct function call answers, to compare with the
-    HTTP service.
+    """Return the latencies of what-if requests that a direct function call answers, to compare with the HTTP service.
 
     The requests are drawn at random as for the service. The latencies are the 50th, 95th and 99th
     percentile in milliseconds.
@@ -250,8 +245,7 @@ def _kill_while_running(server: Server) -> None:
 
 
 def _wait_for(server: Server, jobs: Sequence[str]) -> dict[str, Any]:
-    """Wait until the given jobs of ebbtide's HTTP service have ended. Return a dict from each job to its
-    state.
+    """Wait until the given jobs of ebbtide's HTTP service have ended. Return a dict from each job to its state.
 
     If no job ends for `JOBS_LIMIT_S` seconds, the states at that moment are returned.
     """

@@ -2,11 +2,10 @@
 
     python -m studies.simulator_speed --json simulator_speed.json
 
-Each evaluation builds and simulates another plan on one of several random machines, without any
-cache. Placements, order, staging buffers, prefetch, threads and overlap of a plan are drawn at
-random. One thread computes. The time is CPU time of the process, so that other load does not count.
-The wall time is printed beside it. Some plans of each size are also simulated by the reference
-engine, and the largest difference is reported.
+Each evaluation builds and simulates another plan on one of several random machines, without any cache. Placements,
+order, staging buffers, prefetch, threads and overlap of a plan are drawn at random. One thread computes. The time is
+CPU time of the process, so that other load does not count. The wall time is printed beside it. Some plans of each size
+are also simulated by the reference engine, and the largest difference is reported.
 """
 
 import statistics
@@ -43,8 +42,7 @@ def main() -> None:
 def measure(sizes: Sequence[int]) -> dict[str, Any]:
     """Measure the seconds that the simulator takes per iteration of training, for each number of subgroups.
 
-    One thread computes. The dict also has the exponent with which the time grows with the number of
-    subgroups.
+    One thread computes. The dict also has the exponent with which the time grows with the number of subgroups.
     """
     cpu_s, wall_s, differences = {}, {}, []
     for size in sizes:
@@ -107,8 +105,7 @@ def random_plan(subgroups: int, machine: Machine, rng: np.random.Generator) -> P
 
 
 def difference(pairs: Sequence[tuple[PlanSweep, Plan]]) -> float:
-    """Return the largest relative difference between iteration times by the fast simulator and the
-    reference engine.
+    """Return the largest relative difference between iteration times by the fast simulator and the reference engine.
 
     The times of the given plans are compared.
     """

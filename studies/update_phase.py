@@ -126,8 +126,7 @@ def _stock_host_bytes(engine: Any) -> int:
 def kernel_dram_fraction(elements: int, repeats: int = 7) -> dict[str, float]:
     """Measure the DRAM traffic per second of ebbtide's CPU kernel for the Adam update.
 
-    The returned dict also has the traffic of a plain triad loop (which sums two arrays into a third) and
-    the ratio.
+    The returned dict also has the traffic of a plain triad loop (which sums two arrays into a third) and the ratio.
     """
     from ebbtide.runtime.kernels.adam import AdamStep
     from ebbtide.runtime.kernels.host import host_update, triad

@@ -180,9 +180,7 @@ def pytest_sessionfinish():
 
 
 def pytest_collection_modifyitems(items):
-    """Sort pytest's list of tests so that the test files in `FIRST` come first. All other tests keep their
-    order.
-    """
+    """Sort pytest's list of tests so that the test files in `FIRST` come first. All other tests keep their order."""
     first = {f"tests/{name}": rank for rank, name in enumerate(FIRST)}
     items.sort(key=lambda item: first.get(item.location[0], len(FIRST)))
 
@@ -194,9 +192,8 @@ def pytest_collection_finish():
 def one_thread():
     """Limit torch to one thread for operations that the calling thread starts.
 
-    With a second thread, the small matrix products of the tests take a twelfth more CPU time. Threads that
-    ebbtide's runtime starts are not affected: there, the environment variable OMP_NUM_THREADS sets the number of
-    torch's threads.
+    With a second thread, the small matrix products of the tests take a twelfth more CPU time. Threads that ebbtide's
+    runtime starts are not affected: there, the environment variable OMP_NUM_THREADS sets the number of torch's threads.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() != 1:
@@ -226,9 +223,7 @@ def deepspeed_ops():
 
 @pytest.fixture(scope="session")
 def only_rank(deepspeed_ops):
-    """Make this test process the only rank of a torch.distributed job, so that ``deepspeed.initialize`` works
-    in it.
-    """
+    """Make this test process the only rank of a torch.distributed job, so that ``deepspeed.initialize`` works in it."""
     import deepspeed
     import torch.distributed
 
@@ -246,9 +241,7 @@ def only_rank(deepspeed_ops):
 
 
 def without_a_rank():
-    """Return the environment variables for a process that a test starts, without the rank and port of this
-    process.
-    """
+    """Return the environment variables for a process that a test starts, without the rank and port of this process."""
     return {k: v for k, v in os.environ.items() if k not in RANK_VARIABLES}
 
 

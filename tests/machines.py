@@ -1,6 +1,4 @@
-"""Simulated machines and workloads for tests, in round numbers, so that expected results can be worked out
-by hand.
-"""
+"""Simulated machines and workloads for tests, in round numbers, so that expected results can be worked out by hand."""
 
 import random
 
@@ -24,9 +22,7 @@ def _made(rates, facts, changes):
 
 
 def machine(**changes):
-    """Return a simulated machine with all rates at 1 per second, so that an op with work w alone takes w
-    seconds.
-    """
+    """Return a simulated machine with all rates at 1 per second, so that an op with work w alone takes w seconds."""
     rates = {
         "h2d_bytes_per_s": 1.0,
         "d2h_bytes_per_s": 1.0,
@@ -58,9 +54,8 @@ def node(**changes):
     GB/s, 16 cores.
 
     Args:
-        changes: Values that replace those of the typical machine, by field name of `Machine`. `Machine`
-            computes some missing bandwidths from others: a copy within host memory, for example, has a third of
-            the DRAM bandwidth.
+        changes: Values that replace those of the typical machine, by field name of `Machine`. `Machine` computes some
+            missing bandwidths from others: a copy within host memory, for example, has a third of the DRAM bandwidth.
     """
     rates = {
         "h2d_bytes_per_s": 50e9,

@@ -54,9 +54,7 @@ def in_prose():
 
 
 def command_of(line):
-    """Return the click command that a `tune` command line runs, and the list of words that follow the
-    command's name.
-    """
+    """Return the click command that a `tune` command line runs, and the words that follow the command's name."""
     words, command, context = shlex.split(line)[1:], main, click.Context(main)
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         found = command.get_command(context, words[0])

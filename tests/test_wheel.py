@@ -31,9 +31,7 @@ def test_the_wheel_plans_trains_and_serves(deepspeed_ops, child_environment, tmp
 
 
 def packages():
-    """Return the folder of packages in which torch is installed, in this environment or in the one that it
-    extends.
-    """
+    """Return the folder of packages in which torch is installed, in this environment or in the one that it extends."""
     import torch
 
     found = Path(torch.__file__).parents[1]

@@ -31,9 +31,7 @@ _EXCLUDE = (("keep_activations", "recompute_share"), ("no_flash_attention", "fla
 
 
 class Text(click.ParamType):  # type: ignore[type-arg]
-    """A type of click option: a text that a given function parses. The function raises ValueError for bad
-    text.
-    """
+    """A type of click option: a text that a given function parses. The function raises ValueError for bad text."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name, self._parse = name, parse
@@ -148,9 +146,7 @@ _WORKLOAD_OPTIONS = (
 
 
 def launched(command: Command) -> Command:
-    """Add the options on how training is launched (``--launcher`` and ``--omp-threads``) to a ``tune``
-    command.
-    """
+    """Add the options on how training is launched (``--launcher`` and ``--omp-threads``) to a ``tune`` command."""
     for option in reversed(LAUNCHER_OPTIONS):
         command = option(command)
     return command
@@ -254,8 +250,7 @@ def read_trained(
         about: Values of the flags for ``--model``.
 
     Raises:
-        BadInputError: Neither or both of workload and model are given, a file cannot be used, or a flag has no
-            effect.
+        BadInputError: Neither or both of workload and model are given, a file cannot be used, or a flag has no effect.
     """
     from ebbtide.simulator.estimates.launchers import started
     from ebbtide.simulator.workload import Workload

@@ -1,5 +1,4 @@
-"""A command group for click that imports each command when needed, and suggests similar names for a
-mistyped command.
+"""A command group for click that imports each command when needed, and suggests similar names for a mistyped command.
 
 With ``--json``, errors are printed as JSON.
 """

@@ -24,9 +24,7 @@ _PATTERN = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def told_seconds(seconds: float) -> str:
-    """Return a duration in seconds as text, in milliseconds below a second: ``4.45 s``, ``255 ms``, ``2.3
-    ms``.
-    """
+    """Return a duration in seconds as text, in milliseconds below a second: ``4.45 s``, ``255 ms``, ``2.3 ms``."""
     if seconds >= 0.9995:
         return f"{seconds:.0f} s" if seconds >= 100 else f"{seconds:.2f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.0995 else f"{seconds * 1e3:.1f} ms"

@@ -55,11 +55,10 @@ def differences(machine: Machine) -> list[str]:
 def with_writer_cost(machine: Machine) -> Machine:
     """Return a copy of a machine such that the simulator predicts the measured slowdown by checkpoint writes.
 
-    The copy has another value for the CPU time that writing a checkpoint takes per byte. A writer's own thread
-    takes some CPU time, but training loses more, since the operating system and the disk's driver also use
-    cores. So the CPU time follows from the measured slowdown of CPU updates, or of forward and backward if
-    these run on the CPU. The CPU time is never below that of the writer's thread, and is unchanged if no
-    slowdown was measured.
+    The copy has another value for the CPU time that writing a checkpoint takes per byte. A writer's own thread takes
+    some CPU time, but training loses more, since the operating system and the disk's driver also use cores. So the CPU
+    time follows from the measured slowdown of CPU updates, or of forward and backward if these run on the CPU. The CPU
+    time is never below that of the writer's thread, and is unchanged if no slowdown was measured.
     """
     thread, find = machine.writer_s_per_byte, machine.contention.get
     passes, adam = map(find, _BESIDE_PASSES), map(find, _BESIDE_ADAM)

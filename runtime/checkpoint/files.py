@@ -67,9 +67,7 @@ class Files:
         self._retry("fdatasync", os.fdatasync, descriptor)
 
     def fsync(self, descriptor: int) -> None:
-        """Flush a file to disk. A failed flush is never retried, since the kernel may have dropped the unwritten
-        pages.
-        """
+        """Flush a file to disk. Never retry a failed flush, since the kernel may have dropped the unwritten pages."""
         self._retry("fsync", os.fsync, descriptor)
 
     def close(self, descriptor: int) -> None:
@@ -80,9 +78,7 @@ class Files:
         self._retry("rename", os.rename, source, target)
 
     def exchange(self, one: Path, other: Path) -> bool:
-        """Exchange the names of two files or folders atomically. Return False if the filesystem does not support
-        this.
-        """
+        """Exchange two files' or folders' names atomically. Return False if the filesystem does not support this."""
         try:
             self._retry("exchange", _renamed, one, other, _RENAME_EXCHANGE)
         except OSError as error:
@@ -132,9 +128,7 @@ class Files:
         return data
 
     def pread(self, descriptor: int, data: memoryview, offset: int) -> int:
-        """Read from a file into a buffer. Return the number of bytes read, which may be less than the buffer's
-        length.
-        """
+        """Read from a file into a buffer. Return the number of bytes read, perhaps fewer than the buffer's length."""
         count: int = self._retry("preadv", os.preadv, descriptor, [data], offset)
         return count
 
@@ -196,9 +190,7 @@ class Files:
             self.close(descriptor)
 
     def write_all(self, descriptor: int, data: memoryview, offset: int) -> None:
-        """Write a whole buffer to a file. If a system call writes only a part, further calls write the
-        rest.
-        """
+        """Write a whole buffer to a file. If a system call writes only a part, further calls write the rest."""
         while len(data):
             written = self.pwrite(descriptor, data, offset)
             if written <= 0:

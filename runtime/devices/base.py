@@ -45,17 +45,14 @@ class Device:
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
-        """Start one worker for each lane of the optimizer update, and return a dict from lane name to
-        worker.
+        """Start one worker for each lane of the optimizer update, and return a dict from lane name to worker.
 
         A lane is a queue of operations that run one after the other, such as the copies in one direction.
         """
         return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
-        """Release what the device holds for its lanes and buffers, such as CUDA streams and page-locked
-        memory.
-        """
+        """Release what the device holds for its lanes and buffers, such as CUDA streams and page-locked memory."""
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in host memory that can be copied to and from the GPU at full speed.
@@ -94,9 +91,7 @@ class Device:
         host.copy(to, source)
 
     def fetch(self, to: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        """Copy parameters from host to GPU memory. The owner of the GPU memory may free it before the copy
-        ends.
-        """
+        """Copy parameters from host to GPU memory. The owner of the GPU memory may free it before the copy ends."""
         self.copy(to, source, LaneName.H2D_FETCH, stream)
 
     def prepare(self, steps: Sequence[UpdateStep], tensors: int, gradient: torch.dtype, wire: torch.dtype) -> None:

@@ -84,9 +84,7 @@ class Completion:
             self.event.synchronize()
 
     def wait_on(self, stream: Any | None) -> None:
-        """Make a CUDA stream wait for the operation's end. If ``stream`` is None, block the calling thread
-        instead.
-        """
+        """Make a CUDA stream wait for the operation's end. If ``stream`` is None, block the calling thread instead."""
         if stream is None:
             self.wait_host()
             return
@@ -123,8 +121,7 @@ class Lane:
 
         Args:
             begin: Function that the lane's thread calls first, to bind itself to CPU cores and select its GPU.
-            own_thread: If False, `submit` issues operations on the calling thread. Only one thread may then call
-                it.
+            own_thread: If False, `submit` issues operations on the calling thread. Only one thread may then call it.
         """
         self.name = name
         self._begin = begin
@@ -139,8 +136,7 @@ class Lane:
             self._thread.start()
 
     def submit(self, body: Callable[[], None], waits: Sequence[Completion], completion: Completion) -> None:
-        """Queue an operation on the lane. It runs after all operations queued earlier and after those in
-        ``waits``.
+        """Queue an operation on the lane. It runs after all operations queued earlier and after those in ``waits``.
 
         Args:
             completion: Object that receives the end of the operation, so that other code can wait for it.

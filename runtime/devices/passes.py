@@ -28,16 +28,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Pass:
-    """The measured forward or backward of the first micro-batch of a training step. All times are of one
-    clock.
+    """The measured forward or backward of the first micro-batch of a training step. All times are of one clock.
 
     Below ZeRO-3, it can also be the exchange of updated parameters among the ranks at the end of the step.
 
     Attributes:
-        waits: Start and end of each interval in which the GPU waits for a copy. They ascend and do not
-            overlap.
-        made: Gradients of a backward in the order in which the GPU computes them, each with the time of its
-            end.
+        waits: Start and end of each interval in which the GPU waits for a copy. They ascend and do not overlap.
+        made: Gradients of a backward in the order in which the GPU computes them, each with the time of its end.
     """
 
     kind: OpKind
@@ -49,9 +46,7 @@ class Pass:
 
     @property
     def computed_s(self) -> float:
-        """Return the seconds of this forward or backward in which the GPU computes and does not wait for a
-        copy.
-        """
+        """Return the seconds of this forward or backward in which the GPU computes and does not wait for a copy."""
         return self.computed_between_s(self.start_s, self.end_s)
 
     def computed_between_s(self, start_s: float, end_s: float) -> float:

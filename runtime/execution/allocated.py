@@ -120,9 +120,7 @@ def arrival_of(plan: Plan, engine: TrainingEngine) -> list[int] | None:
 
 
 def threads_of(plan: Plan, device: Device) -> int:
-    """Return the number of threads of the optimizer update on the CPU: the plan's, or the number of
-    available cores.
-    """
+    """Return the number of threads of the optimizer update on the CPU: the plan's, or the number of available cores."""
     if plan.threads:
         return plan.threads
     if device.cores:

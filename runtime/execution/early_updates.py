@@ -79,9 +79,7 @@ class StagedUpdate:
 
     @property
     def dropped(self) -> bool:
-        """Return whether the subgroup's early update was dropped, so that its operations do nothing if they start
-        now.
-        """
+        """Return whether the subgroup's early update was dropped, so that its operations do nothing if they start."""
         return self.early is not None and self.early.dropped
 
 
@@ -104,8 +102,7 @@ class EarlyUpdates:
 
         Args:
             updated_early: For each subgroup, whether the plan updates it early.
-            shared: True if their state is part of larger tensors that the training framework keeps (see
-                `bring_back`).
+            shared: True if their state is part of larger tensors that the training framework keeps (see `bring_back`).
         """
         states = [state for state in states if updated_early[state.index]]
         self._device = device
@@ -140,11 +137,9 @@ class EarlyUpdates:
         return dropped
 
     def wrong(self, jobs: Sequence[SubgroupJob]) -> list[int]:
-        """Return the subgroups whose early update cannot be kept, for example because the step clips
-        gradients.
+        """Return the subgroups whose early update cannot be kept, for example because the step clips gradients.
 
-        Such an early update differs from the update that the step needs, now that the gradient norm is
-        known.
+        Such an early update differs from the update that the step needs, now that the gradient norm is known.
 
         Args:
             jobs: The update that the step needs, by subgroup.
@@ -152,11 +147,9 @@ class EarlyUpdates:
         return [s for s, early in self.begun.items() if not early.job.equals(jobs[s])]
 
     def take(self, states: Sequence[SubgroupState]) -> list[SubgroupState]:
-        """Keep the results of the step's early updates that were not dropped. Return the subgroups of these
-        updates.
+        """Keep the results of the step's early updates that were not dropped. Return the subgroups of these updates.
 
-        The spare buffers become the subgroups' state, and the tensors with the old state become spare
-        buffers.
+        The spare buffers become the subgroups' state, and the tensors with the old state become spare buffers.
         """
         taken = [states[subgroup] for subgroup in sorted(self.begun)]
         for state in taken:

@@ -58,15 +58,11 @@ class TrainingEngine(Protocol):
         ...
 
     def first_use(self) -> list[int]:
-        """Return one number per subgroup. They order subgroups by the first use of their parameters in
-        forward.
-        """
+        """Return one number per subgroup. They order subgroups by the first use of their parameters in forward."""
         ...
 
     def update_rule(self) -> UpdateRule:
-        """Return the update rule that computes what the training framework's optimizer computes, with
-        identical bits.
-        """
+        """Return the update rule that computes what the optimizer of the framework computes, with identical bits."""
         ...
 
     def slices(self) -> Mapping[int, ParameterSlice]:
@@ -88,9 +84,7 @@ class TrainingEngine(Protocol):
     def gradient_buffers(
         self, device: Device, states: list[SubgroupState], ops: GradientOps, complete: Callable[[int], None]
     ) -> GradientBuffers[Any]:
-        """Build the object that collects the gradients of all parameters. Call this once, before the first plan
-        runs.
-        """
+        """Build the object that collects the gradients of all parameters. Call once, before the first plan runs."""
         ...
 
     def prepare(self, device: Device) -> None:

@@ -83,9 +83,7 @@ class Executor(IssuedOps):
         self.bodies = OpBodies(device, self.lanes, states, rule, threads, store)
 
     def prepare_device(self) -> None:
-        """Compile the GPU kernels that optimizer updates may run, so that no training step waits for the
-        compiler.
-        """
+        """Compile the GPU kernels that optimizer updates may run, so that no training step waits for the compiler."""
         dtypes = self.states[0].gradient.dtype, self.states[0].wire.dtype
         self.device.prepare(self.rule.forms(), 1 + len(self.rule.moments), *dtypes)
 
@@ -122,9 +120,7 @@ class Executor(IssuedOps):
         self.issue.backward(None, early=early_updates)
 
     def come_in(self) -> None:
-        """Start to copy the optimizer state of further subgroups to the GPU, as long as staging buffers are
-        free.
-        """
+        """Start to copy the optimizer state of further subgroups to the GPU, as long as staging buffers are free."""
         self.issue.come_in()
 
     def update_early(self, subgroup: int, job: SubgroupJob) -> None:
@@ -320,8 +316,7 @@ class Executor(IssuedOps):
         self.bodies.outdate(adopted)
 
     def state_shown(self) -> None:
-        """Mark the optimizer state in staging buffers on the GPU as outdated, since the caller may change
-        the original.
+        """Mark the optimizer state in staging buffers on the GPU as outdated, since the caller may change the original.
 
         The state is then copied to the GPU again. The method first waits until the running copies to
         staging buffers have ended.
@@ -332,11 +327,9 @@ class Executor(IssuedOps):
         self.bodies.outdate(self._staged)
 
     def bring_back(self) -> list[SubgroupState]:
-        """Copy optimizer state from the spare buffers of early updates back to the training framework's own
-        tensors.
+        """Copy optimizer state from the spare buffers of early updates back to the training framework's own tensors.
 
-        Early updates of these subgroups that are in progress are dropped. Return when the copies have
-        ended.
+        Early updates of these subgroups that are in progress are dropped. Return when the copies have ended.
 
         Returns:
             The subgroups whose state has moved.
@@ -355,8 +348,7 @@ class Executor(IssuedOps):
     def close(self, *, with_device: bool = True) -> None:
         """End the executor's threads after all queued operations.
 
-        Also wait for copies that were started for a skipped step, because their buffers are released
-        afterwards.
+        Also wait for copies that were started for a skipped step, because their buffers are released afterwards.
 
         Args:
             with_device: If False, keep the device open for the executor of the next plan.

@@ -128,9 +128,7 @@ class GradientOps:
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
 
     def before_reuse(self) -> None:
-        """Wait until all gradients sent so far are in host memory, before the GPU memory they came from is
-        overwritten.
-        """
+        """Wait until all gradients sent so far are in host memory, before their GPU memory is overwritten."""
         if self.latest is not None:
             self._device.before_reuse(self.latest)
 

@@ -40,9 +40,7 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The elements ``start`` to ``end`` of a subgroup, with the gradient and the gradient scale for their
-    update.
-    """
+    """The elements ``start`` to ``end`` of a subgroup, with the gradient and the gradient scale for their update."""
 
     start: int
     end: int
@@ -85,16 +83,14 @@ class GradientBuffers(Generic[Piece]):
     # -- arriving ----------------------------------------------------------------------------
 
     def accept(self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool) -> torch.Tensor:
-        """Store this rank's part of a parameter's gradient, or add the part to the sum of earlier
-        micro-batches.
+        """Store this rank's part of a parameter's gradient, or add the part to the sum of earlier micro-batches.
 
         Return the sum in GPU memory, for the gradient norm.
 
         Args:
             gradient: Flat gradient in the accumulation dtype, on the GPU. It may be shorter than the
                 parameter's part: the rest is padding and stays zero.
-            first: True for the first micro-batch of an optimizer step, which replaces the sum. Others are
-                added to it.
+            first: True for the first micro-batch of an optimizer step, which replaces the sum. Others are added to it.
             boundary: True for the last micro-batch of an optimizer step.
         """
         total = self._take(piece, gradient, first=first, boundary=boundary)
@@ -201,9 +197,7 @@ class GradientBuffers(Generic[Piece]):
             state.sum = None
 
     def before_reuse(self) -> None:
-        """Wait until the gradients accepted so far are copied to host memory, before their GPU memory is
-        overwritten.
-        """
+        """Wait until all gradients accepted so far are in host memory, before their GPU memory is overwritten."""
         self.ops.before_reuse()
 
     # -- stepping ----------------------------------------------------------------------------
@@ -212,9 +206,7 @@ class GradientBuffers(Generic[Piece]):
         return self.ops.arrived(subgroup)
 
     def close_window(self) -> None:
-        """End the accumulation of an optimizer step's micro-batches. Call this at each step, after its last
-        gradient.
-        """
+        """End the accumulation of an optimizer step's micro-batches. Call at each step, after its last gradient."""
         for piece in self.slices.values():
             piece.touched = False
         self._missing = self._awaited()
@@ -238,8 +230,6 @@ class GradientBuffers(Generic[Piece]):
         """
 
     def segments(self, subgroup: int, scale: float) -> list[Segment]:
-        """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its
-        update.
-        """
+        """Return the ranges of a subgroup's elements, each with the gradient and the gradient scale for its update."""
         state = self.states[subgroup]
         return [Segment(0, state.elements, state.gradient, scale)]

@@ -101,9 +101,7 @@ class IssuedOps:
         self._latest_fetch.wait_host()
 
     def wait_ahead(self) -> None:
-        """Wait until the operations that the latest optimizer step started in advance for the next step
-        have ended.
-        """
+        """Wait until the operations that the latest optimizer step started in advance for the next step have ended."""
         _wait(self._ahead)
 
     def wait_memory(self) -> None:
@@ -132,9 +130,7 @@ class IssuedOps:
         return False
 
     def raise_if_failed(self) -> None:
-        """Raise the error of a background operation that has already failed. Do not wait for other
-        operations.
-        """
+        """Raise the error of a background operation that has already failed. Do not wait for other operations."""
         for _, completion in (*self._own, *self._ahead):
             if completion.issued.is_set() and completion.error is not None:
                 completion.wait_issued()

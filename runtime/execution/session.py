@@ -34,9 +34,8 @@ class Session:
     """The execution of a plan on one training engine. Only the training thread uses it.
 
     Attributes:
-        after_step: Functions to call, in order, after each optimizer step, once step counter and
-            learning-rate schedule have advanced. A change of the plan comes first, and checkpoints come
-            last.
+        after_step: Functions to call, in order, after each optimizer step, once step counter and learning-rate schedule
+            have advanced. A change of the plan comes first, and checkpoints come last.
         before_switch: Functions to call before subgroups move to other buffers. Each one waits until some
             reader of the old buffers, such as a checkpoint, has finished.
         stored: The optimizer state on drives, which a checkpoint commits there without a copy.
@@ -245,8 +244,7 @@ class Session:
             call()
 
     def timeline(self, *, wait: bool = True) -> Timeline:
-        """Return the measured timeline of the latest training steps, in the format of the simulator's
-        timeline.
+        """Return the measured timeline of the latest training steps, in the format of the simulator's timeline.
 
         Args:
             wait: If False, include only steps that have ended completely, without waiting.
@@ -261,8 +259,7 @@ class Session:
     # -- another plan ------------------------------------------------------------------------
 
     def switch(self, plan: Plan) -> None:
-        """Replace the plan that runs by another one, and move every subgroup to the memory that the new
-        plan names.
+        """Replace the plan that runs by another one, and move every subgroup to the memory that the new plan names.
 
         No bit of the training result changes. Call this from the training thread outside of forward and
         backward: between two steps, or between two micro-batches of a step. It waits for running updates and

@@ -37,8 +37,7 @@ class GradientOp:
 
 
 def gradient_template(subgroups: tuple[int, ...], wire_dtype: str, plan: Plan) -> list[GradientOp]:
-    """Return the gradient operations, such as copies, of a step's first micro-batch and of each later
-    micro-batch.
+    """Return the gradient operations, such as copies, of a step's first micro-batch and of each later micro-batch.
 
     They are taken from the simulated schedule of the plan.
     """

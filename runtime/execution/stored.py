@@ -33,9 +33,7 @@ def free_host_bytes() -> int:
 
 
 def stored_sizes(plan: Plan, sizes: tuple[int, ...]) -> dict[int, int]:
-    """Return the number of elements of each subgroup whose state a plan keeps on drives, as a dict by
-    subgroup.
-    """
+    """Return the number of elements of each subgroup whose state a plan keeps on drives, as a dict by subgroup."""
     return {
         subgroup: sizes[subgroup]
         for subgroup, placement in enumerate(plan.placements)
@@ -112,8 +110,7 @@ def _held_before(folder: Path) -> int:
 
 
 def grown_store(store: ExtentStore | None, plan: Plan, stored: Mapping[int, int], tensors: int) -> ExtentStore | None:
-    """Enlarge the store of a running training, so that it has room for the state that another plan keeps on
-    drives.
+    """Enlarge the store of a running training, so that it has room for the state that another plan keeps on drives.
 
     Return the store, or None if neither plan keeps state on drives. No state moves.
 

@@ -25,9 +25,8 @@ class SubgroupState:
     updates the subgroup may use ``state``. Other threads read or write these tensors only outside of that time.
 
     Attributes:
-        state: The fp32 master parameters and the optimizer's moments: in GPU memory if the plan keeps them
-            there, otherwise in host memory. For state on a drive, memory-mapped tensors that show the state
-            written last.
+        state: The fp32 master parameters and the optimizer's moments: in GPU memory if the plan keeps them there,
+            otherwise in host memory. For state on a drive, memory-mapped tensors that show the state written last.
         wire: This rank's partition of the parameters in the precision of the model: the framework's own buffer,
             or a buffer in the memory that the plan names.
         gradient: The gradient in accumulation precision, in the memory where the update reads it.
@@ -75,8 +74,7 @@ class Buffers:
 
 @dataclass(slots=True)
 class StagingSlot:
-    """A buffer for the optimizer state of one subgroup at a time, which the subgroups of a plan use in
-    turn.
+    """A buffer for the optimizer state of one subgroup at a time, which the subgroups of a plan use in turn.
 
     It is in GPU memory for a staged update, or in host memory for state on a drive.
     """
@@ -113,8 +111,7 @@ def place(
     Args:
         location: Memory for the subgroup's parameters: host or device.
         apart: If True, parameters that stay are copied out of a buffer that they share with other subgroups.
-        store: Store on drives for the subgroup's state. None if the state is not on drives, or is in the store
-            already.
+        store: Store on drives for the subgroup's state. None if the state is not on drives, or is in the store already.
     """
     state, gradient = before.state, before.gradient
     recipe = RECIPES[placement]

@@ -1,5 +1,4 @@
-"""The use of plans in unchanged training scripts: the key ``"ebbtide"`` in DeepSpeed's JSON config names a
-plan.
+"""The use of plans in unchanged training scripts: the key ``"ebbtide"`` in DeepSpeed's JSON config names a plan.
 
 ``enable`` wraps ``deepspeed.initialize`` in this process. ``tune run`` calls it in every process of a
 launched training job. An engine whose config lacks the key is an unmodified DeepSpeed engine.
@@ -12,7 +11,5 @@ __all__ = ["disable", "enable"]
 
 
 def enable() -> None:
-    """Wrap ``deepspeed.initialize``, so that engines with the key ``"ebbtide"`` in their config run under a
-    plan.
-    """
+    """Wrap ``deepspeed.initialize``, so that engines with the key ``"ebbtide"`` in their config run under a plan."""
     hook.enable("ebbtide.runtime.frontdoor.initialize")

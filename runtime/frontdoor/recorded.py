@@ -53,8 +53,7 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 
 def for_side(config: Mapping[str, Any], side: str) -> dict[str, Any] | None:
-    """Return the DeepSpeed config for one of the runs that `tune verify` compares, with the changes that it
-    needs.
+    """Return the DeepSpeed config for one of the runs that `tune verify` compares, with the changes that it needs.
 
     None if the run uses the given config unchanged.
 
@@ -76,8 +75,7 @@ def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def record(engine: Any, lines: Lines, steps: int, done: Callable[[], None]) -> None:
-    """Record the losses and training state of a DeepSpeed engine now and after every step, for `tune
-    verify`.
+    """Record the losses and training state of a DeepSpeed engine now and after every step, for `tune verify`.
 
     Each read of the state waits for updates in progress. The order of computations does not change.
 

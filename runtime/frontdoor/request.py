@@ -40,8 +40,7 @@ def read_request(value: Any, base: Path | None = None) -> Request:
     """Check and parse the value of the key ``"ebbtide"`` in a DeepSpeed config.
 
     Args:
-        base: The folder of DeepSpeed's config file. A relative path of the plan's file is also looked up
-            there.
+        base: The folder of DeepSpeed's config file. A relative path of the plan's file is also looked up there.
 
     Raises:
         RequestError: The value is invalid. The message has the rule, the wrong value and the key to change.

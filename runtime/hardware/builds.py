@@ -68,8 +68,7 @@ def told(lock: Path) -> str:
 
 @contextlib.contextmanager
 def waits_are_told(every_s: float = 10.0) -> Iterator[None]:
-    """Warn in the log while the code in this ``with`` block waits for another process to build a torch
-    extension.
+    """Warn in the log while the code in this ``with`` block waits for another process to build a torch extension.
 
     Warn again if the building process has died.
     """

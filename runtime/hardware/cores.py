@@ -1,6 +1,4 @@
-"""The choice of CPU cores for one rank's optimizer updates: near its GPU, and apart from the training
-thread's core.
-"""
+"""The choice of CPU cores for one rank's optimizer updates: near its GPU, and apart from the training thread's core."""
 
 import os
 import platform
@@ -129,9 +127,7 @@ def parse_cpulist(text: str) -> list[int]:
 
 
 def bind(cores: list[int]) -> None:
-    """Bind the calling thread, and the OpenMP threads that it starts later, to CPU cores. An empty list
-    does nothing.
-    """
+    """Bind the calling thread, and OpenMP threads that it starts later, to CPU cores (none if the list is empty)."""
     if cores:
         os.sched_setaffinity(0, cores)
 

@@ -117,8 +117,7 @@ def free_port() -> int:
 
 
 def remove_shared_buffers(port: int) -> None:
-    """Remove the shared memory that the DeepSpeed job with this port of its master rank has left in
-    ``/dev/shm``.
+    """Remove the shared memory that the DeepSpeed job with this port of its master rank has left in ``/dev/shm``.
 
     DeepSpeed's CPU collectives allocate 66 MiB per rank there. No rank removes its memory, whether it ends
     normally or is killed: a few hundred runs fill the machine's memory.

@@ -11,9 +11,7 @@ def pci_address(index: int) -> str | None:
 
 
 def address_of(properties: Any) -> str | None:
-    """Return the PCI address of a GPU from its ``torch.cuda.get_device_properties``. None if these lack the
-    address.
-    """
+    """Return the PCI address of a GPU from its ``torch.cuda.get_device_properties``. None if these lack the address."""
     try:
         domain, bus = int(properties.pci_domain_id), int(properties.pci_bus_id)
         return f"{domain:04x}:{bus:02x}:{int(properties.pci_device_id):02x}.0"

@@ -1,5 +1,4 @@
-"""The memory and CPU cores that this process may use: those of the machine, reduced by a container's
-limits.
+"""The memory and CPU cores that this process may use: those of the machine, reduced by a container's limits.
 
 Ordinary queries, such as the number of CPUs, report the whole machine. They ignore a control group's memory
 limit and CPU quota.
@@ -44,9 +43,7 @@ class Usable:
 
 
 def usable(root: Path | None = None) -> Usable:
-    """Return the host memory and CPU cores that this process may use now, as the machine and its container
-    allow.
-    """
+    """Return the host memory and CPU cores that this process may use now, as the machine and its container allow."""
     root = root or ROOT
     limit_bytes, used_bytes = memory_limit(root)
     total, free = _of_host_nodes(root)
@@ -89,8 +86,7 @@ def _meminfo(node: Path, name: str) -> int:
 
 
 def memory_limit(root: Path | None = None) -> tuple[int | None, int]:
-    """Return a pair: the limit on this process's host memory, and the used part of the limit, both in
-    bytes.
+    """Return a pair: the limit on this process's host memory, and the used part of the limit, both in bytes.
 
     The pair is (None, 0) without a limit. The limit is the tightest one of the process's control group and
     of its parents, in version 2 or 1. Page cache that the kernel can drop does not count as used.
@@ -125,9 +121,7 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def cpu_quota(root: Path | None = None) -> float | None:
-    """Return how many CPUs this process's control group and its parents allow at a time. None without a
-    quota.
-    """
+    """Return how many CPUs this process's control group and its parents allow at a time. None without a quota."""
     quotas = (_quota_of(folder) for folder, _ in _groups(root or ROOT, "cpu"))
     return min((q for q in quotas if q is not None), default=None)
 

@@ -29,9 +29,7 @@ class AdamStep:
 
     @property
     def variant(self) -> int:
-        """Return the form of weight decay in an Adam step, as a number: 0 for none, 1 for L2, 2 for
-        decoupled.
-        """
+        """Return the form of weight decay in an Adam step, as a number: 0 for none, 1 for L2, 2 for decoupled."""
         if np.float32(self.weight_decay) <= 0:
             return 0
         return 2 if self.adamw else 1
@@ -40,8 +38,7 @@ class AdamStep:
         """Return the nine fp32 scalars of an Adam step in the order that the update kernels expect.
 
         Args:
-            scale: Factor that unscales and clips the gradient. It is rounded to fp32 as
-                ``tensor.mul_(scale)`` does.
+            scale: Factor that unscales and clips the gradient. It is rounded to fp32 as ``tensor.mul_(scale)`` does.
         """
         one = np.float32(1)
         lr, beta1, beta2 = np.float32(self.lr), np.float32(self.beta1), np.float32(self.beta2)

@@ -84,8 +84,7 @@ def build(source: Path) -> Path:
 
 @functools.cache
 def load() -> Any:
-    """Return the loaded library of CPU update kernels. Compiling takes about 2 s the first time on a
-    machine.
+    """Return the loaded library of CPU update kernels. Compiling takes about 2 s the first time on a machine.
 
     Raises:
         MissingCompilerError: There is no compiler, or it refused the source.
@@ -185,8 +184,7 @@ def _check(state: Sequence[torch.Tensor], grad: torch.Tensor, out: torch.Tensor 
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """Return the 2-norm of a flat host tensor, bit-identical to torch's norm in float64 but without a float64
-    copy.
+    """Return the 2-norm of a flat host tensor, bit-identical to torch's norm in float64 but without a float64 copy.
 
     If the order in which torch adds squares is unknown on this machine, torch computes the norm.
     """

@@ -1,5 +1,4 @@
-"""The update rule of optimizers that run their own code on the CPU, one subgroup at a time, as in stock
-DeepSpeed.
+"""The update rule of optimizers that run their own code on the CPU, one subgroup at a time, as in stock DeepSpeed.
 
 ebbtide has no kernel for these optimizers: torch's own (`torch_adam`, or one that the script passes),
 others that DeepSpeed accepts with ``zero_allow_untested_optimizer``, and all whose masters DeepSpeed keeps

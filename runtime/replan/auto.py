@@ -1,5 +1,4 @@
-"""The option ``plan="auto"``: measure the first steps under a simple plan, then make a better plan and switch
-to it.
+"""The option ``plan="auto"``: measure the first steps under a simple plan, then make a better plan and switch to it.
 
 Under the first plan the CPU updates every subgroup. If host memory is too small for all state and a drive
 is configured, the rest of the state is on the drive. Results are already bit-identical to stock DeepSpeed,
@@ -55,12 +54,10 @@ def host_plan(
 
 
 def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
-    """Arrange that the first `WATCHED_STEPS` training steps are measured, and that a better plan is then
-    made and used.
+    """Arrange that the first `WATCHED_STEPS` training steps are measured, and that a better plan is then made and used.
 
     Args:
-        machine: The machine's rates. If None, they are measured once per node, or read from the profiler's
-            cache.
+        machine: The machine's rates. If None, they are measured once per node, or read from the profiler's cache.
     """
     machine = machine if machine is not None else measured_machine(_folders(session.plan))
     if not session.engine.update_rule().own_step:  # the next plan may update on the GPU

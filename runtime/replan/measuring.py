@@ -1,6 +1,4 @@
-"""A measurement, for ``plan="auto"``, of how fast the machine copies, computes and updates. It is made once per
-node.
-"""
+"""A measurement, for ``plan="auto"``, of how fast the machine copies, computes and updates. Made once per node."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -42,9 +42,7 @@ def gathered_in(mine: Any, group: Any) -> list[Any]:
 
 
 def gathered(mine: T) -> list[T]:
-    """Return the objects that all ranks pass in, as a list in the order of ranks. This is a collective
-    call.
-    """
+    """Return the objects that all ranks pass in, as a list in the order of ranks. This is a collective call."""
     if alone():
         return [mine]
     with ranks_group() as group:
@@ -61,8 +59,7 @@ def nodes_and_ranks() -> tuple[int, int]:
 
 
 def masks_of_this_host() -> list[list[int]]:
-    """Return the CPU cores that each rank on this host may use, as one list per rank, in the order of
-    ranks.
+    """Return the CPU cores that each rank on this host may use, as one list per rank, in the order of ranks.
 
     This is a collective call.
     """

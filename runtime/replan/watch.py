@@ -138,8 +138,7 @@ def switch_together(session: Session, plan: Plan) -> bool:
 
 @dataclass
 class Watch:
-    """A comparison of a running plan's measured times with its predictions, made every ``period_steps``
-    steps.
+    """A comparison of a running plan's measured times with its predictions, made every ``period_steps`` steps.
 
     Its method `on_step` is called after every step. Only the training thread uses it.
 

@@ -114,9 +114,7 @@ class BlockMover:
 
 
 def hashes_of_tensors(blocks: Sequence[Block], hashes: Sequence[str]) -> list[str]:
-    """Return one hash for each tensor of a subgroup on the drives, in order, from the hashes of the
-    tensor's blocks.
-    """
+    """Return one hash for each tensor of a subgroup on the drives, in order, from the hashes of the tensor's blocks."""
     parts: dict[int, list[str]] = {}
     for block, hashed in zip(blocks, hashes, strict=True):
         parts.setdefault(block.tensor, []).append(hashed)

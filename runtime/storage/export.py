@@ -22,8 +22,7 @@ Tensors = dict[tuple[Any, ...], torch.Tensor]
 
 
 def export(directory: Path, tag: str, target: Path) -> Path:
-    """Export a checkpoint to ``target``/``tag`` with all optimizer state in its files, and write the file
-    ``latest``.
+    """Export a checkpoint to ``target``/``tag`` with all optimizer state in its files, and write the file ``latest``.
 
     Return the new folder. Training may continue meanwhile. If training overwrites the checkpoint's state on
     the drives before the end, nothing is left in ``target``. Files are copied one at a time through memory

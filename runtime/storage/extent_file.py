@@ -26,9 +26,7 @@ class ExtentFile(OutputFile):
         self.path = path
 
     def reserve(self) -> None:
-        """Allocate the disk space of a file of optimizer state in advance, so that no later write finds the disk
-        full.
-        """
+        """Allocate the disk space of a file of optimizer state early, so that no later write finds the disk full."""
         try:
             folder = os.statvfs(self.path.parent)
             held = self.path.stat().st_blocks * 512 if self.path.exists() else 0

@@ -1,6 +1,4 @@
-"""A rank's directories for optimizer state on drives: their lock, and a check that they belong to this
-training run.
-"""
+"""A rank's directories for optimizer state on drives: their lock, and a check that they belong to this training run."""
 
 from __future__ import annotations
 
@@ -39,8 +37,7 @@ EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # names of a rank
 
 
 class Folders:
-    """The directories and files of one rank's optimizer state on its drives, locked while this object
-    exists.
+    """The directories and files of one rank's optimizer state on its drives, locked while this object exists.
 
     Raises:
         StorageError: Another process has the lock.
@@ -81,8 +78,7 @@ class Folders:
         If the store has no committed step, a new store replaces it.
 
         Args:
-            wanted: Layout of the optimizer state of this training. The existing store may have more or fewer
-                subgroups.
+            wanted: Layout of the optimizer state of this training. The existing store may have more or fewer subgroups.
 
         Raises:
             StorageError: The store holds committed steps, but its layout differs from ``wanted`` in more than the
@@ -148,8 +144,7 @@ class Folders:
                 _refuse(path.parent, "world_size", page.world_size, wanted.world_size)
 
     def commit(self, nonce: str, steps: list[StepRecord]) -> None:
-        """Replace the list of committed steps in a store of optimizer state, durably and by one rename of a
-        file.
+        """Replace the list of committed steps in a store of optimizer state, durably and by one rename of a file.
 
         Raises:
             StorageError: The list could not be written.

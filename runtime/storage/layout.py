@@ -73,9 +73,7 @@ class Layout:
         return [0, *inner, row]
 
     def shares(self, subgroup: int) -> list[int]:
-        """Return the number of bytes that one copy of a subgroup's state takes on each drive, as one number
-        per drive.
-        """
+        """Return the number of bytes that one copy of a subgroup's state takes on each drive: one number per drive."""
         return [end - begin for begin, end in pairwise(self.cuts(subgroup))]
 
     def start(self, drive: int, subgroup: int, extent: int) -> int:

@@ -25,8 +25,7 @@ class Job:
 
     Attributes:
         folder: Folder for the ranks' files.
-        side: The run: ``plan`` (the config as given), ``stock`` (without the key ``"ebbtide"``) or
-            ``no-offload``.
+        side: The run: ``plan`` (the config as given), ``stock`` (without the key ``"ebbtide"``) or ``no-offload``.
         steps: Number of optimizer steps, after which the process ends.
         seed: Seed of the random generators that a script does not seed itself.
         perturb: If True, flip one bit of one parameter before the first step.
@@ -42,9 +41,7 @@ class Job:
 
 
 def current_job() -> Job:
-    """Return the settings of `tune verify` for this process, from the environment variable that `tune
-    verify` sets.
-    """
+    """Return the settings of `tune verify` for this process, from the environment variable that `tune verify` sets."""
     return Job(**json.loads(os.environ[VARIABLE]))
 
 
@@ -82,8 +79,7 @@ class Lines:
         self._write({"rank": rank, **about})
 
     def step(self, pieces: Iterable[Piece], **scalars: Any) -> None:
-        """Write one line with the digests of the training state after one more step. The first call writes
-        step 0.
+        """Write one line with the digests of the training state after one more step. The first call writes step 0.
 
         Args:
             scalars: Further numbers of the step, such as the loss.
@@ -116,9 +112,7 @@ def number(value: Any) -> float | None:
 
 
 def flip_one_bit(values: torch.Tensor) -> None:
-    """Flip the lowest bit of the largest element of a flat tensor in place, to test that `tune verify`
-    finds it.
-    """
+    """Flip the lowest bit of the largest element of a flat tensor in place, to test that `tune verify` finds it."""
     at = int(values.abs().argmax())
     kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
     with torch.no_grad():

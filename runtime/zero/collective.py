@@ -61,9 +61,7 @@ class CollectiveGathers:
         self._begun.clear()
 
     def updates_launched(self) -> None:
-        """Record that an update of every subgroup has been launched. Later parameter gathers then wait for
-        the updates.
-        """
+        """Record that an update of every subgroup has been launched. Later parameter gathers wait for the updates."""
         self.awaited = set(self._partitions.subgroup_of.values())
 
     def gathered(self, params: list[Any]) -> None:
@@ -74,9 +72,7 @@ class CollectiveGathers:
         self.awaited -= set(self._partitions.subgroups(params))
 
     def module_begins(self, params: list[Any]) -> None:
-        """Launch the delayed gathers of a module's parameters, because the module's forward or backward
-        begins.
-        """
+        """Launch the delayed gathers of a module's parameters, because the module's forward or backward begins."""
         self._begun |= self._due
         self._due = frozenset(param.ds_id for param in params)
         self._launch(lambda param: param.ds_id in self._due)

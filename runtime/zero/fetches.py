@@ -1,6 +1,4 @@
-"""Copies of parameters from host memory to the GPU before their use. With one rank, they replace DeepSpeed's
-gathers.
-"""
+"""Copies of parameters from host memory to the GPU before use. With one rank, they replace DeepSpeed's gathers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -89,9 +87,7 @@ class Partitions:
 
 
 class Fetch:
-    """The handle of a parameter that is being copied to the GPU. DeepSpeed waits for the copy when the
-    module begins.
-    """
+    """The handle of a parameter being copied to the GPU. DeepSpeed waits for the copy when the module begins."""
 
     def __init__(self, param: Any, tensor: torch.Tensor, ends: list[Completion], device: Device) -> None:
         """Create the handle of a parameter that is being copied to the GPU.
@@ -116,8 +112,7 @@ class Fetch:
 
 
 class Fetches:
-    """The handle of all parameters that DeepSpeed requested in one call and that are being copied to the
-    GPU.
+    """The handle of all parameters that DeepSpeed requested in one call and that are being copied to the GPU.
 
     DeepSpeed can wait for all of them (`wait`), or for the copy of one parameter (`of`).
     """

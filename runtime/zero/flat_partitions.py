@@ -1,6 +1,4 @@
-"""DeepSpeed's flat buffers of optimizer state, divided into subgroups that are smaller than DeepSpeed's
-own.
-"""
+"""DeepSpeed's flat buffers of optimizer state, divided into subgroups that are smaller than DeepSpeed's own."""
 
 from collections import UserDict
 from collections.abc import Callable, Mapping
@@ -48,9 +46,7 @@ class FlatState:
         return dict(zip(self._optimizer._rule.moments, self._flats[group][1:], strict=True))
 
     def adopt(self, state: SubgroupState) -> None:
-        """Record whether a subgroup's optimizer state is now in DeepSpeed's flat buffers or in other
-        tensors.
-        """
+        """Record whether a subgroup's optimizer state is now in DeepSpeed's flat buffers or in other tensors."""
         flat = self.state(state.index)
         if state.p.data_ptr() == flat[0].data_ptr():
             self.shadows.pop(state.index, None)
@@ -78,9 +74,7 @@ class FlatState:
         self.published = True
 
     def take_back(self, session: Session) -> None:
-        """Make the plan use the optimizer state that a checkpoint load has written to DeepSpeed's flat
-        buffers.
-        """
+        """Make the plan use the optimizer state that a checkpoint load has written to DeepSpeed's flat buffers."""
         self._copy_back(session)
         session.executor.state_loaded()
 
@@ -89,8 +83,7 @@ class FlatState:
             _copy(session.executor.states[subgroup].state, shadow)
 
     def before_update(self, session: Session) -> None:
-        """Copy optimizer state that other code may have changed in DeepSpeed's flat buffers back to the
-        plan's tensors.
+        """Copy optimizer state that other code may have changed in DeepSpeed's flat buffers back to the plan's tensors.
 
         Call this method before a step's updates. Nothing is copied unless `publish` has copied the plan's
         tensors to the flat buffers since the last step.
@@ -102,8 +95,7 @@ class FlatState:
         self.published = not self.shadows
 
     def let_go(self, session: Session) -> None:
-        """Copy all optimizer state to DeepSpeed's flat buffers and release GPU memory, when the plan's execution
-        ends.
+        """Copy all optimizer state to DeepSpeed's flat buffers and release GPU memory, when the plan's execution ends.
 
         DeepSpeed's objects may still be used afterwards.
         """
@@ -200,9 +192,7 @@ def _give_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
 
 
 def hand_back(optimizer: Any, masters: list[torch.nn.Parameter]) -> None:
-    """Restore the buffers of a DeepSpeed optimizer after a plan could not be attached, so that it trains without
-    one.
-    """
+    """Restore the buffers of a DeepSpeed optimizer if a plan could not be attached, so that it trains without one."""
     for master in masters:
         master.grad = torch.zeros_like(master.data)
         state = optimizer.optimizer.state[master]

@@ -32,11 +32,9 @@ def needed_bytes(
     stage: int = 3,
     micro_batches: int = 1,
 ) -> int:
-    """Return the bytes of host memory that a plan takes on one rank, by
-    `ebbtide.simulator.update.footprint`.
+    """Return the bytes of host memory that a plan takes on one rank, by `ebbtide.simulator.update.footprint`.
 
-    Return 0 for a plan that does not list its ``subgroups``, because the sizes of the subgroups are
-    unknown.
+    Return 0 for a plan that does not list its ``subgroups``, because the sizes of the subgroups are unknown.
     """
     if not plan.subgroups:
         return 0
@@ -96,9 +94,7 @@ def check_host_memory(
 
 
 def on_the_host(plan: Plan) -> Plan:
-    """Return a changed copy of the plan: the CPU updates every subgroup, with all optimizer state in host
-    memory.
-    """
+    """Return a changed copy of the plan: the CPU updates every subgroup, with all optimizer state in host memory."""
     hosted: list[Placement] = ["host"] * plan.subgroup_count
     return plan.placed(hosted, staging_slots=0, prefetch=0).with_bits(early=False, sum_on_device=False)
 

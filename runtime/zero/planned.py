@@ -250,9 +250,7 @@ class PlannedZero:
         return super().state_dict()  # type: ignore[misc, no-any-return]
 
     def timeline(self) -> Timeline:
-        """Return the measured timeline of the latest training steps, in the format of the simulator's
-        timeline.
-        """
+        """Return the measured timeline of the latest training steps, in the format of the simulator's timeline."""
         return self._ebbtide.timeline()
 
     def offload_states(self, include: Container[Any] | None = None, **_: Any) -> None:

@@ -129,9 +129,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return torch.cat([sums.sum_so_far(piece).cpu() for piece in self._flat.slices[key]])
 
     def _finalize_cpu_offload_gradient_accumulation(self) -> None:
-        """End the accumulation of micro-batches at ``step()``, if the script and not DeepSpeed decides when
-        it ends.
-        """
+        """End the accumulation of micro-batches at ``step()``, if the script and not DeepSpeed decides when it ends."""
         for group, params in enumerate(self.params_in_partition):
             for param in params:
                 key = self.get_param_id(param)

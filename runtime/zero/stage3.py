@@ -44,9 +44,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     @torch.no_grad()
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send each reduced gradient once to the memory where its update will run, and compute its norm on
-        the GPU.
-        """
+        """Send each reduced gradient once to the memory where its update will run, and compute its norm on the GPU."""
         own = self._ebbtide
         boundary = private.at_boundary(self)
         if boundary:

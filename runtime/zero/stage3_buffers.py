@@ -279,9 +279,7 @@ def drop_flat_parameters(optimizer: Any) -> None:
 
 
 def slices(optimizer: Any) -> dict[int, ZeroSlice]:
-    """Return this rank's part of each parameter, with its position in the rank's subgroups, as a dict by parameter
-    id.
-    """
+    """Return this rank's part of each parameter, with its position in the subgroups, as a dict by parameter id."""
     found = {}
     for group in optimizer.fp16_groups:
         for param in group:

@@ -1,5 +1,4 @@
-"""The choice of subgroups whose optimizer state is kept on a drive, if the DeepSpeed config offloads to a
-drive.
+"""The choice of subgroups whose optimizer state is kept on a drive, if the DeepSpeed config offloads to a drive.
 
 As few subgroups as host memory allows are chosen.
 """
@@ -66,9 +65,7 @@ def stored_before(folder: Path) -> frozenset[int]:
 
 
 def host_room_bytes(optimizer: Any) -> int:
-    """Return the free bytes of host memory for a plan, including DeepSpeed's buffers that the plan will
-    replace.
-    """
+    """Return the free bytes of host memory for a plan, including DeepSpeed's buffers that the plan will replace."""
     masters = optimizer.fp32_partitioned_groups_flat
     held = sum(m.nbytes + (0 if m.grad is None else m.grad.nbytes) for m in masters)
     gradients = optimizer.grad_partitions_flat_buffer
@@ -100,9 +97,7 @@ def _first_that_fits(
 
 
 def spaced(count: int, stored: int) -> frozenset[int]:
-    """Choose ``stored`` of ``count`` subgroups, as evenly spaced as possible, to be on a drive. Return their
-    indices.
-    """
+    """Choose ``stored`` of ``count`` subgroups, as evenly spaced as possible, for the drive. Return their indices."""
     return frozenset(i for i in range(count) if (i + 1) * stored // count > i * stored // count)
 
 

@@ -1,3 +1,1 @@
-"""Analyses that use the simulator: lower bounds of the iteration time, costs of checkpoints, what-if tables,
-goodput.
-"""
+"""Analyses with the simulator: lower bounds of the iteration time, costs of checkpoints, what-if tables, goodput."""

@@ -235,8 +235,7 @@ class CheckpointSimulation:
     def _later_s(self, run: _Run) -> float:
         """Return the seconds that writing a checkpoint adds to the iterations that come after the simulated ones.
 
-        Each later iteration is assumed to be slowed as much as the last simulated one, until the checkpoint is
-        written.
+        Each later iteration is assumed to be slowed as much as the last simulated one, until the checkpoint is written.
         """
         last = self.iterations - 1
         with_s, without_s = (r.backward_end_s(last) - r.backward_end_s(last - 1) for r in (run, self._plain))

@@ -1,7 +1,6 @@
 """The mean iteration time of plans with early updates, which start before the gradient norm is known.
 
-Early updates assume that the step does not clip gradients. In a step that clips, early updates are dropped
-and redone.
+Early updates assume that the step does not clip gradients. In a step that clips, early updates are dropped and redone.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,8 +1,7 @@
 """Fast prediction of the iteration time and memory of many plans for one workload on one machine.
 
-The search for the best plan uses `PlanSweep`, which gives the result of
-``simulate_fast(build_schedule(workload, plan), machine)`` without creating a Python object for each op: the
-schedule is built and simulated as arrays.
+The search for the best plan uses `PlanSweep`, which gives the result of ``simulate_fast(build_schedule(workload, plan),
+machine)`` without creating a Python object for each op: the schedule is built and simulated as arrays.
 """
 
 import copy

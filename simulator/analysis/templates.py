@@ -1,8 +1,7 @@
 """Reuse of schedules that differ only in times or memory, for ebbtide's web page, where sliders change values.
 
-The ops of a schedule and their dependencies follow from a strategy's options and the workload's sizes. If
-only times or memory change, the new values are written into the arrays of an earlier schedule with the same
-ops.
+The ops of a schedule and their dependencies follow from a strategy's options and the workload's sizes. If only times or
+memory change, the new values are written into the arrays of an earlier schedule with the same ops.
 """
 
 from collections import OrderedDict
@@ -129,8 +128,7 @@ class Template:
     def changed(self, workload: Workload) -> set[str]:
         """Return the names of the replaceable values, such as forward times, that differ between two workloads.
 
-        The two workloads are ``workload``, and the workload for which this template (a reusable schedule) was
-        compiled.
+        The two workloads are ``workload``, and the workload for which this template (a reusable schedule) was compiled.
         """
         return {name for name, value in times(workload).items() if value != self.made_for[name]}
 

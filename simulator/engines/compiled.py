@@ -1,7 +1,6 @@
 """The compiled simulator: numba code that gives the same results as `simulate`, thousands of times per second.
 
-Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads
-numba.
+Import it explicitly (``from ebbtide.simulator.engines.compiled import simulate_fast``), because it loads numba.
 """
 
 from __future__ import annotations

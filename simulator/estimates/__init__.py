@@ -1,3 +1,1 @@
-"""Machines and workloads that are estimated instead of measured: machine presets, and workloads from models'
-configs.
-"""
+"""Machines and workloads that are estimated, not measured: machine presets, and workloads from models' configs."""

@@ -106,8 +106,7 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
     ``"auto"`` stands for a default.
 
     Raises:
-        ModelError: The file cannot be read, DeepSpeed does not know a key, or a value is not allowed for its
-            key.
+        ModelError: The file cannot be read, DeepSpeed does not know a key, or a value is not allowed for its key.
     """
     if isinstance(config, (str, Path)):
         config = read_file(config)

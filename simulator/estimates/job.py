@@ -236,8 +236,7 @@ def workload_from_model(
         activation_checkpointing: ``full`` keeps only the input of each layer, and computes the layer again in
             backward. ``selective`` does so for every other layer, ``none`` for no layer.
         job: Fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel, tensor_parallel,
-            pipeline_parallel, stage, sequence_parallel, flash_attention, flash_version,
-            kernels, fused_loss.
+            pipeline_parallel, stage, sequence_parallel, flash_attention, flash_version, kernels, fused_loss.
 
     Raises:
         ModelError: A description, a config or a value cannot be used. The message names the key.

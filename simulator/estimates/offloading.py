@@ -1,6 +1,4 @@
-"""The offload settings in a DeepSpeed config, translated for a simulation of DeepSpeed and for training under
-a plan.
-"""
+"""The offload settings in a DeepSpeed config, translated for simulating DeepSpeed and for training with a plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -270,8 +268,7 @@ def _moved(zero: Mapping[str, Any], key: str, former: str) -> Mapping[str, Any] 
     Args:
         zero: The config's section ``zero_optimization``.
         key: Name of the section, such as ``offload_optimizer``.
-        former: Older boolean key with the same purpose. If only this key is set, an equivalent section is
-            returned.
+        former: Older boolean key with the same purpose. If only this key is set, an equivalent section is returned.
     """
     result: Mapping[str, Any] | None = zero.get(key)
     return {"device": "cpu"} if result is None and zero.get(former) else result

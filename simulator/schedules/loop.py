@@ -43,8 +43,7 @@ class TrainingLoop(ABC):
         """Append the ops of a number of training iterations to a schedule.
 
         Raises:
-            ValueError: There are too many forwards and backwards of layers to simulate in reasonable time and
-                memory.
+            ValueError: There are too many forwards and backwards of layers to simulate in reasonable time and memory.
         """
         check_passes(self.workload, iterations)
         for iteration in range(iterations):

@@ -134,9 +134,8 @@ class StockLoop(TrainingLoop):
     def _goes_to_host(self, subgroup: int) -> bool:
         """Return True if a subgroup's gradients are copied to host memory in the simulated DeepSpeed run.
 
-        They are not if the subgroup's state is in GPU memory. If updates on the CPU and the GPU run at the same
-        time (``interleaved`` in `StockOptions`), the gradients of a subgroup that the GPU updates stay on the GPU
-        too.
+        They are not if the subgroup's state is in GPU memory. If updates on the CPU and the GPU run at the same time
+        (``interleaved`` in `StockOptions`), the gradients of a subgroup that the GPU updates stay on the GPU too.
         """
         return subgroup >= self.resident and not self._waits_on_device(subgroup)
 

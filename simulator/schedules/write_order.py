@@ -1,9 +1,8 @@
 """The order of writing a checkpoint's bytes to storage, and the choice of bytes that are copied before an update.
 
-This module simulates `ebbtide.runtime.checkpoint.stream.persist.BlockWriter`. State is written from its
-live memory in the order of the plan's updates. If a subgroup's update is due before its state is written,
-the rest of the state is copied into reserved memory. If that memory is full, the update waits until the
-rest is written.
+This module simulates `ebbtide.runtime.checkpoint.stream.persist.BlockWriter`. State is written from its live memory in
+the order of the plan's updates. If a subgroup's update is due before its state is written, the rest of the state is
+copied into reserved memory. If that memory is full, the update waits until the rest is written.
 """
 
 import heapq

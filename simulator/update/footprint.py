@@ -95,8 +95,7 @@ def fetched_elements(workload: Workload, locations: Sequence[Memory]) -> list[in
 
 
 def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
-    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in host
-    memory.
+    """Return the number of parameter elements that GPU memory need not hold because parameters are kept in host memory.
 
     These are all elements in host memory, minus those that are copied to the GPU for the layers that run at the same
     time.

@@ -75,8 +75,7 @@ class Holding:
         """Return the bytes per parameter that training with an optimizer needs in each memory, at a precision and ZeRO
         stage.
 
-        Below ZeRO-3, DeepSpeed's flat partitions in host memory have space for all state, even if it is in GPU
-        memory.
+        Below ZeRO-3, DeepSpeed's flat partitions in host memory have space for all state, even if it is in GPU memory.
 
         Args:
             state_stays: True if there is such space under ZeRO-3 too (`Workload.state_stays`).

@@ -1,12 +1,11 @@
 """The rule that decides, for each optimizer step, whether early updates are allowed.
 
-Early updates start before the gradient norm is known. If a step clips or overflows, they are dropped and
-redone, which costs time. The rule keeps an account of time. A step whose early updates are kept adds the
-time that they saved, a step whose early updates are redone subtracts the time that they cost, and each step
-adds a small allowance. Early updates are allowed only while the account covers the cost of redoing one
-step's updates. So, for any fraction of clipping steps, training loses at most the initial balance and the
-allowances, compared with the same plan without early updates. If early updates are kept often enough to
-save time on average, the account stays full and they are never paused.
+Early updates start before the gradient norm is known. If a step clips or overflows, they are dropped and redone, which
+costs time. The rule keeps an account of time. A step whose early updates are kept adds the time that they saved, a step
+whose early updates are redone subtracts the time that they cost, and each step adds a small allowance. Early updates
+are allowed only while the account covers the cost of redoing one step's updates. So, for any fraction of clipping
+steps, training loses at most the initial balance and the allowances, compared with the same plan without early updates.
+If early updates are kept often enough to save time on average, the account stays full and they are never paused.
 """
 
 from __future__ import annotations

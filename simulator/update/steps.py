@@ -51,8 +51,7 @@ class Slot(StrEnum):
     def ahead(self) -> bool:
         """Return True if a buffer of this kind may be filled for the next optimizer step as soon as the buffer is free.
 
-        That is not so for buffers in GPU memory, because activations need the memory until the end of their
-        backward.
+        That is not so for buffers in GPU memory, because activations need the memory until the end of their backward.
         """
         return self.memory == "host"
 

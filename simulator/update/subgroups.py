@@ -32,8 +32,7 @@ class Cut(Protocol):
 def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
     """Return the number of elements of each subgroup that DeepSpeed's ZeRO-3 forms from one parameter group.
 
-    A subgroup ends with the parameter that fills it. Source:
-    ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
+    A subgroup ends with the parameter that fills it. Source: ``DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups``.
     """
     return [sum(held) for held in grouped(partitions, subgroup_size)]
 

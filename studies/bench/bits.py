@@ -10,14 +10,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Return host copies of the parameters and optimizer state of a DeepSpeed engine's model, as a dict by
-    name.
+    """Return host copies of the parameters and optimizer state of a DeepSpeed engine's model, as a dict by name.
 
-    Each trainable parameter gives several tensors of its full, unpartitioned size. ``NAME`` is the
-    parameter that the model computes with, and ``NAME/fp32`` is the optimizer's master copy.
-    ``NAME/exp_avg`` and ``NAME/exp_avg_sq`` are the parameter's Adam moments. If the job has several ranks,
-    every rank must make this call. Only public functions of DeepSpeed are used, so that stock DeepSpeed and
-    ebbtide are read in the same way.
+    Each trainable parameter gives several tensors of its full, unpartitioned size. ``NAME`` is the parameter that the
+    model computes with, and ``NAME/fp32`` is the optimizer's master copy. ``NAME/exp_avg`` and ``NAME/exp_avg_sq`` are
+    the parameter's Adam moments. If the job has several ranks, every rank must make this call. Only public functions of
+    DeepSpeed are used, so that stock DeepSpeed and ebbtide are read in the same way.
     """
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -43,9 +41,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield each fp32 master and Adam moment of DeepSpeed's ZeRO-3 optimizer, in DeepSpeed's order and
-    without a copy.
-    """
+    """Yield each fp32 master and Adam moment of DeepSpeed's ZeRO-3 optimizer, in DeepSpeed's order, without a copy."""
     for master in optimizer.fp32_partitioned_groups_flat:
         yield master
         state = optimizer.optimizer.state.get(master, {})
@@ -62,11 +58,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def differences(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Return the sorted names of tensors that differ between two training results, as `state_of` returns
-    them.
+    """Return the sorted names of tensors that differ between two training results, as `state_of` returns them.
 
-    Tensors differ if they are not `torch.equal`, have different dtypes, or exist in only one of the
-    results.
+    Tensors differ if they are not `torch.equal`, have different dtypes, or exist in only one of the results.
     """
     names = sorted(ours.keys() | theirs.keys())
     return tuple(

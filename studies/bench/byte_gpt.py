@@ -1,8 +1,7 @@
 """Workload of the studies: a byte-level GPT trained on the source code of Python's standard library.
 
-The text is real and exists on every machine, so no tokenizer and no download is needed. The data
-of a step is a function of the step's number, so a resumed run sees the same data as an
-uninterrupted run.
+The text is real and exists on every machine, so no tokenizer and no download is needed. The data of a step is a
+function of the step's number, so a resumed run sees the same data as an uninterrupted run.
 """
 
 import os
@@ -31,8 +30,7 @@ class ByteGPTConfig:
 
     Attributes:
         sequence: Number of bytes of context, which is also the number of bytes predicted per sample.
-        checkpoint_activations: True to recompute each block in backward instead of keeping its
-            activations.
+        checkpoint_activations: True to recompute each block in backward instead of keeping its activations.
     """
 
     layers: int
@@ -110,10 +108,9 @@ class ByteGPT(nn.Module):
 
     Args:
         config: Sizes of the model.
-        seed: Seed of the initial weights. Torch's global random state is not used. Weights are drawn
-            from N(0, 0.02), and residual outputs are scaled by 1/sqrt(2 layers) as in GPT-2. If None,
-            the weights stay uninitialized. Use None under ``deepspeed.zero.Init``, which partitions
-            the parameters while modules are built.
+        seed: Seed of the initial weights. Torch's global random state is not used. Weights are drawn from N(0, 0.02),
+            and residual outputs are scaled by 1/sqrt(2 layers) as in GPT-2. If None, the weights stay uninitialized.
+            Use None under ``deepspeed.zero.Init``, which partitions the parameters while modules are built.
     """
 
     def __init__(self, config: ByteGPTConfig, seed: int | None = 0) -> None:
@@ -155,8 +152,7 @@ class ByteGPT(nn.Module):
 
 @cache
 def python_sources() -> np.ndarray:
-    """Return the .py files of Python's standard library as one uint8 array, joined in the order of their
-    paths.
+    """Return the .py files of Python's standard library as one uint8 array, joined in the order of their paths.
 
     Tests and installed packages are left out.
 
@@ -191,9 +187,7 @@ class Batches:
     rank: int = 0
 
     def at(self, step: int, device: str | torch.device = "cpu") -> Batch:
-        """Return the batch of a training step: inputs and targets, each int64 with shape (batch,
-        sequence).
-        """
+        """Return the batch of a training step: inputs and targets, each int64 with shape (batch, sequence)."""
         text = python_sources()
         rng = np.random.default_rng([self.seed, self.rank, step])
         starts = rng.integers(0, len(text) - self.sequence - 1, size=self.batch)
@@ -248,9 +242,7 @@ def stock_engine(model: nn.Module, config: dict[str, Any]) -> Any:
 
 
 def train_step(engine: Any, batch: Batch) -> torch.Tensor:
-    """Run forward, backward and the optimizer step of a DeepSpeed engine on one batch, and return the
-    detached loss.
-    """
+    """Run forward, backward and the optimizer step of a DeepSpeed engine on one batch, and return the detached loss."""
     loss: torch.Tensor = engine(*batch)
     engine.backward(loss)
     engine.step()

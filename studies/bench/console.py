@@ -55,9 +55,7 @@ def whole_number(text: str) -> int:
 
 
 def table_of(title: str, *columns: str) -> Table:
-    """Return an empty terminal table with the given columns, the first left-aligned, the others
-    right-aligned.
-    """
+    """Return an empty terminal table with the given columns, the first left-aligned, the others right-aligned."""
     table = Table(title=title)
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", overflow="fold")
@@ -101,8 +99,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _flat(row: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return one row of a study's results as a flat dict, with the keys of nested values joined to
-    ``outer.inner``.
+    """Return one row of a study's results as a flat dict, with the keys of nested values joined to ``outer.inner``.
 
     Lists, tables and plans are left out.
     """
@@ -132,9 +129,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Iterator[Table]:
 
 
 def _shown(name: str, values: list[Any]) -> Iterator[str]:
-    """Yield the texts of one column of a result table: the heading with the unit, then each value in that
-    unit.
-    """
+    """Yield the texts of one column of a result table: the heading with the unit, then each value in that unit."""
     end = next((end for end in UNITS if name.endswith(end)), "")
     factor, unit = UNITS.get(end, (1.0, ""))
     yield " ".join([name.removesuffix(end).replace("_", " "), unit]).strip()

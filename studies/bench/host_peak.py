@@ -9,8 +9,6 @@ def reset_host_peak() -> None:
 
 
 def host_peak_bytes() -> int:
-    """Return the peak of this process's resident host memory in bytes, since `reset_host_peak` or the process's
-    start.
-    """
+    """Return the peak resident host memory of this process in bytes, since `reset_host_peak` or the process's start."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])

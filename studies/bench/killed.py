@@ -37,8 +37,7 @@ class Kill:
 
 
 class KillingFiles(Files):
-    """File operations of a checkpoint save that kill their own process with SIGKILL at a chosen point of
-    the save.
+    """File operations of a checkpoint save that kill their own process with SIGKILL at a chosen point of the save.
 
     The points are named places in the code that commits a checkpoint.
     """
@@ -142,8 +141,7 @@ def counted(trials: Sequence[Trial]) -> dict[str, Any]:
 
 
 def concluded(study: str, path: Path | None, figures: dict[str, Any], scratch: Path, console: Console) -> int:
-    """Print the results of a study that kills training, and write them as JSON to the file ``path`` if
-    given.
+    """Print the results of a study that kills training, and write them as JSON to the file ``path`` if given.
 
     If no kill led to a failure, the folder ``scratch`` is removed. Otherwise it is kept for inspection.
 

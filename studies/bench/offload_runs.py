@@ -1,6 +1,4 @@
-"""Settings and measurements of published DeepSpeed runs with offloaded optimizer state, read from a CSV
-file.
-"""
+"""Settings and measurements of published DeepSpeed runs with offloaded optimizer state, read from a CSV file."""
 
 import csv
 import math
@@ -108,9 +106,7 @@ class Run:
 
     @property
     def contradicted(self) -> bool:
-        """Return True if the run's logged layers and hidden size contradict the model size in its label,
-        such as "13B".
-        """
+        """Return True if the run's logged layers and hidden size contradict the size in its label, such as "13B"."""
         return abs(self.params_b * 1e9 / self.logged_params - 1) > _LABEL_TOLERANCE
 
     @property
@@ -160,8 +156,7 @@ def model_of(run: Run) -> dict[str, Any]:
 
 
 def read_runs(path: str | Path, flag: str = "--calibrate", *, blanks: bool = False) -> list[Run]:
-    """Read published training runs from a CSV file with the columns of the repository's
-    published_offload_runs.csv.
+    """Read published training runs from a CSV file with the columns of the repository's published_offload_runs.csv.
 
     Args:
         flag: Command-line option that named the file, for error messages.
@@ -227,9 +222,7 @@ def _run(row: dict[str, str], where: str, blanks: bool) -> Run:
 
 
 def _switch(row: dict[str, str], name: str, where: str) -> bool | None:
-    """Return an on/off setting from a published run's CSV row. None if an older DeepSpeed did not log the
-    setting.
-    """
+    """Return an on/off setting from a published run's CSV row. None if an older DeepSpeed did not log the setting."""
     if _blank(row, name):
         return None
     value = _number(row, name, where)
@@ -255,8 +248,7 @@ def _stride(row: dict[str, str], where: str, prefetch: bool) -> int:
 def _heads(row: dict[str, str], where: str, hidden: int) -> int:
     """Return the number of attention heads of a published run's model, from the run's row in the CSV file.
 
-    If the file has no column for the heads, there are 32. If the run's cell is blank, each head has 128
-    elements.
+    If the file has no column for the heads, there are 32. If the run's cell is blank, each head has 128 elements.
     """
     if "heads" not in row:
         return 32
@@ -338,8 +330,7 @@ def _number(row: dict[str, str], name: str, where: str, default: float | None = 
 
 
 def family_of(source: str) -> str:
-    """Return the name of the campaign (series of runs) that a published run belongs to: its source without
-    model sizes.
+    """Return the name of the campaign (series of runs) that a published run belongs to: its source without model sizes.
 
     ``act-output-13B-scale-DP`` and ``act-output-7B-scale-DP`` belong to the same campaign.
     """

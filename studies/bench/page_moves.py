@@ -29,8 +29,7 @@ _MOVE = """([id, share]) => {
 
 
 def page_moves(url: str, moves: int = 60) -> list[float]:
-    """Move sliders of the service's web page at random, and return a list of the seconds until each updated
-    picture.
+    """Move sliders of the service's web page at random, and return a list of the seconds until each updated picture.
 
     The page itself measures the times. The list is empty if Chromium or playwright is missing.
     """
@@ -59,9 +58,7 @@ def page_moves(url: str, moves: int = 60) -> list[float]:
 
 
 def _answered(page: Any, times: int) -> None:
-    """Wait until the web page has received ``times`` answers from ebbtide's service and has drawn its whole
-    table.
-    """
+    """Wait until the web page has received ``times`` answers from ebbtide's service and has drawn its whole table."""
     page.wait_for_function(
         "(n) => performance.getEntriesByName('answer').length >= n && "
         "document.querySelector('#table').getAttribute('aria-busy') === 'false'",

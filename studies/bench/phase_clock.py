@@ -1,6 +1,4 @@
-"""A clock for the phases of a training step (forward, backward, step), which does not slow down
-training.
-"""
+"""A clock for the phases of a training step (forward, backward, step), which does not slow down training."""
 
 import statistics
 import time
@@ -43,9 +41,7 @@ class PhaseClock:
         return [a.elapsed_time(b) / 1e3 for a, b in pairs]
 
     def iterations(self) -> list[dict[str, float]]:
-        """Return a list with a dict per timed training step: the seconds by phase, and of the whole
-        ``iteration``.
-        """
+        """Return a list with a dict per timed training step: the seconds by phase, and of the whole ``iteration``."""
         seconds = self.seconds()
         stride = len(PHASES) + 1  # the time between two steps (data, prints) belongs to no phase
         rows = []

@@ -31,9 +31,7 @@ def write_record(path: str | Path, study: str, figures: dict[str, Any]) -> Path:
 
 
 def provenance() -> dict[str, Any]:
-    """Return the machine, software versions and command of a measurement, as a dict for a study's result
-    file.
-    """
+    """Return the machine, software versions and command of a measurement, as a dict for a study's result file."""
     import torch
 
     cuda = torch.cuda.is_available()

@@ -2,10 +2,9 @@
 
 No committed checkpoint may be lost or incomplete, and resumed training must give the same bits.
 
-Each trial is a real training run on one or two ranks that saves a checkpoint after every step. The
-run is killed at a named point of the code that commits a checkpoint, or at a random moment. Then
-the study verifies the files on disk, resumes the run from them, and compares every later step, bit
-by bit, with an uninterrupted run.
+Each trial is a real training run on one or two ranks that saves a checkpoint after every step. The run is killed at a
+named point of the code that commits a checkpoint, or at a random moment. Then the study verifies the files on disk,
+resumes the run from them, and compares every later step, bit by bit, with an uninterrupted run.
 
 Some runs train with DeepSpeed's own optimizer. All others train under a plan of ebbtide: with
 all or some parameters in host memory, with early updates (before the gradient norm is known), or
@@ -223,8 +222,7 @@ def _number(note: Path) -> int:
 
 
 def _check_disk(trial: Trial, folder: Path) -> None:
-    """Check the checkpoints that are on disk after the kill of a training run, and note the faults in
-    ``trial``.
+    """Check the checkpoints that are on disk after the kill of a training run, and note the faults in ``trial``.
 
     Every checkpoint must be whole, and none that the run reported as committed may be missing.
     """
@@ -254,8 +252,7 @@ def _compare(trial: Trial, run: Run, rank: int, truth: Reference) -> None:
 
 
 def trials(count: int, seed: int, limit_s: float, scratch: Path, trained: Sequence[str] = TRAINED) -> Iterator[Trial]:
-    """Yield the outcomes of ``count`` trials, made one after the other. A trial kills and resumes a
-    training run.
+    """Yield the outcomes of ``count`` trials, made one after the other. A trial kills and resumes a training run.
 
     No trial starts later than ``limit_s`` seconds after the first one.
     """

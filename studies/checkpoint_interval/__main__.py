@@ -48,8 +48,7 @@ class Measured:
     The training consists of cycles with one checkpoint each, and times are medians over the cycles.
 
     Attributes:
-        iteration_s: Seconds of an iteration in the second half of a cycle, when no checkpoint is
-            being written.
+        iteration_s: Seconds of an iteration in the second half of a cycle, when no checkpoint is being written.
         stall_s: Additional seconds of the step that saves the checkpoint.
         interference_s: Additional seconds of all other steps of a cycle together.
         told: Times and bytes that ebbtide's runtime itself reported of the last checkpoint.

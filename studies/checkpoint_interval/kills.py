@@ -29,8 +29,7 @@ def paid_at(steps: int, iteration_s: float, cost: CheckpointCost) -> CheckpointC
 
 
 def goodput_at(steps: int, iteration_s: float, cost: CheckpointCost, failures: Failures) -> float:
-    """Return the expected goodput (useful training per time) of training with a checkpoint every ``steps``
-    steps.
+    """Return the expected goodput (useful training per time) of training with a checkpoint every ``steps`` steps.
 
     The time for which a checkpoint waits for the previous one to be written is included.
     """

@@ -1,6 +1,4 @@
-"""Training under a plan with checkpoints, in processes that the study of checkpoint intervals forks and
-kills.
-"""
+"""Training under a plan with checkpoints, in processes that the study of checkpoint intervals forks and kills."""
 
 import time
 from dataclasses import dataclass
@@ -88,9 +86,7 @@ def read_profile(folder: Path) -> tuple[Machine, ebbtide.simulator.Workload]:
 
 
 def under(plan: Plan, steps: int, folder: Path) -> Plan:
-    """Return the plan with a checkpoint into ``folder`` every ``steps`` steps. If ``steps`` is 0, none is
-    saved.
-    """
+    """Return the plan with a checkpoint into ``folder`` every ``steps`` steps. If ``steps`` is 0, none is saved."""
     saving = plan.checkpoint.model_copy(update={"interval_steps": steps, "dir": str(folder), "keep": 2})
     return plan.model_copy(update={"checkpoint": CheckpointPlan.model_validate(saving.model_dump())})
 

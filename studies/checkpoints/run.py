@@ -221,9 +221,7 @@ def _engine(run: Run, rank: int) -> tuple[Any, Any]:
 
 
 def _planned_engine(model: Any, checkpoint: CheckpointPlan, run: Run, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a DeepSpeed engine on an emulated device, under a plan that uses every placement of optimizer
-    state.
-    """
+    """Return a DeepSpeed engine on an emulated device, under a plan that uses every placement of optimizer state."""
     import ebbtide.runtime.checkpoint
     import ebbtide.runtime.storage.store
 
@@ -316,8 +314,7 @@ def recorded(run: Run, rank: int) -> Iterator[tuple[int, str, str]]:
 
 
 def reap(ranks: Sequence[Forked], timeout_s: float) -> list[int]:
-    """Wait for the rank processes of a training run, and kill those still running after ``timeout_s``
-    seconds.
+    """Wait for the rank processes of a training run, and kill those still running after ``timeout_s`` seconds.
 
     Returns:
         The exit codes, negative for signals.

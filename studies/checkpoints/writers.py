@@ -23,9 +23,7 @@ IN_TURN = 15  # number of checkpoints whose rate is compared with the disk's
 
 @dataclass(frozen=True)
 class Workload:
-    """A training job with which checkpoint writers are timed: model, sequence length, and number of timed
-    steps.
-    """
+    """A training job with which checkpoint writers are timed: model, sequence length, and number of timed steps."""
 
     model: str
     sequence: int
@@ -117,9 +115,7 @@ class DecoupledFastPersist(FastPersist):
 
 
 class DcpAsync(Writer):
-    """A checkpoint writer that passes the optimizer state to torch's
-    ``distributed.checkpoint.async_save``.
-    """
+    """A checkpoint writer that passes the optimizer state to torch's ``distributed.checkpoint.async_save``."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
@@ -151,8 +147,7 @@ class DcpAsync(Writer):
 
 
 class Ebbtide(TorchWriter):
-    """ebbtide's checkpoint writer used with DeepSpeed's own optimizer. State is copied while training goes
-    on.
+    """ebbtide's checkpoint writer used with DeepSpeed's own optimizer. State is copied while training goes on.
 
     ``waited_s`` counts the seconds for which an update waited until its state had been copied.
     """
@@ -187,8 +182,7 @@ WRITERS: dict[str, type[Writer]] = {
 
 
 def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
-    """Train and save checkpoints with one of the compared checkpoint writers. Return a dict of median times
-    and rates.
+    """Train and save checkpoints with one of the compared checkpoint writers. Return a dict of median times and rates.
 
     Training and saving run in this process.
 
@@ -367,8 +361,7 @@ def raw_write_bytes_per_s(folder: Path, workload: Workload, *, cached: bool = Fa
     They write aligned blocks, and the time includes the final fsync.
 
     Args:
-        cached: Let each thread write one block of memory repeatedly, instead of a checkpoint's many
-            blocks.
+        cached: Let each thread write one block of memory repeatedly, instead of a checkpoint's many blocks.
     """
     size = max(BLOCK_BYTES, workload.checkpoint_bytes // BLOCK_BYTES * BLOCK_BYTES)
     path = folder / "raw"

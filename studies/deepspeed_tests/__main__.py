@@ -60,9 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def test_files(root: Path, named: Iterable[str]) -> list[str]:
-    """Return a list of all test files among the given files and folders, with paths relative to
-    ``root``.
-    """
+    """Return a list of all test files among the given files and folders, with paths relative to ``root``."""
     found = [path for name in named for path in sorted((root / name).rglob("test_*.py"))]
     found += [root / name for name in named if name.endswith(".py")]
     return [str(path.relative_to(root)) for path in found]
@@ -101,9 +99,7 @@ def run_file(options: argparse.Namespace, arm: str, file: str, for_s: float) -> 
 
 @cache
 def commit() -> str:
-    """Return the git commit of ebbtide's checkout, with ``-dirty`` if files have changed. Empty outside a
-    checkout.
-    """
+    """Return the git commit of ebbtide's checkout, with ``-dirty`` if files have changed. Empty outside a checkout."""
     command = ["git", "-C", str(OURS), "describe", "--always", "--dirty", "--exclude", "*"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -132,8 +128,7 @@ def environment(options: argparse.Namespace, orders: Orders) -> dict[str, str]:
 
 
 def summary(results: list[dict[str, Any]], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a dict of the results of DeepSpeed's tests by file and variant, with a list of the failed
-    tests.
+    """Return a dict of the results of DeepSpeed's tests by file and variant, with a list of the failed tests.
 
     A variant is for example stock DeepSpeed, or the plan ``auto``. Only tests that pass with stock
     DeepSpeed are counted.
@@ -153,8 +148,7 @@ PASSED = ("stock", "passed")
 
 
 def row(arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a dict of the results of one file of DeepSpeed's tests in one variant, such as the plan
-    ``auto``.
+    """Return a dict of the results of one file of DeepSpeed's tests in one variant, such as the plan ``auto``.
 
     ``attached`` counts the passed tests in which at least one engine had a plan. ``stepped`` counts the
     passed tests in which an engine also took a step under its plan.
@@ -191,9 +185,7 @@ def total(files: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def failures(passed: list[str], ended: dict[Any, Any]) -> list[dict[str, str]]:
-    """Return a list of the DeepSpeed tests that pass with stock DeepSpeed and fail under a plan, with the
-    error.
-    """
+    """Return a list of the DeepSpeed tests that pass with stock DeepSpeed and fail under a plan, with the error."""
     found = []
     for (arm, case), result in ended.items():
         if arm in UNDER_A_PLAN and case in passed and result["outcome"] == "failed":

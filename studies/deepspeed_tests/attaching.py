@@ -1,7 +1,6 @@
 """Attaching of ebbtide's plans to the engines that DeepSpeed's own tests build.
 
-Every engine that can take a plan gets one. If ebbtide refuses such an engine, the test fails with
-ebbtide's message.
+Every engine that can take a plan gets one. If ebbtide refuses such an engine, the test fails with ebbtide's message.
 """
 
 import copy
@@ -71,8 +70,7 @@ class Case:
 
 
 def begin(name: str, arm: str, notes: str) -> Case:
-    """Replace `deepspeed.initialize` in this process, so that engines are built as the variant ``arm``
-    requires.
+    """Replace `deepspeed.initialize` in this process, so that engines are built as the variant ``arm`` requires.
 
     A variant is for example stock DeepSpeed, or ebbtide with the plan ``auto``.
 

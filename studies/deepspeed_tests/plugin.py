@@ -1,7 +1,6 @@
 """A pytest plugin that prepares each of DeepSpeed's tests for ebbtide and writes down its result.
 
-Pytest loads it by ``-p studies.deepspeed_tests.plugin``. Its settings (`Orders`) are in an
-environment variable.
+Pytest loads it by ``-p studies.deepspeed_tests.plugin``. Its settings (`Orders`) are in an environment variable.
 """
 
 import json

@@ -1,7 +1,6 @@
 """Imports for the server process that forks the ranks of DeepSpeed's tests.
 
-An engine's first imports and queries of the machine take longer than most tests, so they are done once
-here.
+An engine's first imports and queries of the machine take longer than most tests, so they are done once here.
 """
 
 import contextlib

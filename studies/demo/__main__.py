@@ -219,8 +219,7 @@ class Demo:
     def _compare(self, reference: str, name: str) -> bool:
         """Return True if two training runs of the demo end with the same bits.
 
-        In both cases, delete the tensors that the run ``reference`` has saved, which take gigabytes on
-        disk.
+        In both cases, delete the tensors that the run ``reference`` has saved, which take gigabytes on disk.
         """
         wrong = same_bits(self.folder, reference, name)
         losses = same_losses(Run.load(self.folder, reference), Run.load(self.folder, name))
@@ -241,14 +240,11 @@ class Demo:
         return times | predicted_phases(plan, "plan")
 
     def _early_and_not(self) -> tuple[Plan, dict[str, float], dict[str, float], Run]:
-        """Return the results of the demo's runs with and without early updates (before the gradient norm is
-        known).
+        """Return the results of the demo's runs with and without early updates (before the gradient norm is known).
 
         Returns:
-            The plan with early updates, its seconds of an iteration, those of the plan without early
-            updates, and the training run with early updates. The seconds are dicts with the keys
-            ``measured`` and
-            ``predicted``.
+            The plan with early updates, its seconds of an iteration, those of the plan without early updates, and the
+            training run with early updates. The seconds are dicts with the keys ``measured`` and ``predicted``.
         """
         rows: dict[bool, tuple[Plan, dict[str, float], Run]] = {}
         for name in ("plan", "toggled"):

@@ -33,8 +33,7 @@ class Crash:
 
 
 def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_bytes: int, iteration_s: float) -> Plan:
-    """Return the plan with background checkpoints, each written to disk during about half a checkpoint
-    interval.
+    """Return the plan with background checkpoints, each written to disk during about half a checkpoint interval.
 
     The write rate is limited for two reasons. The demo can then kill training while a checkpoint is half
     written, and the disk traffic is spread over several iterations as in a long run.
@@ -54,8 +53,7 @@ def checkpointed_plan(plan: Plan, folder: Path, interval_steps: int, checkpoint_
 def kill_in_the_middle(child: PhaseProcess, folder: Path) -> Crash:
     """Kill a training process when one of its checkpoints is partly on disk and not yet committed.
 
-    The moment is found from the checkpoint folder alone: its size on disk, and the tag that the file
-    ``latest`` names.
+    The moment is found from the checkpoint folder alone: its size on disk, and the tag that the file ``latest`` names.
 
     Raises:
         CrashError: If training ends before the kill, or commits the checkpoint just before the kill.
@@ -96,9 +94,7 @@ def _growth(child: PhaseProcess, folder: Path, size: int) -> Iterator[int]:
 
 
 def committed(folder: Path) -> str:
-    """Return the tag that the file ``latest`` of a checkpoint folder names: the newest committed
-    checkpoint, or "".
-    """
+    """Return the tag that the file ``latest`` of a checkpoint folder names: the newest committed checkpoint, or ""."""
     latest = folder / "latest"
     try:
         return latest.read_text().strip()
@@ -107,9 +103,7 @@ def committed(folder: Path) -> str:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return the number of bytes that a folder's files occupy on disk, so that ranges not yet written do
-    not count.
-    """
+    """Return the number of bytes that a folder's files occupy on disk, so that ranges not yet written do not count."""
     total = 0
     for parent, _, names in os.walk(folder):  # os.walk skips a folder that has just been removed
         for name in names:

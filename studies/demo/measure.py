@@ -54,8 +54,7 @@ def toggled(plan: Plan) -> Plan:
 
 
 def predict_anew(folder: Path) -> None:
-    """Simulate both plans of the demo with the newest profile, and write the predictions to the plans'
-    files.
+    """Simulate both plans of the demo with the newest profile, and write the predictions to the plans' files.
 
     The second plan differs from the first one only in its early updates.
     """

@@ -1,6 +1,4 @@
-"""The demo's pictures: an iteration's timeline, its memory use, and times with stock DeepSpeed and under
-the plan.
-"""
+"""The demo's pictures: an iteration's timeline, its memory use, and times with stock DeepSpeed and under the plan."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ def last_iterations(timeline: Timeline, count: int) -> Timeline:
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline:
-    """Return the timeline of median length among several, so that one from a disturbed machine is not
-    shown.
-    """
+    """Return the timeline of median length among several, so that one from a disturbed machine is not shown."""
     return sorted(timelines, key=lambda timeline: timeline.makespan_s)[(len(timelines) - 1) // 2]
 
 

@@ -18,8 +18,7 @@ class Run:
 
     Attributes:
         first_step: Step at which the run began: 0, or a later one if the run was resumed.
-        losses: Losses from step ``first_step`` on. They are exact, because JSON keeps every bit of a
-            float.
+        losses: Losses from step ``first_step`` on. They are exact, because JSON keeps every bit of a float.
         phases: Seconds of each training phase (forward, backward, step), for each timed step.
         clipped: Number of steps that clipped or overflowed. 0 without a plan.
     """
@@ -54,9 +53,7 @@ def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def same_losses(whole: Run, part: Run) -> bool:
-    """Return True if a resumed training run has the same losses as an uninterrupted run in every step that
-    it trains.
-    """
+    """Return True if a resumed training run has the same losses as an uninterrupted run in each step that it trains."""
     return whole.losses[part.first_step - whole.first_step :] == part.losses
 
 

@@ -63,9 +63,7 @@ def doubts(measured: Machine, path: Path) -> str:
 
 
 def workload(profiled: Workload) -> str:
-    """Return one line with the size of the demo's model, its measured phase times and its peak of
-    memory.
-    """
+    """Return one line with the size of the demo's model, its measured phase times and its peak of memory."""
     peak = max((max(p.device_bytes, p.host_bytes) for p in profiled.memory_curve), default=0)
     memory = f", memory peak {peak / 2**20:.0f} MiB" if peak else ""
     return (
@@ -76,9 +74,7 @@ def workload(profiled: Workload) -> str:
 
 
 def plan(chosen: Plan) -> Table:
-    """Return a table of predicted iteration times: of the demo's plan, of other strategies, and of stock
-    DeepSpeed.
-    """
+    """Return a table of predicted iteration times: of the demo's plan, of other strategies, and of stock DeepSpeed."""
     table = _table("strategy", "predicted iteration", "forward", "backward", "step")
     ordered = sorted(chosen.alternatives, key=lambda p: p.iteration_s)
     stock = [p for p in ordered if role_of(p.strategy) == "stock"]
@@ -147,9 +143,7 @@ def predictions(times: Mapping[str, Mapping[str, float]], before: Mapping[str, M
 
 
 def crash(hit: Crash) -> str:
-    """Return one line on the killed training run: how much of a checkpoint was on disk, and what was
-    committed.
-    """
+    """Return one line on the killed training run: how much of a checkpoint was on disk, and what was committed."""
     share = hit.written_bytes / hit.checkpoint_bytes
     return (
         f"killed with {share:.0%} of the next checkpoint on disk ({hit.written_bytes / 2**20:.0f} "

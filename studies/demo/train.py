@@ -110,9 +110,7 @@ class Training:
         self.next = last
 
     def save(self, folder: Path, name: str) -> None:
-        """Write the run's losses and times to ``runs/NAME.json``, and parameters and optimizer state to a
-        ``.pt`` file.
-        """
+        """Write the run's losses and times to ``runs/NAME.json``, and parameters and optimizer state to a ``.pt``."""
         report(self.next, self.model.steps, "collecting parameters and moments")
         state = state_of(self.engine)
         torch.save(state, folder / "runs" / f"{name}.pt")

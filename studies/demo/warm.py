@@ -1,8 +1,7 @@
 """Imports that all processes of the demo need, made once in the process that forks them.
 
-No thread and no OpenMP team may be started here, because they do not survive a fork. If an import
-fails, the error is ignored here. It comes up again in the process that needs the module, and is
-written to that process's log.
+No thread and no OpenMP team may be started here, because they do not survive a fork. If an import fails, the error is
+ignored here. It comes up again in the process that needs the module, and is written to that process's log.
 """
 
 import contextlib

@@ -43,8 +43,7 @@ class Trial(killed.Trial):
     Attributes:
         script: The training script that was killed.
         stock_step: Step of the newest checkpoint that stock DeepSpeed would have had at the kill.
-        resumed_step: Step that the script resumed from. 0 if it started from the beginning, and -1 if
-            it failed.
+        resumed_step: Step that the script resumed from. 0 if it started from the beginning, and -1 if it failed.
     """
 
     script: Script
@@ -134,9 +133,7 @@ def figures(done: list[Trial], wall_s: float) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Import modules once, before the study forks training scripts, without starting a thread or a process
-    group.
-    """
+    """Import modules once, before the study forks training scripts, without starting a thread or a process group."""
     warm_up()
     import transformers.integrations.deepspeed
     import transformers.models.gpt2.modeling_gpt2

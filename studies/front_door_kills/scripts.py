@@ -177,9 +177,7 @@ def _step(engine: Any, examples: list[dict[str, Any]], step: int) -> float:
 
 
 def _newest(script: Script, folder: Path) -> int:
-    """Return the step of a training script's newest checkpoint, as read from the names of the checkpoint
-    folders.
-    """
+    """Return the step of a training script's newest checkpoint, as read from the names of the checkpoint folders."""
     names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208 - as people write it
     pattern = FOLDER[script.name]
     return max((s for s in range(STEPS + 1) if pattern.format(s) in names), default=0)

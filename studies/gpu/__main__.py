@@ -234,8 +234,7 @@ def _marked(figures: dict[str, Any], suite: Suite) -> dict[str, Any]:
 
 
 def archive(folder: Path) -> Path:
-    """Pack all results, logs and pictures of the GPU suite's folder into one archive, and return the
-    archive's path.
+    """Pack all results, logs and pictures of the GPU suite's folder into one archive, and return the archive's path.
 
     The archive is written whole or not at all.
     """

@@ -50,11 +50,9 @@ def compare(suite: Suite, only: Sequence[str] = PEERS) -> Figures:
 
 
 def _reference(name: str) -> str:
-    """Return the name of the stock DeepSpeed run to compare a run of ebbtide or another offloading system
-    with.
+    """Return the name of the stock DeepSpeed run to compare a run of ebbtide or another offloading system with.
 
-    A run that accumulates gradients, or that does not clip them, is compared with a stock run of the same
-    kind.
+    A run that accumulates gradients, or that does not clip them, is compared with a stock run of the same kind.
 
     Args:
         name: Name of the run to compare, such as ``superoffload``.
@@ -65,8 +63,7 @@ def _reference(name: str) -> str:
 
 
 def _features(suite: Suite) -> dict[str, list[str]]:
-    """Return the command-line arguments of the runs that show what each feature of ebbtide gains, by run
-    name.
+    """Return the command-line arguments of the runs that show what each feature of ebbtide gains, by run name.
 
     There is a run with all features, one without each feature, and one of stock DeepSpeed.
     """

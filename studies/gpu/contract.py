@@ -97,8 +97,7 @@ def _figures(rows: list[Figures], left_out: list[str]) -> Figures:
 
 
 def settle() -> None:
-    """Select kernels that add numbers in a fixed order, and speed up the building of engines in this
-    process.
+    """Select kernels that add numbers in a fixed order, and speed up the building of engines in this process.
 
     If a kernel still has no fixed order, two runs of stock DeepSpeed differ, which shows this. No engine of
     this process may be timed after this call.
@@ -238,8 +237,7 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
 
 
 def train(engine: Any) -> Outcome:
-    """Train a DeepSpeed engine for a fixed number of steps. Return its final state, losses and gradient
-    norms.
+    """Train a DeepSpeed engine for a fixed number of steps. Return its final state, losses and gradient norms.
 
     The engine is destroyed afterwards.
     """
@@ -271,9 +269,7 @@ def check_steps(outcome: Outcome) -> None:
 
 
 def differing(ours: Outcome, stock: Outcome) -> list[str]:
-    """Return a list of the names of tensors, losses and gradient norms that differ between two training
-    runs.
-    """
+    """Return a list of the names of tensors, losses and gradient norms that differ between two training runs."""
     result = list(differences(ours[0], stock[0]))
     pairs = zip(ours[1], stock[1], strict=True)
     result += [f"loss {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]

@@ -53,8 +53,7 @@ BUDGET_S = {
 
 
 def sections_of(names: list[str]) -> list[tuple[str, str]]:
-    """Return the selected sections of the GPU suite as (part, section) pairs, each once, in running
-    order.
+    """Return the selected sections of the GPU suite as (part, section) pairs, each once, in running order.
 
     A section is a single check or measurement. A part is a group of sections.
 

@@ -47,9 +47,7 @@ def ops(suite: Suite) -> Figures:
 
 
 def _fused_adam() -> str:
-    """Compile DeepSpeed's fused Adam, so that later measurements without offload need not wait for the
-    compilation.
-    """
+    """Compile DeepSpeed's fused Adam, so that later measurements without offload need not wait for the compilation."""
     from deepspeed.ops.op_builder import FusedAdamBuilder
 
     try:
@@ -60,9 +58,7 @@ def _fused_adam() -> str:
 
 
 def kernel_bits(suite: Suite) -> Figures:
-    """Compare ebbtide's GPU and CPU kernels of the Adam update, bit by bit, on random and special
-    values.
-    """
+    """Compare ebbtide's GPU and CPU kernels of the Adam update, bit by bit, on random and special values."""
     from ebbtide.runtime.kernels.adam import AdamStep, BiasCorrection
     from ebbtide.runtime.kernels.host import host_update
 
@@ -125,8 +121,7 @@ def _unequal(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def one_step(suite: Suite) -> Figures:
-    """Train a tiny model with all placements of optimizer state, and compare the bits with those of stock
-    DeepSpeed.
+    """Train a tiny model with all placements of optimizer state, and compare the bits with those of stock DeepSpeed.
 
     Returns:
         The tensors that differ, and the seconds for which two or more lanes worked at the same time (a
@@ -204,12 +199,10 @@ class Synchronisations:
 
 
 def _steady(suite: Suite) -> tuple[Timeline, dict[str, int]]:
-    """Train a tiny model under a plan, and count how often the host waits for the GPU in steps after the
-    warm-up.
+    """Train a tiny model under a plan, and count how often the host waits for the GPU in steps after the warm-up.
 
     Returns:
-        The timeline of the last steps, and the number of times that the host waited for the GPU, by
-        place in the code.
+        The timeline of the last steps, and the number of times that the host waited for the GPU, by place in the code.
     """
     import ebbtide.runtime
 

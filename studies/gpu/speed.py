@@ -1,6 +1,4 @@
-"""The GPU suite's measurements: rates of the machine, stock DeepSpeed, a plan, and the gain of each
-feature.
-"""
+"""The GPU suite's measurements: rates of the machine, stock DeepSpeed, a plan, and the gain of each feature."""
 
 import json
 from contextlib import suppress
@@ -138,8 +136,7 @@ def against_control(stock: Figures, control: Figures, ours: Figures) -> Figures:
 
 
 def efficiency(suite: Suite) -> Figures:
-    """Measure an iteration under the tuner's plan on the GPU, and return the lower bound divided by this
-    time.
+    """Measure an iteration under the tuner's plan on the GPU, and return the lower bound divided by this time.
 
     The lower bound is a time of an iteration that no plan can beat.
     """
@@ -172,9 +169,7 @@ def ablation(suite: Suite) -> Figures:
 
 
 def fidelity(suite: Suite) -> Figures:
-    """Compare predicted and measured iteration times of many different plans, all on one engine on the
-    GPU.
-    """
+    """Compare predicted and measured iteration times of many different plans, all on one engine on the GPU."""
     workload, machine = suite.workload(), suite.machine()
     plans = _varied(suite, workload)
     rows = suite.plans("fidelity", plans)

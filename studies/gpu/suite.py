@@ -58,8 +58,7 @@ class Suite:
         return 2 if self.emulated else 8
 
     def left_s(self, most_s: float = TRIAL_LIMIT_S) -> float:
-        """Return the seconds that a process of the GPU suite may take if it is started now, at most
-        ``most_s``.
+        """Return the seconds that a process of the GPU suite may take if it is started now, at most ``most_s``.
 
         Raises:
             OutOfTimeError: If almost no time is left until the suite's deadline.
@@ -150,8 +149,7 @@ class Suite:
         return figures if failed is None else {**figures, "failed": failed}
 
     def run(self, name: str, command: list[str], limit_s: float, under: Sequence[str] = ()) -> str | None:
-        """Run ``python -m`` with the given command in a new process, and write its output to a file in
-        logs/.
+        """Run ``python -m`` with the given command in a new process, and write its output to a file in logs/.
 
         Lock files that killed compilations of DeepSpeed's ops have left are removed before, because the process would
         wait for them forever.
@@ -272,9 +270,7 @@ class Suite:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that the GPU suite started, together with all processes that this process has
-    started.
-    """
+    """Kill a process that the GPU suite started, together with all processes that this process has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -305,9 +305,8 @@ class _Watched:
         An early update starts before the gradient norm is known.
 
         Args:
-            right: True if they were kept. False if they were redone, because the step clipped or
-                overflowed. None
-                if the step had no early updates.
+            right: True if they were kept. False if they were redone, because the step clipped or overflowed. None if
+                the step had no early updates.
         """
         self._outcomes.append(right)
         if self._counts:

@@ -1,3 +1,1 @@
-"""Memory use, PCIe traffic and utilization of the GPU in each phase of training with stock ZeRO-3 and
-offloading.
-"""
+"""Memory use, PCIe traffic and utilization of the GPU in each phase of training with stock ZeRO-3 and offloading."""

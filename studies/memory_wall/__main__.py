@@ -2,10 +2,9 @@
 
     python -m studies.memory_wall --json memory_wall.json
 
-The study asks the questions of "Breaking the Memory Wall" (Maurya et al., arXiv 2406.10728) on
-this machine. With a CUDA GPU, it reads the counters of torch's allocator and of NVML. Without a
-GPU, there is neither device memory nor a link. Then the results have the memory and CPU use of the
-process, and null for all values of the device.
+The study asks the questions of "Breaking the Memory Wall" (Maurya et al., arXiv 2406.10728) on this machine. With a
+CUDA GPU, it reads the counters of torch's allocator and of NVML. Without a GPU, there is neither device memory nor a
+link. Then the results have the memory and CPU use of the process, and null for all values of the device.
 """
 
 import argparse
@@ -38,9 +37,7 @@ LANE_BYTES_PER_S = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 
 
 @dataclass(frozen=True)
 class Sample:
-    """The host and device memory in use at one moment of training. ``device_bytes`` is None without a
-    GPU.
-    """
+    """The host and device memory in use at one moment of training. ``device_bytes`` is None without a GPU."""
 
     t_s: float
     host_bytes: int
@@ -49,9 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Passage:
-    """One phase of one training step: its wall time, CPU time, and peak of GPU memory (None without a
-    GPU).
-    """
+    """One phase of one training step: its wall time, CPU time, and peak of GPU memory (None without a GPU)."""
 
     phase: str
     begun_s: float
@@ -65,8 +60,7 @@ class Passage:
 
 
 class Sampler(Generic[T]):
-    """A thread that calls the function ``read`` repeatedly while a ``with`` block runs, and collects the
-    results.
+    """A thread that calls the function ``read`` repeatedly while a ``with`` block runs, and collects the results.
 
     The thread appends to the list ``found``, so use the list only after the block. If ``read`` raises an
     error, the error is raised again at the end of the block.
@@ -131,8 +125,7 @@ class LinkCounters:
             raise RuntimeError(f"PCIe traffic is read from NVML, which must give its counters, but: {error}") from error
 
     def _capacity(self) -> float | None:
-        """Return the bandwidth of a GPU's PCIe link in each direction, at the link's present generation and
-        width.
+        """Return the bandwidth of a GPU's PCIe link in each direction, at the link's present generation and width.
 
         None if the generation is unknown.
         """
@@ -207,9 +200,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def measure(size: str, steps: int, sequence: int, batch: int, subgroup: int) -> dict[str, Any]:
-    """Train a few steps with stock ZeRO-3 and offloading, and return the memory and PCIe traffic of each
-    phase.
-    """
+    """Train a few steps with stock ZeRO-3 and offloading, and return the memory and PCIe traffic of each phase."""
     cuda = torch.cuda.is_available()
     model = ByteGPT(SIZES[size].with_sequence(sequence))
     engine = stock_engine(model, ds_config(batch, subgroup))
@@ -295,8 +286,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def claims(rows: dict[str, Row], capacity: float | None) -> list[dict[str, Any]]:
-    """Return a list of the claims of the paper "Breaking the Memory Wall", each with the values measured
-    here.
+    """Return a list of the claims of the paper "Breaking the Memory Wall", each with the values measured here.
 
     The claims are paraphrased from the abstract, which gives no numbers to compare with. A measured value
     is None if it needs a GPU.

@@ -1,10 +1,9 @@
 """The prediction of ``"plan": "auto"``, compared with a simulation that knows the whole workload.
 
 With ``auto``, ebbtide's runtime watches some steps of training and then makes a plan. Here the watched steps are
-simulated, because there is no GPU. The runtime's own functions make the plan from what they would have measured:
-when forward, backward and each gradient end, when the GPU waits for copies, the rates of copies and updates, and
-the free memory. The time that they expect of this plan is compared with a simulation of the plan for the whole
-workload.
+simulated, because there is no GPU. The runtime's own functions make the plan from what they would have measured: when
+forward, backward and each gradient end, when the GPU waits for copies, the rates of copies and updates, and the free
+memory. The time that they expect of this plan is compared with a simulation of the plan for the whole workload.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,9 +74,7 @@ def simulated_workload(work: Workload, schedule: Schedule, watched: SimResult) -
 
 
 def simulated_rates(schedule: Schedule, watched: SimResult, seen: Workload, machine: Machine) -> dict[str, float]:
-    """Return a dict of the rates that ebbtide's runtime would measure in the simulated training steps
-    ``watched``.
-    """
+    """Return a dict of the rates that ebbtide's runtime would measure in the simulated training steps ``watched``."""
     return measured_rates(timeline(compile_schedule(schedule), watched), seen, machine)
 
 

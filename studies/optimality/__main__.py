@@ -74,8 +74,7 @@ def main() -> None:
 
 
 def measure(pairs: int, few: int, seed: int) -> dict[str, Any]:
-    """Make plans for random pairs of a workload and a machine, and compare the iteration times with lower
-    bounds.
+    """Make plans for random pairs of a workload and a machine, and compare the iteration times with lower bounds.
 
     No plan can beat a lower bound. Some small pairs are also compared with the best possible plan.
     """
@@ -128,8 +127,7 @@ def _spread(gaps: list[float]) -> dict[str, float]:
 
 
 def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
-    """Compare the iteration times of the tuner's plans, and the lower bounds, with those of the best
-    possible plans.
+    """Compare the iteration times of the tuner's plans, and the lower bounds, with those of the best possible plans.
 
     The workloads are random, with few subgroups each, so that an exhaustive search finds the best plan.
     """
@@ -156,9 +154,7 @@ def few_subgroups(pairs: int, seed: int) -> dict[str, Any]:
 
 
 def exact_s(workload: Workload, machine: Machine) -> float:
-    """Return the predicted seconds of an iteration under the best possible plan, found by an exhaustive
-    search.
-    """
+    """Return the predicted seconds of an iteration under the best possible plan, found by an exhaustive search."""
     search = Search(workload, machine, Limits.of(workload, machine))
     placements: list[Placement] = ["host"] * len(workload.subgroups)
     search.score(Candidate.of(placements))

@@ -79,8 +79,7 @@ def optimum(search: Search) -> Optimum:
 
 
 def floor_s(search: Search, numbers: Mapping[Placement, int], slots: int) -> float:
-    """Return a lower bound of an iteration's seconds under every plan with a given number of subgroups per
-    placement.
+    """Return a lower bound of an iteration's seconds under every plan with a given number of subgroups per placement.
 
     All 16-bit parameters are on the GPU, and no update is early. The result is infinite if nothing fits.
 

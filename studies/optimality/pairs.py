@@ -52,8 +52,7 @@ PARTS = 10  # parameters in a layer of a random workload
 
 
 def real_pairs(machine: str = "h100-node") -> Iterator[tuple[dict[str, Any], Workload, Machine]]:
-    """Yield a description, a workload and a machine for each combination of training settings of real
-    models.
+    """Yield a description, a workload and a machine for each combination of training settings of real models.
 
     The settings are the model, the bandwidth of the link, the subgroup size, the number of ranks and the
     number of accumulation steps. The machine is a preset, with the link's bandwidth replaced in both

@@ -39,9 +39,7 @@ OFFLOAD_ROWS = ROWS.with_name("published_offload_runs.csv")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command of the study of published training runs. Return 0, or 2 if an input file cannot be
-    used.
-    """
+    """Run the command of the study of published training runs. Return 0, or 2 if an input file cannot be used."""
     args = _parser().parse_args(arguments)
     if args.predict is None:
         args.predict, args.training = OFFLOAD_ROWS, args.training or ROWS
@@ -212,8 +210,7 @@ def print_tables(figures: dict[str, Any]) -> None:
 def training_figures(path: str | Path) -> dict[str, Any]:
     """Predict published training runs, and return the errors in time (by family of runs) and in memory.
 
-    The dict also has, by preset machine, the percentage of runs whose measured time lies in the predicted
-    interval.
+    The dict also has, by preset machine, the percentage of runs whose measured time lies in the predicted interval.
 
     Args:
         path: CSV file of the runs.

@@ -139,9 +139,7 @@ def _holds(run: TrainingRun, said: Prediction) -> bool:
 
 
 def rows_of(judged: Sequence[Judged]) -> list[dict[str, Any]]:
-    """Return a list with a row per training run: its settings, and its measured and predicted time and
-    memory.
-    """
+    """Return a list with a row per training run: its settings, and its measured and predicted time and memory."""
     names = ("family", "preset", "gpus", "model", "sequence", "micro_batch", "accumulation", "offload", "source")
     return [
         {

@@ -52,8 +52,7 @@ def predictions(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequ
 def measured_and_predicted(pair: Pair, quantity: str) -> tuple[float, float] | None:
     """Return the measured and the predicted value of one quantity, such as a time, for one published run.
 
-    Times are in milliseconds. Memory is the peak of GPU memory in GiB. None if the quantity was not
-    measured.
+    Times are in milliseconds. Memory is the peak of GPU memory in GiB. None if the quantity was not measured.
     """
     run, predicted = pair
     if quantity == "memory":
@@ -143,8 +142,7 @@ def _fields(run: Run, names: Sequence[str]) -> tuple[object, ...]:
 
 
 def ranking(pairs: Sequence[Pair], choice: str) -> dict[str, Any]:
-    """Return how much slower a setting chosen by predictions is than one chosen by measurements, in percent
-    of time.
+    """Return how much slower a setting chosen by predictions is than one chosen by measurements, in percent of time.
 
     In each group of published runs that differ only in the setting ``choice``, the run with the best
     predicted time is compared with the run that has the best measured time.
@@ -170,8 +168,7 @@ def _regret_pct(group: Sequence[Pair]) -> float:
 
 
 def intervals(machines: Mapping[str, Machine], runs: Sequence[Run], seen: Sequence[Run] = ()) -> dict[str, Any]:
-    """Return, for each testbed (machine), how often a published run's measured time lies in the predicted
-    90% interval.
+    """Return, for each testbed (machine), how often a published run's measured time lies in the predicted 90% interval.
 
     The median width of the intervals is returned too, as the ratio of their ends.
     """

@@ -62,8 +62,7 @@ def machine_of(testbed: str) -> Machine:
 
 
 def workload_of(run: Run, machine: Machine) -> Workload:
-    """Return the workload of a published run, computed from the run's model and settings without
-    measurements.
+    """Return the workload of a published run, computed from the run's model and settings without measurements.
 
     Raises:
         RunError: If there is no such model, or it cannot be divided over the run's ranks. The message
@@ -138,9 +137,8 @@ def as_logged(run: Run) -> Run:
 def predict(run: Run, machine: Machine) -> dict[str, float]:
     """Return the predicted times of a published run, in milliseconds by CSV column, and its memory in GiB.
 
-    ``memory_gb`` is the peak of GPU memory. ``missing_gb`` and ``missing_host_gb`` tell how much memory
-    a GPU and a node lack for this run. If one of them is above 0, the run cannot have taken place as
-    described.
+    ``memory_gb`` is the peak of GPU memory. ``missing_gb`` and ``missing_host_gb`` tell how much memory a GPU and a
+    node lack for this run. If one of them is above 0, the run cannot have taken place as described.
     """
     return _predicted(replace(run, measured={}), machine.model_dump_json())
 
@@ -168,8 +166,7 @@ def _missing_gb(needed_bytes: int, there_bytes: int) -> float:
 
 
 def fits(predicted: Mapping[str, float]) -> bool:
-    """Return True if a published run, as predicted, fits into the GPU memory and host memory of its
-    machine.
+    """Return True if a published run, as predicted, fits into the GPU memory and host memory of its machine.
 
     ``predicted`` is a result of `predict`.
     """
@@ -182,9 +179,7 @@ def _machine(machine_json: str) -> Machine:
 
 
 def interval_ms(run: Run, machine: Machine) -> tuple[float, float]:
-    """Return both ends of the 90% interval around a published run's predicted iteration time, in
-    milliseconds.
-    """
+    """Return both ends of the 90% interval around a published run's predicted iteration time, in milliseconds."""
     low, high = interval_s(functools.partial(schedule_of, run), machine)
     between = 0.0 if machine.loop_s is not None else HARNESS_S
     return 1e3 * (low + between), 1e3 * (high + between)

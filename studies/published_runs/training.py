@@ -71,9 +71,7 @@ class TrainingRun:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Return the shape of the model that the published run trained, as a mapping that
-        `workload_from_model` takes.
-        """
+        """Return the shape of the model that the published run trained, as a mapping for `workload_from_model`."""
         numbers = {name: self.number(name) for name in _MODEL}
         flags = {name: self.fields[name] == "1" for name in ("gated", "tied")}
         return {"name": self.fields["model"], **numbers, **flags}
@@ -122,8 +120,7 @@ class TrainingRun:
     def machine(self) -> Machine:
         """Return the preset machine for the hardware of the published training run.
 
-        If the run had more GPUs than the preset's node, and the preset has no network, all GPUs are put
-        into one node.
+        If the run had more GPUs than the preset's node, and the preset has no network, all GPUs are put into one node.
         """
         machine, gpus = preset(self.fields["preset"]), self.number("gpus")
         if gpus > machine.gpus_per_node and machine.network_bytes_per_s is None:

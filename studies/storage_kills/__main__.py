@@ -1,10 +1,8 @@
-"""A study that kills training with optimizer state on drives, and checks the state that is left on the
-drives.
+"""A study that kills training with optimizer state on drives, and checks the state that is left on the drives.
 
-In each trial, a process updates subgroups of optimizer state that are stored in two directories, with the
-storage code (`ebbtide.runtime.storage`) and the Adam kernel of ebbtide's runtime. Each step is committed
-while the next step reads. The process is killed with SIGKILL at a named point of the commit, inside the
-write of a block, or at a random moment.
+In each trial, a process updates subgroups of optimizer state that are stored in two directories, with the storage code
+(`ebbtide.runtime.storage`) and the Adam kernel of ebbtide's runtime. Each step is committed while the next step reads.
+The process is killed with SIGKILL at a named point of the commit, inside the write of a block, or at a random moment.
 
 Then every stored step is read, and compared bit by bit with a run that keeps its state in memory. No
 finished step may be lost or incomplete. The killed run is resumed to its end and compared again. Only the
@@ -86,8 +84,7 @@ class Progress:
 
 
 class KillingFiles(killed.KillingFiles):
-    """File operations of the drive storage that kill their own process at a named point of the storage
-    code.
+    """File operations of the drive storage that kill their own process at a named point of the storage code.
 
     At the point ``write``, half of a block is written before the kill.
     """
@@ -121,8 +118,7 @@ def digest(state: State) -> str:
 
 
 def truth() -> dict[int, list[str]]:
-    """Return a dict from training step to the expected hashes of the optimizer state, one hash per
-    subgroup.
+    """Return a dict from training step to the expected hashes of the optimizer state, one hash per subgroup.
 
     Step 0 has the initial state. The hashes come from a run that keeps its state in memory.
     """

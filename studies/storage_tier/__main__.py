@@ -234,9 +234,7 @@ def _speedups(kind: str, rows: Mapping[str, dict[str, Any]], ours: dict[str, Any
 
 
 def _one_of(values: Sequence[Any]) -> Any:
-    """Return one value for the results of several runs: the median of numbers, or True if all flags are
-    True.
-    """
+    """Return one value for the results of several runs: the median of numbers, or True if all flags are True."""
     if isinstance(values[0], bool):
         return all(values)
     return statistics.median(values) if isinstance(values[0], float) else values[0]
@@ -271,8 +269,7 @@ def _in_a_process(name: str, size: str, steps: int, folder: Path, given: Mapping
 
 
 def run(name: str, size: str, steps: int, folder: Path, plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Train one variant with optimizer state on the disk. Return a dict of times, losses and a hash of the
-    final state.
+    """Train one variant with optimizer state on the disk. Return a dict of times, losses and a hash of the final state.
 
     A variant is a way to train, such as stock DeepSpeed or ebbtide under a plan. The time of an iteration
     is the mean over all steps. It includes the updates of the last step.
@@ -382,8 +379,7 @@ def _engine(name: str, size: str, folder: Path, plan: Mapping[str, Any] | None =
 
 
 def _plan(engine: Any, share: float, folder: Path) -> Plan:
-    """Return a plan with a fraction ``share`` of the subgroups' optimizer state in host memory, the rest on
-    the disk.
+    """Return a plan with a fraction ``share`` of the subgroups' optimizer state in host memory, the rest on the disk.
 
     The subgroups in host memory are evenly spread.
     """
@@ -408,9 +404,7 @@ def _settle(engine: Any) -> None:
 
 
 def _moved() -> dict[str, int]:
-    """Return the number of bytes that this process has read from drives and written to drives, as a
-    dict.
-    """
+    """Return the number of bytes that this process has read from drives and written to drives, as a dict."""
     lines = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     counted = {key: int(value) for key, value in lines}
     return {key: counted[key] for key in ("read_bytes", "write_bytes")}

@@ -78,8 +78,7 @@ def resumed(engine: Any, folder: Path, read_bytes: Callable[[], int]) -> int:
 
 
 def host_bytes(engine: Any) -> dict[str, Any]:
-    """Return the host memory that ebbtide's optimizer state, gradients and buffers take, in bytes per
-    parameter.
+    """Return the host memory that ebbtide's optimizer state, gradients and buffers take, in bytes per parameter.
 
     The dict has the measured number, and the ratio of the predicted number to the measured one. It also has
     the sizes of all subgroups.

@@ -1,8 +1,7 @@
 """Training on an emulated device with given rates, to time a plan's execution on any machine.
 
 Copies, updates, gradients and DeepSpeed are real. The duration of each copy, update and layer is
-given: the thread that does the work sleeps until this duration is over. No number of this module is
-a GPU measurement.
+given: the thread that does the work sleeps until this duration is over. No number of this module is a GPU measurement.
 """
 
 import itertools
@@ -181,8 +180,7 @@ class Bench:
         self._kernels: Kernels | None = None  # the kernels of a plan's device
 
     def measure(self, plan: Plan, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps under a plan on the emulated device after a warm-up, and return the
-        measured times.
+        """Train ``steps`` steps under a plan on the emulated device after a warm-up, and return the measured times.
 
         Args:
             settle: True to wait for each step's updates before the next forward. Then the phases have the
@@ -192,15 +190,11 @@ class Bench:
         return self.measure_on(steps, settle=settle)
 
     def measure_on(self, steps: int, *, settle: bool = False) -> Measured:
-        """Train ``steps`` steps after a warm-up, under the engine's present plan, and return times as
-        `measure` does.
-        """
+        """Train ``steps`` steps after a warm-up, under the engine's plan, and return times as `measure` does."""
         return self._measured([self._step(settle) for _ in range(WARMUP + steps)])
 
     def periods_s(self, steps: int) -> list[float]:
-        """Train ``steps + 1`` steps, and return a list of the seconds from each backward's end to the next
-        one's.
-        """
+        """Train ``steps + 1`` steps, and return a list of the seconds from each backward's end to the next one's."""
         ends = [self._step(settle=False)[2] for _ in range(1 + steps)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
@@ -263,9 +257,7 @@ class Bench:
         return self.setting.workload(result.forward_s, result.backward_s)
 
     def close(self) -> dict[str, torch.Tensor]:
-        """Destroy the engine, and return the final parameters and optimizer state as a dict of tensors by
-        name.
-        """
+        """Destroy the engine, and return the final parameters and optimizer state as a dict of tensors by name."""
         from studies.bench.bits import state_of
 
         self.engine.optimizer.wait()

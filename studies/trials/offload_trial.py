@@ -109,9 +109,7 @@ def same_sums(*, warn_only: bool = False) -> None:
 
 
 def trial(args: argparse.Namespace) -> dict[str, Any]:
-    """Train with one variant, such as stock DeepSpeed, and return a row with its times, memory and state
-    hash.
-    """
+    """Train with one variant, such as stock DeepSpeed, and return a row with its times, memory and state hash."""
     cuda = torch.cuda.is_available()
     engine = make_engine(args)
     size = SIZES[args.size]
@@ -192,8 +190,7 @@ def timed(
 
 
 def make_engine(args: argparse.Namespace) -> Any:
-    """Return an engine that trains with the variant named on the command line, such as ``stock`` or
-    ``zenflow``.
+    """Return an engine that trains with the variant named on the command line, such as ``stock`` or ``zenflow``.
 
     The model has the same initial weights for all variants.
     """

@@ -155,9 +155,7 @@ class Setting:
 
 
 class _PacedLinear(torch.autograd.Function):
-    """A matrix product that takes as long as the emulated device's settings say, in forward and in
-    backward.
-    """
+    """A matrix product that takes as long as the emulated device's settings say, in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: "PacedLayer") -> torch.Tensor:

@@ -9,9 +9,8 @@ Each defect is judged in two ways. First, its run is compared with runs that mus
 bits, as ebbtide and stock DeepSpeed must. Second, its run is compared with another implementation of
 AdamW, and the size of the difference is judged. If 16 bits would hide the defect, fp32 is used.
 
-Correct runs of other model shapes must be accepted. `tune verify` also runs on versions of DeepSpeed
-that are known to be wrong, if `scripts/compat.sh` has installed them. The study takes under 10
-minutes.
+Correct runs of other model shapes must be accepted. `tune verify` also runs on versions of DeepSpeed that are known to
+be wrong, if `scripts/compat.sh` has installed them. The study takes under 10 minutes.
 """
 
 import json

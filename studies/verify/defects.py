@@ -1,6 +1,4 @@
-"""Defects that the test of `tune verify` puts into DeepSpeed, each with the first step and tensors that it
-changes.
-"""
+"""Defects that the test of `tune verify` puts into DeepSpeed, each with the first step and tensors that it changes."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -24,8 +22,7 @@ class Defect:
         step: Step after which the defect shows.
         names: Function that returns the names of the values in which the defect shows first. A correct
             judgement names one of them.
-        by_size: True if the defect is larger than the rounding differences between two Adam
-            implementations.
+        by_size: True if the defect is larger than the rounding differences between two Adam implementations.
         dtype: Precision of the training: fp32 if 16 bits would hide the defect.
         least_ranks: Smallest number of ranks with which the defect can occur.
     """
@@ -149,8 +146,7 @@ def after_step(change: Callable[[Any], object], steps: Collection[int] = (AT,)) 
 def in_tensor(
     name: str, change: Callable[[torch.Tensor], object], steps: Collection[int] = (AT,), *, first: bool = False
 ) -> Arm:
-    """Build a defect that changes the values of one tensor of a DeepSpeed engine after given training
-    steps.
+    """Build a defect that changes the values of one tensor of a DeepSpeed engine after given training steps.
 
     The result is a function that puts the defect into an engine, to test `tune verify`.
 
@@ -205,9 +201,7 @@ def dropped_micro_batch(engine: Any) -> None:
 
 
 def values_of(engine: Any) -> torch.Tensor | None:
-    """Return a copy of the values that this rank holds of the model's tensor `TENSOR`. None if it holds
-    none.
-    """
+    """Return a copy of the values that this rank holds of the model's tensor `TENSOR`. None if it holds none."""
     piece = piece_of(engine, TENSOR)
     return None if piece is None else piece.values.clone()
 

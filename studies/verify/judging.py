@@ -22,9 +22,8 @@ class Case:
 
     Attributes:
         round: Group of defects (a round of testing) to which the defect belongs.
-        judged: Kind of comparison. ``bits``: with a run that must be equal. ``size``: with another
-            implementation of Adam, allowing for rounding. ``no-offload``: with a run without offload
-            that uses the same Adam.
+        judged: Kind of comparison. ``bits``: with a run that must be equal. ``size``: with another implementation of
+            Adam, allowing for rounding. ``no-offload``: with a run without offload that uses the same Adam.
         side: Run that has the defect: that of the plan, or that of stock DeepSpeed.
         found: True if the judgement is that there is a defect.
         named: True if the judgement names the defect's step and tensor, and blames the right run.
@@ -42,9 +41,7 @@ class Case:
 
 
 class Group:
-    """All training runs of one ZeRO stage and one number of ranks that were recorded for `tune verify` to
-    judge.
-    """
+    """All training runs of one ZeRO stage and one number of ranks that were recorded for `tune verify` to judge."""
 
     def __init__(self, folder: Path, stage: int, ranks: int, expected: Mapping[str, Any]) -> None:
         self._folder, self._stage, self._ranks = folder, stage, ranks

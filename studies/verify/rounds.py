@@ -1,8 +1,7 @@
 """Groups of artificial defects, called rounds, for the test of `tune verify`.
 
-The first round was written together with the code that judges runs. The defects of each later round were written
-before `tune verify` was tried on any of them. If `tune verify` did not find a defect, the code was improved
-afterwards.
+The first round was written together with the code that judges runs. The defects of each later round were written before
+`tune verify` was tried on any of them. If `tune verify` did not find a defect, the code was improved afterwards.
 """
 
 from studies.verify.defects import DEFECTS, Defect

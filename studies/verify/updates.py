@@ -17,8 +17,7 @@ BOTH = 2  # number of subgroups or parameter groups. The second one gets the def
 
 
 def scaled_gradient(engine: Any) -> None:
-    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), a subgroup's
-    gradient is scaled.
+    """Put a defect into a DeepSpeed engine, to test `tune verify`: in one step (`AT`), a subgroup's gradient is scaled.
 
     The factor is 1 + 2^-7, which changes a bf16 number by about its last bit. Scaling happens after the
     gradient norm was computed.
@@ -68,9 +67,7 @@ def stale_master(engine: Any) -> None:
 
 
 def _masters_of(optimizer: Any) -> Updated:
-    """Return a list of the flat fp32 masters of DeepSpeed's optimizer: one per subgroup (ZeRO-3) or
-    parameter group.
-    """
+    """Return a list of the flat fp32 masters of DeepSpeed's optimizer: one per subgroup (ZeRO-3) or parameter group."""
     name = "fp32_partitioned_groups_flat"
     if hasattr(optimizer, name):
         return list(getattr(optimizer, name))

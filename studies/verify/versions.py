@@ -37,8 +37,7 @@ for number in range(100):
 
 
 def known_versions() -> list[dict[str, Any]]:
-    """Run `tune verify` on each version of DeepSpeed to test, and return a list with a row of findings per
-    version.
+    """Run `tune verify` on each version of DeepSpeed to test, and return a list with a row of findings per version.
 
     If the version is not installed, the row has the reason why it was skipped.
     """

@@ -1,8 +1,6 @@
-"""A replacement of py-cpuinfo for all test processes, with the processor's data that `tests.conftest`
-queried once.
+"""A replacement of py-cpuinfo for all test processes, with the processor's data that `tests.conftest` queried once.
 
-Each CPU optimizer of DeepSpeed queries the processor's name in a separate process, which takes
-over a second of a core.
+Each CPU optimizer of DeepSpeed queries the processor's name in a separate process, which takes over a second of a core.
 """
 
 import json

@@ -192,9 +192,8 @@ def host_tree(root, busy, stolen=0, throttled=0, hot=0):
     ],
 )
 def test_neighbours_of_the_host_are_noticed(tmp_path, monkeypatch, after, messages):
-    """Check the profiler's warnings about CPU time that other processes on the host take. In ten seconds two
-    cores have 20 s of CPU time. The cores were busy for 10 s in all, 1 s of it for this process, so others
-    used 9 of 20 s: 45%.
+    """Check the profiler's warnings about CPU time that other processes on the host take. In ten seconds two cores have
+    20 s of CPU time. The cores were busy for 10 s in all, 1 s of it for this process, so others used 9 of 20 s: 45%.
     """
     clock, own = iter([0.0, 10.0]), iter([5.0, 6.0])
     monkeypatch.setattr(neighbours.time, "monotonic", lambda: next(clock))

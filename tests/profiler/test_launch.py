@@ -1,6 +1,4 @@
-"""Tests of training scripts that `tune profile --train-script` starts under real launchers such as
-torchrun.
-"""
+"""Tests of training scripts that `tune profile --train-script` starts under real launchers such as torchrun."""
 
 import json
 import subprocess

@@ -135,17 +135,15 @@ def test_what_reads_and_writes_leave_of_each_other(at_once_s, factor):
     """Check how the profiler computes the factor by which simultaneous reads and writes of a drive slow each other
     down.
 
-    Alone, the reads take 1 s and the writes 3 s. With a factor of 0.5 the reads take 2 s, and a third of the
-    writes is done in this time. The remaining writes take 2 s more. So a measured total of 4 s must give a
-    factor of 0.5.
+    Alone, the reads take 1 s and the writes 3 s. With a factor of 0.5 the reads take 2 s, and a third of the writes is
+    done in this time. The remaining writes take 2 s more. So a measured total of 4 s must give a factor of 0.5.
     """
     assert storage.duplex_factor(at_once_s, [3.0] * 3, [1.0] * 3) == pytest.approx(factor)
 
 
 def test_a_writer_gathers_what_it_writes_from_far_more_memory_than_its_buffer(tmp_path):
-    """Check that the profiler's checkpoint writer takes its data from far more memory than one buffer, as the
-    runtime's writers do. If it hashed the same buffer again and again, the data would come from a CPU
-    cache.
+    """Check that the profiler's checkpoint writer takes its data from far more memory than one buffer, as the runtime's
+    writers do. If it hashed the same buffer again and again, the data would come from a CPU cache.
     """
     path = tmp_path / "written"
     with storage.file_to_write(path, 3 * storage.BLOCK_BYTES) as file:

@@ -13,8 +13,7 @@ def machine(**contention):
     """Return a simulated machine with 60 GB/s of DRAM bandwidth, and the given measurements of contention
     between concurrent ops.
 
-    Adam on the CPU uses 56 GB/s alone. A simultaneous copy needs 20 GB/s more, so both reach 60/76 of their
-    speed.
+    Adam on the CPU uses 56 GB/s alone. A simultaneous copy needs 20 GB/s more, so both reach 60/76 of their speed.
     """
     measured = {name: Quantity.exact(value, "measured") for name, value in contention.items()}
     return node(

@@ -52,9 +52,7 @@ def dynamo(monkeypatch):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Run `CudaDevice`, the runtime's GPU device, on a fake torch.cuda. A violation of CUDA's rules fails the
-    test.
-    """
+    """Run `CudaDevice`, the runtime's GPU device, on a fake torch.cuda. A violation of CUDA's rules fails the test."""
     made = fake_cuda.install(monkeypatch)
     yield made
     made.close()

@@ -36,9 +36,7 @@ class Op:
 
 @dataclass
 class Disk:
-    """A simulated disk with folders and files by inode. ``root`` is the inode of the checkpoint folder's
-    parent.
-    """
+    """A simulated disk with folders and files by inode. ``root`` is the inode of the checkpoint folder's parent."""
 
     root: int = 0
     folders: dict[int, dict[str, int]] = field(default_factory=lambda: {0: {}})

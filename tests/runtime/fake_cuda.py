@@ -197,9 +197,7 @@ DEFAULT = DefaultStream()
 
 
 class _Record:
-    """One call of `record` on a fake CUDA event: the position in a stream for which the event stands from then
-    on.
-    """
+    """One call of `record` on a fake CUDA event: the position in a stream for which the event stands from then on."""
 
     def __init__(self, stream):
         self.reached = threading.Event()
@@ -649,9 +647,8 @@ def _at_once(fake, collective, written=0):
     """Return a wrapper around a collective of torch.distributed. The wrapper runs the collective immediately, and
     returns when the collective has ended.
 
-    Work on a fake CUDA stream usually runs late. The wrapper first waits for the earlier work of the current
-    fake stream. The copies and kernels inside the collective then run immediately, and are not queued on the
-    fake stream.
+    Work on a fake CUDA stream usually runs late. The wrapper first waits for the earlier work of the current fake
+    stream. The copies and kernels inside the collective then run immediately, and are not queued on the fake stream.
 
     Args:
         written: Position of the argument that the collective writes. The collective reads all other arguments.

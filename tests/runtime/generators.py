@@ -21,9 +21,7 @@ QUICK = {"seconds": 0.2, "elements": 20_000}  # settings of a measurement whose 
 
 
 def states():
-    """Return the states of all random generators of this process as a dict from name to a value that can be
-    compared.
-    """
+    """Return the states of all random generators of this process as a dict from names to comparable values."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     found = {"python": random.getstate(), "numpy": (kind, keys.tolist(), rest), "torch": torch.get_rng_state().tolist()}
     for device in range(torch.cuda.device_count()):

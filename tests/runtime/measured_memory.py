@@ -94,9 +94,7 @@ def resident_bytes():
 
 
 def measured(model, width, subgroup, case):
-    """Train under a plan, and return the predicted and the measured peak bytes of host memory and of GPU
-    memory.
-    """
+    """Train under a plan, and return the predicted and the measured peak bytes of host memory and of GPU memory."""
     placements, locations, config = CASES[case]
     before = resident_bytes()
     engine = start(model=model(), subgroup_size=subgroup, reduce_bucket_size=BUCKET, **config)

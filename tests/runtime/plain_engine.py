@@ -94,9 +94,7 @@ class UnifiedTorch(_TorchKernel, Device):
 
 
 class EmulatedTorch(_TorchKernel, EmulatedDevice):
-    """An emulated device for the plain-torch engine, with separate memory and real copies, which runs torch's
-    AdamW.
-    """
+    """An emulated device for the plain-torch engine, with separate memory and real copies, which runs torch's AdamW."""
 
 
 def cut(params, size):

@@ -100,9 +100,7 @@ def runs_here(build: str) -> bool:
 
 
 class StockOp:
-    """A build of DeepSpeed's CPU op for one optimizer (such as `deepspeed.ops.adam.cpu_adam_op`), for one kind
-    of CPU.
-    """
+    """A build of DeepSpeed's CPU op for one optimizer (such as `deepspeed.ops.adam.cpu_adam_op`), for one CPU kind."""
 
     def __init__(self, name: str, build: str) -> None:
         source, wrapper, created, updated = _OPS[name]

@@ -1,6 +1,4 @@
-"""Tests of `CudaDevice`, the runtime's GPU device, against CUDA's rules on a fake torch.cuda, and of the
-fake itself.
-"""
+"""Tests of `CudaDevice`, the runtime's GPU device, against CUDA's rules on a fake torch.cuda, and of the fake."""
 
 import contextlib
 import mmap
@@ -29,9 +27,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch.cuda is
 
 
 def locked(fake, *, filled_with=0.0, elements=64):
-    """Return a page-locked tensor in host memory. Without a page lock no copy to or from the GPU is
-    asynchronous.
-    """
+    """Return a page-locked tensor in host memory. Without a page lock no copy to or from the GPU is asynchronous."""
     tensor = own_pages(elements, torch.float32)
     assert fake.runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) == 0
     return tensor.fill_(filled_with)
@@ -242,9 +238,8 @@ def test_a_checkpoints_thread_chooses_the_gpu_before_a_stream(fake, monkeypatch)
 
 
 def test_who_reads_parameters_holds_up_the_stream_that_is_current_and_no_other(fake, device):
-    """Check that reading updated parameters makes only the current CUDA stream wait for the updates. If
-    parameters are gathered ahead on another stream, the compute stream then waits only when a module needs
-    them.
+    """Check that reading updated parameters makes only the current CUDA stream wait for the updates. If parameters are
+    gathered ahead on another stream, the compute stream then waits only when a module needs them.
     """
     gathers, held_up = fake.cuda.Stream(), []
     event = fake.cuda.Event()

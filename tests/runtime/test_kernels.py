@@ -207,9 +207,8 @@ def test_out_of_place_the_bits_are_the_same_and_the_old_state_stays(rule, thread
 
 
 def test_alternating_betas_follow_deepspeeds_one_optimizer_object(op):
-    """Check the host kernel's updates of two parameter groups with different betas against DeepSpeed, which
-    has one C++ optimizer for both. Each change of betas makes this optimizer's bias correction fall back to
-    ``pow``.
+    """Check the host kernel's updates of two parameter groups with different betas against DeepSpeed, which has one C++
+    optimizer for both. Each change of betas makes this optimizer's bias correction fall back to ``pow``.
     """
     betas = [(0.9, 0.999), (0.8, 0.95)]
     params = [torch.randn(64), torch.randn(64)]

@@ -281,9 +281,8 @@ def fail(*_, **__):
 
 
 def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
-    """Check that ``plan="auto"`` does not replan while DeepSpeed's `offload_states` has moved the optimizer
-    state away. A new plan would take the GPU memory that `offload_states` has freed, and `reload_states`
-    would undo the plan.
+    """Check that ``plan="auto"`` does not replan while DeepSpeed's `offload_states` has moved the optimizer state away.
+    A new plan would take the GPU memory that `offload_states` has freed, and `reload_states` would undo the plan.
     """
     monkeypatch.setattr("ebbtide.runtime.replan.auto._free_device_bytes", lambda device: 10**9)
     engine = new_engine()

@@ -83,9 +83,7 @@ def test_the_time_to_start_the_updates_counts_beside_a_gpu_alone(monkeypatch, de
 
 
 def backward(step, slower=1.0):
-    """Return a recorded backward pass of 10 s, of which 4 s are waits. The gradient of its last parameter
-    comes first.
-    """
+    """Return a recorded backward pass of 10 s, 4 s of them waits. The gradient of its last parameter comes first."""
     at = 1000.0 * step
     made = ((at + 3.0, (Place(1, 0, 20),)), (at + 8.0, (Place(0, 60, 20),)), (at + 9.0, (Place(0, 0, 60),)))
     return Pass(OpKind.BACKWARD, step, at, at + 10.0 * slower, ((at + 1.0, at + 2.0), (at + 4.0, at + 7.0)), made)

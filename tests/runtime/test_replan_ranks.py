@@ -1,6 +1,4 @@
-"""Tests of several ranks that search for a new plan during training. The ranks must agree on one workload
-and one plan.
-"""
+"""Tests of several ranks that search for a new plan during training. They must agree on one workload and one plan."""
 
 from pathlib import Path
 from types import SimpleNamespace

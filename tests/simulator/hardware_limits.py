@@ -4,10 +4,9 @@ Each limit of a bandwidth is the number of parallel units times the rate of one.
 bits of memory channels, the pins of the GPU's memory, NVLink links, or network ports.
 
 Sources of common facts:
-    PCI Express Base Specification 4.0 and 5.0: 16 and 32 GT/s per lane, 128b/130b.
-    JEDEC JESD79-4 and JESD79-5: 64 data bits per channel, at the DIMM's rate in MT/s.
-    JEDEC JESD238 (HBM): 1024 data bits per stack.
-    NVIDIA, NVLink 3 and 4: 25 GB/s per link and direction.
+    PCI Express Base Specification 4.0 and 5.0: 16 and 32 GT/s per lane, 128b/130b. JEDEC JESD79-4 and JESD79-5: 64 data
+    bits per channel, at the DIMM's rate in MT/s. JEDEC JESD238 (HBM): 1024 data bits per stack. NVIDIA, NVLink 3 and 4:
+    25 GB/s per link and direction.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ DIMM_GIB = 256  # the largest DDR4 and DDR5 modules of servers; two to a channel
 
 
 def pcie_bytes_per_s(generation: int, lanes: int) -> float:
-    """Return the bytes per second that a PCIe link carries in one direction. The bytes of packet headers are
-    included.
-    """
+    """Return the bytes per second that a PCIe link carries in one direction. Packet headers are included."""
     return {4: 16e9, 5: 32e9}[generation] * lanes * 128 / 130 / 8
 
 

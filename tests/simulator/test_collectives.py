@@ -1,6 +1,4 @@
-"""Tests of the simulated traffic between nodes: for any number of ranks, its time is that of the busiest
-node.
-"""
+"""Tests of the simulated traffic between nodes: for any number of ranks, its time is that of the busiest node."""
 
 from itertools import pairwise
 

@@ -1,6 +1,4 @@
-"""Tests of on-device gradient accumulation in the simulator: the ops, the memory, and the time that is
-saved.
-"""
+"""Tests of on-device gradient accumulation in the simulator: the ops, the memory, and the time that is saved."""
 
 import pytest
 from ebbtide.simulator import OpKind, Plan, build_schedule, simulate

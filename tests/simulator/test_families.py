@@ -1,5 +1,4 @@
-"""Tests that ebbtide lists the parameters of each model family as the transformers module has them, in the
-same order.
+"""Tests that ebbtide lists the parameters of each model family as the transformers module has them, in the same order.
 
 DeepSpeed cuts subgroups at the borders of parameters. With another order, a plan made offline would be
 for other subgroups than the engine's and would be refused.

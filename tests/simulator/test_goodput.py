@@ -1,6 +1,4 @@
-"""Tests of the predicted goodput of training under failures: the renewal formula against simulated
-failures.
-"""
+"""Tests of the predicted goodput of training under failures: the renewal formula against simulated failures."""
 
 import math
 

@@ -35,9 +35,8 @@ def test_with_nothing_more_offloaded_it_is_stock_offload():
 
 
 def test_parameters_come_in_for_each_pass_while_the_pass_before_runs():
-    """Check that simulated ZeRO-Infinity copies parameters from host memory to the GPU for each pass while the
-    layer before computes. A layer's 20 bytes take 20 s and its forward 1 s, so forward of four layers takes
-    4 x 20 s + 1 s.
+    """Check that simulated ZeRO-Infinity copies parameters from host memory to the GPU for each pass while the layer
+    before computes. A layer's 20 bytes take 20 s and its forward 1 s, so forward of four layers takes 4 x 20 s + 1 s.
     """
     timeline = run(optimizer="cpu")
     assert len(spans(timeline, OpKind.PARAMETER_FETCH)) == 8

@@ -1,6 +1,4 @@
-"""Tests that ebbtide's Python API refuses arguments of a wrong type or value, with an error that states
-the rule.
-"""
+"""Tests that ebbtide's Python API refuses arguments of a wrong type or value, with an error that states the rule."""
 
 import pytest
 from ebbtide.simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model

@@ -247,9 +247,8 @@ def test_scores_that_are_stored_take_time_and_memory():
 
 
 def test_without_hooks_a_layer_is_issued_sooner():
-    """Check two rules for the time in which the host launches a layer's kernels. Under ZeRO-2 it is shorter than
-    under ZeRO-3, because forward gathers no parameters. For PyTorch's eager kernels it is longer than for fused
-    ones.
+    """Check two rules for the time in which the host launches a layer's kernels. Under ZeRO-2 it is shorter than under
+    ZeRO-3, because forward gathers no parameters. For PyTorch's eager kernels it is longer than for fused ones.
     """
     machine = preset("h100")
     three, two, eager = (

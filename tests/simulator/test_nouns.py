@@ -1,6 +1,4 @@
-"""Tests of machines, workloads, plans and timelines: the values they refuse, and how they are saved and
-loaded.
-"""
+"""Tests of machines, workloads, plans and timelines: the values they refuse, and how they are saved and loaded."""
 
 import errno
 import json

@@ -169,9 +169,8 @@ def test_without_nvlink_collectives_reach_half_of_what_copies_do():
 
 
 def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():
-    """Check that with two or more ranks on an HGX A100 preset, each rank has half the bandwidth of a PCIe link,
-    because two GPUs share an uplink. On presets with each GPU in a slot of its own, each rank has the whole
-    bandwidth.
+    """Check that with two or more ranks on an HGX A100 preset, each rank has half the bandwidth of a PCIe link, because
+    two GPUs share an uplink. On presets with each GPU in a slot of its own, each rank has the whole bandwidth.
     """
     for name, share in (("a100-80gb", 0.5), ("a100-40gb", 0.5), ("a100-node", 1.0), ("rtx4090-x8", 1.0)):
         machine = preset(name)

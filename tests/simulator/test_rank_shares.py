@@ -1,6 +1,4 @@
-"""Tests of how the simulated ranks of a node share links, DRAM and storage: by measured shares, or
-equally.
-"""
+"""Tests of how the simulated ranks of a node share links, DRAM and storage: by measured shares, or equally."""
 
 from itertools import pairwise
 

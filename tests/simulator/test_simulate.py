@@ -155,8 +155,7 @@ def test_what_the_device_updates_goes_to_the_host_in_two_buffers_in_turn():
 
 
 def test_all_on_the_host_with_overlap():
-    """Check the simulated timeline of a plan with two host subgroups of 10 parameters against times worked out
-    by hand.
+    """Check the simulated timeline of a plan with two host subgroups of 10 parameters against times worked out by hand.
 
     Forward takes 1 s and backward 2 s per layer. Copies of gradients and of parameters take 20 s per layer,
     and a host update takes 10 s. The next forward of layer 0 waits only for the parameters of subgroup 0.

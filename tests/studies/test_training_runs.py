@@ -56,8 +56,7 @@ def test_rows_that_no_constant_was_found_on_are_predicted(judged, family):
 
 def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged):
     """Check that the study of published training runs simulates each run with offload by the behaviour of its own
-    DeepSpeed version. By the behaviour of the newest version, the median error would be more than 1.5 times as
-    large.
+    DeepSpeed version. By the behaviour of the newest version, the median error would be more than 1.5 times as large.
     """
     figures = families.by_family(judged)["offloaded"]["held_out"]
     assert figures["median_abs_pct_error"] <= 10

@@ -15,9 +15,7 @@ STUDIES = {"optimality": "studies.optimality.__main__"}
 
 @pytest.fixture
 def run(monkeypatch):
-    """Return a function that runs a study in this process, where imports and compiled kernels are ready, to
-    save time.
-    """
+    """Return a function that runs a study in this process, where imports and compiled kernels are ready."""
 
     def study(name, path, *arguments):
         monkeypatch.setattr(sys, "argv", [name, "--json", str(path), *arguments])

@@ -1,6 +1,4 @@
-"""Tests of the study of `tune verify`: `tune verify` finds and names a defect that the study puts into a
-real engine.
-"""
+"""Tests of the study of `tune verify`: the command finds and names a defect that the study puts into a real engine."""
 
 import json
 from dataclasses import replace

@@ -27,8 +27,7 @@ def begun(seed=0):
     """Return a plan search for twenty subgroups that has so far simulated one plan: updates of all subgroups
     on the CPU.
 
-    The GPU memory could hold the optimizer state of eight subgroups throughout training (placement
-    ``resident``).
+    The GPU memory could hold the optimizer state of eight subgroups throughout training (placement ``resident``).
     """
     work, on = workload(), machine(device_memory_bytes=9 * GIB, host_adam_params_per_s=1e9)
     search = Search(work, on, Limits.of(work, on), seed)

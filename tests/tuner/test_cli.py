@@ -1,6 +1,4 @@
-"""Tests of each `tune` command with good and with bad input: the exit code is 0 or 2, and there is never a
-traceback.
-"""
+"""Tests of each `tune` command with good and with bad input: the exit code is 0 or 2, never with a traceback."""
 
 import json
 import re

@@ -1,6 +1,4 @@
-"""Tests of the `tune` commands on machine presets and model configs, and with output files that cannot be
-written.
-"""
+"""Tests of the `tune` commands on machine presets and model configs, and with output files that cannot be written."""
 
 import errno
 import json

@@ -1,6 +1,4 @@
-"""Tests that the plan search is monotone: with more memory, bandwidth or freedom, it never finds a slower
-plan.
-"""
+"""Tests that the plan search is monotone: with more memory, bandwidth or freedom, it never finds a slower plan."""
 
 import random
 from functools import cache

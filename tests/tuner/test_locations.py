@@ -1,6 +1,4 @@
-"""Tests of the parameter locations (GPU or host memory) that the plan search chooses for the 16-bit
-parameters.
-"""
+"""Tests of the parameter locations (GPU or host memory) that the plan search chooses for the 16-bit parameters."""
 
 import ebbtide.tuner
 import numpy as np

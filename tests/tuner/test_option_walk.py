@@ -1,7 +1,6 @@
 """Tests that every option of every `tune` command changes the result or is refused.
 
-The options are read from click's command tree, so a new option fails the tests until it has a line in
-this file.
+The options are read from click's command tree, so a new option fails the tests until it has a line in this file.
 """
 
 import csv

@@ -1,6 +1,4 @@
-"""Tests that no flag of `tune plan` can build a plan whose predicted peak memory exceeds the plan's own
-limits.
-"""
+"""Tests that no flag of `tune plan` can build a plan whose predicted peak memory exceeds the plan's own limits."""
 
 import ebbtide.tuner
 import pytest

@@ -1,6 +1,4 @@
-"""Tests of how `tune calibrate` reads logs and tables of measured runs: values read, values doubted, and
-files refused.
-"""
+"""Tests of how `tune calibrate` reads logs and tables of runs: values read, values doubted, and files refused."""
 
 import json
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Tests of the plan search: the plans fit into memory, are no slower than any alternative, and depend only
-on the seed.
-"""
+"""Tests of the plan search: the plans fit into memory, are no slower than any alternative, and depend on the seed."""
 
 import gc
 import random

@@ -118,8 +118,7 @@ def test_one_figure_everywhere():
     """Check that a plan's predicted iteration time equals the iteration time in the plan's row of the table
     that `compare` returns.
 
-    The table compares the plan with other ways to train, and with variants of the plan. No variant may be
-    faster.
+    The table compares the plan with other ways to train, and with variants of the plan. No variant may be faster.
     """
     work, on = small(0.2), machine()
     found = ebbtide.tuner.plan(work, on, memory_margin=0)

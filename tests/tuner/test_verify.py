@@ -263,8 +263,7 @@ def test_equal_gradients_that_make_another_update_are_no_rounding(tmp_path, stoc
     """Check that `tune verify` reports a defect if one run's update in a step is 3% larger than the other
     run's although their gradient norms agree.
 
-    The difference counts as rounding if the gradient norms differ as well, or if the update is only 0.1%
-    larger.
+    The difference counts as rounding if the gradient norms differ as well, or if the update is only 0.1% larger.
     """
 
     def other_rate(state, wire, old, facts):

@@ -1,6 +1,4 @@
-"""A short plan search for interactive use, which makes a small fraction of the simulations of a full
-search.
-"""
+"""A short plan search for interactive use, which makes a small fraction of the simulations of a full search."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,9 +59,7 @@ def quick_or_roomiest(workload: Workload, machine: Machine, limits: Limits, **fr
 
 
 def best_of(found: Decision) -> Plan:
-    """Convert the decision of a short plan search into a plan, with its predicted iteration and the reasons
-    for it.
-    """
+    """Convert the decision of a short plan search into a plan, with its predicted iteration and the reasons for it."""
     search = found.search
     workload, machine, limits = search.workload, search.machine, search.limits
     made = found.chosen.plan(workload, **found.folders)

@@ -34,9 +34,8 @@ def checkpointed(
     """Return a copy of a training plan with the checkpoint interval that gives the highest goodput (useful
     share of the time) for a mean time between failures.
 
-    If the plan already has an interval, its cap on the write bandwidth and its copy budget (host memory for
-    copies of state) stay. Otherwise a small and a large copy budget are tried, which is quick and seldom
-    worse than a search.
+    If the plan already has an interval, its cap on the write bandwidth and its copy budget (host memory for copies of
+    state) stay. Otherwise a small and a large copy budget are tried, which is quick and seldom worse than a search.
 
     Args:
         plan: Plan with a prediction.

@@ -35,8 +35,7 @@ class Row:
     """A row of the table that compares training under a plan with other ways to train: one simulated way.
 
     Attributes:
-        role: Kind of the row: the plan, stock DeepSpeed, no offload, a variant of the plan, or
-            another system.
+        role: Kind of the row: the plan, stock DeepSpeed, no offload, a variant of the plan, or another system.
         label: Text that names the row and its setting.
         simulated: Result of the simulation.
         limits: Memory that training may use.

@@ -140,9 +140,7 @@ def above_bound(plan: Prediction) -> float:
 
 
 def headline(plan: Plan) -> str:
-    """Return the advice for or against offloading, in one sentence, that follows from the predictions in a
-    plan's file.
-    """
+    """Return the advice for or against offloading, in one sentence, that follows from the predictions in a plan."""
     if plan.prediction is None:
         return "A plan without a prediction: plan again with `tune plan` to know what it brings."
     others = [(role_of(p.strategy), p) for p in plan.alternatives]

@@ -56,8 +56,7 @@ class Observation:
 
     Attributes:
         name: Name of the run.
-        build: Function from a machine to the schedule of one iteration, as layers' times depend on the
-            machine.
+        build: Function from a machine to the schedule of one iteration, as layers' times depend on the machine.
         measured_s: Measured seconds by phase, for at least one of PHASES.
         notes: Warnings about the run, found when its file was read.
     """
@@ -280,8 +279,7 @@ def _phase_errors(machine: Machine, observations: Sequence[Observation]) -> list
     """Return the prediction errors of all measured phases of all runs in one list, each as ``log(predicted /
     measured)``.
 
-    The whole iteration of a run is left out if the run's phases are known. Otherwise they would count
-    twice.
+    The whole iteration of a run is left out if the run's phases are known. Otherwise they would count twice.
     """
     return [
         error
@@ -297,8 +295,7 @@ def _run_errors(machine: Machine, seen: Observation) -> dict[str, float]:
 
 
 def _robust(scaled: Floats) -> Floats:
-    """Return prediction errors changed so that a least-squares fit limits the weight of outliers
-    (pseudo-Huber).
+    """Return prediction errors changed so that a least-squares fit limits the weight of outliers (pseudo-Huber).
 
     Errors beyond two standard deviations then count linearly instead of squared.
     """

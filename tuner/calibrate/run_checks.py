@@ -1,6 +1,4 @@
-"""Checks of measured training runs, and warnings about the runs, before they are used to calibrate a
-machine's rates.
-"""
+"""Checks of measured training runs, and warnings about the runs, before they calibrate a machine's rates."""
 
 from collections.abc import Mapping, Sequence
 

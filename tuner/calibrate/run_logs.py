@@ -87,8 +87,7 @@ class Described:
         return Job.of_deepspeed(self.model, self.ds_config, **self.shape)
 
     def samples(self) -> int | None:
-        """Return the number of samples per iteration of a measured training run over all ranks, or
-        None if unknown.
+        """Return the number of samples per iteration of a measured training run over all ranks, or None if unknown.
 
         Raises:
             ModelError: The DeepSpeed config contradicts the command's flags.

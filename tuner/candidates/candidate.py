@@ -173,9 +173,7 @@ def waiting(c: Candidate) -> Candidate:
 
 
 def able_early(c: Candidate, placement: Placement) -> NDArray[np.int64]:
-    """Return the numbers of the subgroups with a given placement that can be updated before the
-    gradient norm is known.
-    """
+    """Return the numbers of the subgroups of a placement that can be updated before the gradient norm is known."""
     plain = c.codes & ~(EARLY | SUMMED)
     return np.flatnonzero(CAN_BE_EARLY[plain] & (plain % SUMMED == PLACEMENT_CODES[placement]))
 
@@ -210,9 +208,7 @@ def evenly(
 
 
 def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
-    """Return the predicted seconds of an iteration under a plan, assuming that no early update must be
-    undone.
-    """
+    """Return the predicted seconds of an iteration under a plan, assuming that no early update must be undone."""
     from ebbtide.simulator.engines import summary
 
     return float(evaluated(sweep, c)[summary.ITERATION_S])

@@ -30,8 +30,7 @@ def recuts(workload: Workload, sizes: Sequence[int] = SIZES, *, pieces: bool = F
     """Return a list of workloads: the given one with its own subgroups, and copies with subgroups of other
     sizes, the largest subgroups first.
 
-    A size is left out if it gives nearly as many subgroups as a larger size, or more than
-    `MOST_SUBGROUPS`.
+    A size is left out if it gives nearly as many subgroups as a larger size, or more than `MOST_SUBGROUPS`.
 
     Args:
         workload: Training job of one rank.
@@ -63,17 +62,14 @@ def quick_cuts(cuts: Sequence[Workload]) -> list[int]:
 
 
 def merged(workload: Workload, many: int) -> Workload:
-    """Return a copy of a workload with every ``many`` neighboring subgroups of optimizer state joined into
-    one.
-    """
+    """Return a copy of a workload with every ``many`` neighboring subgroups of optimizer state joined into one."""
     sizes = workload.subgroups
     joined = tuple(sum(sizes[i : i + many]) for i in range(0, len(sizes), many))
     return workload.model_copy(update={"subgroups": joined, "subgroup_size": 0, "parameters": ()})
 
 
 def finer(candidate: Candidate, coarse: Workload, fine: Workload) -> Candidate:
-    """Return a plan for small subgroups that copies the choices of a plan for large subgroups of the same
-    model.
+    """Return a plan for small subgroups that copies the choices of a plan for large subgroups of the same model.
 
     Each small subgroup gets the placement and flags of the large subgroup that holds its middle element.
     """

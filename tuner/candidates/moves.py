@@ -63,8 +63,7 @@ def plain(code: int) -> int:
     """Remove the flags for early update and on-device gradient accumulation from a subgroup's code, and
     return the rest.
 
-    A code is a number that holds the placement, the parameter location and the flags of a subgroup of
-    optimizer state.
+    A code is a number that holds the placement, the parameter location and the flags of a subgroup of optimizer state.
     """
     return code & ~(EARLY | SUMMED)
 
@@ -203,8 +202,7 @@ class Moved:
         return self.sequences[QUEUE_NUMBERS[self.codes[subgroup]]]
 
     def _swap(self, rng: Random) -> None:
-        """Exchange the placements and the positions in the update order of two random subgroups of this
-        plan.
+        """Exchange the placements and the positions in the update order of two random subgroups of this plan.
 
         The 16-bit parameters of both subgroups stay where they are.
         """
@@ -264,9 +262,7 @@ class Moved:
                 self.codes[subgroup] ^= EARLY
 
     def _reorder(self, rng: Random) -> None:
-        """Move a random part of this plan's order of CPU or GPU updates to another position, sometimes
-        reversed.
-        """
+        """Move a random part of this plan's order of CPU or GPU updates to another position, sometimes reversed."""
         sequence = rng.choice(self.sequences)
         if len(sequence) < 2:
             return

@@ -56,8 +56,7 @@ def needs(needed: str, present: bool, *names: str) -> None:
     Args:
         needed: Condition in words, such as ``with --mtbf``.
         present: True if the condition holds.
-        names: Parameters of the command that need the condition. Parameters that the user has not given are
-            ignored.
+        names: Parameters of the command that need the condition. Parameters that the user has not given are ignored.
     """
     context = click.get_current_context()
     for parameter in context.command.params:

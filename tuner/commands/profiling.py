@@ -26,9 +26,7 @@ T = TypeVar("T", bound=BaseModel)
 def machine_profile(
     output: str, storage_dir: str | None, drives: Sequence[str], seconds: float, ranks: int, fresh: bool, as_json: bool
 ) -> None:
-    """Measure the rates (such as bandwidths) of this machine, and write them to a file as the machine's
-    profile.
-    """
+    """Measure the rates (such as bandwidths) of this machine, and write them to a file as the machine's profile."""
     from ebbtide.profiler import measure_machine
 
     stages = []

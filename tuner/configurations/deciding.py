@@ -1,9 +1,8 @@
 """The choice of the training configurations to simulate, so that the fastest one is found for certain.
 
-A search also finds the fastest configuration for each value of each varied setting. An upper bound of a
-configuration's speed takes microseconds, without a simulation. Configurations are taken in the order of their
-bounds, the highest first. One is simulated only if its bound exceeds the best speed so far, overall or for
-one of its settings' values.
+A search also finds the fastest configuration for each value of each varied setting. An upper bound of a configuration's
+speed takes microseconds, without a simulation. Configurations are taken in the order of their bounds, the highest
+first. One is simulated only if its bound exceeds the best speed so far, overall or for one of its settings' values.
 """
 
 import heapq
@@ -230,8 +229,7 @@ def explore(
         progress: Called with the number of simulated configurations, and the largest possible number.
 
     Raises:
-        ValueError: trials < 1, more memory is requested than the machine has, or no configuration can be
-            simulated.
+        ValueError: trials < 1, more memory is requested than the machine has, or no configuration can be simulated.
     """
     if trials < 1:
         raise ValueError(f"--trials must be >= 1, but got {trials}")

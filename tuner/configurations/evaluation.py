@@ -68,8 +68,7 @@ class Question:
         host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
         margin: Fraction of both memories to leave free. If None, the planner's default.
         shape: Fields of a `Job` that no configuration changes, such as the kernels or how the ranks are started.
-        storage: Directories for optimizer state that memory cannot hold, with the bytes that a node
-            may use.
+        storage: Directories for optimizer state that memory cannot hold, with the bytes that a node may use.
     """
 
     model: Architecture | Mapping[str, Any] | str | Path
@@ -148,12 +147,10 @@ class Question:
         """Return the name and options of the training strategy that stands for a training configuration in
         a simulation.
 
-        The strategy is ``ebbtide`` (training under a plan) if a plan is possible, and otherwise
-        DeepSpeed's own.
+        The strategy is ``ebbtide`` (training under a plan) if a plan is possible, and otherwise DeepSpeed's own.
 
         Raises:
-            ModelError: DeepSpeed's config offloads activations, but this configuration does not
-                recompute them.
+            ModelError: DeepSpeed's config offloads activations, but this configuration does not recompute them.
         """
         if c.offload not in self._known:
             job = self.of(c)

@@ -47,9 +47,7 @@ class Configuration:
 
     @property
     def impossible(self) -> str:
-        """Return the reason that no machine can train with this configuration, or an empty string if one
-        can.
-        """
+        """Return the reason that no machine can train with this configuration, or an empty string if one can."""
         if self.zero_stage < 3 and self.offload in ("parameters", "nvme"):
             return (
                 f"offload {self.offload} needs ZeRO-3, but got zero_stage {self.zero_stage} "

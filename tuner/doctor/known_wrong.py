@@ -171,9 +171,7 @@ TABLE = (
 
 
 def known_wrong(version: str, config: Config) -> list[KnownWrong]:
-    """Return a list of the known defects of a DeepSpeed version that make training with a given DeepSpeed
-    config wrong.
-    """
+    """Return a list of the known defects of a DeepSpeed version that make training with a DeepSpeed config wrong."""
     from packaging.version import Version
 
     installed = Version(version)

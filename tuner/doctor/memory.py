@@ -33,8 +33,7 @@ def host_memory(free_bytes: int, plan: Plan | None, ranks: int) -> Finding:
 
 
 def limits(mine: "Usable") -> Finding:
-    """Report the limits on memory and CPU that a container sets for this process, compared with the whole
-    machine.
+    """Report the limits on memory and CPU that a container sets for this process, compared with the whole machine.
 
     Programs often do not see such limits.
     """

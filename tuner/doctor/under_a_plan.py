@@ -32,8 +32,7 @@ def under_a_plan(given: Mapping[str, Any]) -> list[Finding]:
     """Report what `ebbtide.initialize` does with a DeepSpeed config: refuse it, leave the training to DeepSpeed
     alone, or train under a plan.
 
-    Nothing is trained. The report includes config keys that have another effect under a plan than with DeepSpeed
-    alone.
+    Nothing is trained. The report includes config keys that have another effect under a plan than with DeepSpeed alone.
     """
     from ebbtide.runtime.zero.checks.guard import ConfigError, check_config
     from ebbtide.simulator.estimates.deepspeed_keys import ZERO, as_deepspeed_reads, at

@@ -109,8 +109,7 @@ class _Walk:
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, rng: Random) -> None:
-        """Try random changes of a training plan while the annealing temperature falls from ``heat_s``
-        seconds to zero.
+        """Try random changes of a training plan while the annealing temperature falls from ``heat_s`` seconds to zero.
 
         Stop early if the best plan is near the lower bound of the iteration time.
         """

@@ -1,9 +1,8 @@
 """The choice of a plan's checkpoint settings for the best expected goodput under failures.
 
-Goodput is the useful share of the training time. The interval between checkpoints, the cap on the write
-bandwidth and the host memory for copies (the copy budget) are searched together. A slower write disturbs
-training less, but the checkpoint is complete later. Then each failure loses more work, and short intervals
-are impossible.
+Goodput is the useful share of the training time. The interval between checkpoints, the cap on the write bandwidth and
+the host memory for copies (the copy budget) are searched together. A slower write disturbs training less, but the
+checkpoint is complete later. Then each failure loses more work, and short intervals are impossible.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,8 +78,7 @@ def rated(simulation: CheckpointSimulation, saving: CheckpointPlan, failures: Fa
 def best_checkpointing(
     simulation: CheckpointSimulation, failures: Failures, spare_bytes: int, base: CheckpointPlan | None = None
 ) -> Choice:
-    """Return the checkpoint settings of a training plan with the highest expected goodput (useful share of
-    the time).
+    """Return the checkpoint settings of a training plan with the highest expected goodput (useful share of the time).
 
     Intervals, caps on the write bandwidth and copy budgets (host memory for copies of state) are varied.
     Among equally good settings, the ones that reserve the least host memory are returned.

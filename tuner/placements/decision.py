@@ -54,8 +54,7 @@ AT_FIRST, AT_LAST = 0.2, 0.9  # fractions of the evaluations for each finalist, 
 
 @dataclass(frozen=True)
 class Question:
-    """The input of the decision on a plan: the training job, the machine, the memory limits, and the
-    effort.
+    """The input of the decision on a plan: the training job, the machine, the memory limits, and the effort.
 
     Attributes:
         workload: Training job of one rank.
@@ -63,13 +62,11 @@ class Question:
         limits: Memory that plans may use.
         subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If
             empty, only the workload's own size is used.
-        offload_parameters: True if 16-bit parameters may live in host memory even if they fit on the
-            GPU.
+        offload_parameters: True if 16-bit parameters may live in host memory even if they fit on the GPU.
         folders: Fields of the plan's file that name the directories for stored optimizer state.
         seed: Seed of the search.
         effort: Fraction of a full search's evaluations.
-        pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's
-            subgroups.
+        pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's subgroups.
         running: Plan that training runs under, or None before training. The new plan then keeps this plan's subgroups,
             number of CPU threads and overlap of updates with the next forward. State is on drives only for subgroups
             that already have it there, since the drives have no room for others.
@@ -365,8 +362,7 @@ def most_micro_batches(workload: Workload) -> int:
 
 
 def check_length(workload: Workload) -> None:
-    """Refuse a training job with so many micro-batches per step that the plan search would take hours and
-    many GiB.
+    """Refuse a training job with so many micro-batches per step that the plan search would take hours and many GiB.
 
     Nothing is simulated.
 

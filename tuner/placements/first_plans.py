@@ -23,15 +23,13 @@ FEW_HOST_SLOTS, FEW_SLOTS = (1, 2, 3), 2
 def try_first(search: Search, locations: tuple[ParameterLocation, ...] | None = None) -> float:
     """Try simple plans, and return the seconds per iteration of the fastest one, or ``inf`` if none fits.
 
-    A simple plan updates all subgroups on the CPU, or gives each placement a fraction of the subgroups, evenly
-    spread. If none of these plans fits, the search computes the fractions that leave the most free bytes in the
-    fullest memory, and tries plans with similar fractions. A few subgroups may be far larger than the others,
-    such as that of an embedding. In the plans with similar fractions, these large subgroups are tried with every
-    placement.
+    A simple plan updates all subgroups on the CPU, or gives each placement a fraction of the subgroups, evenly spread.
+    If none of these plans fits, the search computes the fractions that leave the most free bytes in the fullest memory,
+    and tries plans with similar fractions. A few subgroups may be far larger than the others, such as that of an
+    embedding. In the plans with similar fractions, these large subgroups are tried with every placement.
 
     Args:
-        locations: Location of each subgroup's 16-bit parameters. If None, the locations of the last call are
-            used.
+        locations: Location of each subgroup's 16-bit parameters. If None, the locations of the last call are used.
     """
     search.locations = search.locations if locations is None else locations
     count = len(search.workload.subgroups)
@@ -54,8 +52,7 @@ def try_first(search: Search, locations: tuple[ParameterLocation, ...] | None = 
 
 
 def _least_stored(search: Search) -> float:
-    """Try plans that keep as few subgroups as possible on a drive. Return the seconds per iteration of
-    the fastest one.
+    """Try plans that keep as few subgroups as possible on a drive. Return the seconds per iteration of the fastest one.
 
     The other subgroups are divided among the other placements in many ways.
     """

@@ -32,8 +32,7 @@ class Fit:
         device_peak_bytes: Peak of GPU memory in bytes.
         host_peak_bytes: Peak of host memory in bytes.
         storage_bytes: Bytes on storage.
-        shares: Dict from a pair of placement and location of the 16-bit parameters to the fraction
-            of the parameters.
+        shares: Dict from a pair of placement and location of the 16-bit parameters to the fraction of the parameters.
     """
 
     device_peak_bytes: int

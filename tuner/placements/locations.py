@@ -1,9 +1,8 @@
 """The choice of the subgroups that keep their 16-bit parameters in host memory between uses.
 
-Such parameters must be copied to the GPU for each forward and backward pass. This frees GPU memory for a
-job that would not fit, or for more optimizer state and buffers. The copies cost little while the link
-between host and GPU is idle. Training results are bit-identical. The chosen subgroups are evenly spaced,
-so that the copies do not delay each other.
+Such parameters must be copied to the GPU for each forward and backward pass. This frees GPU memory for a job that would
+not fit, or for more optimizer state and buffers. The copies cost little while the link between host and GPU is idle.
+Training results are bit-identical. The chosen subgroups are evenly spaced, so that the copies do not delay each other.
 """
 
 import math
@@ -68,8 +67,7 @@ def begun(
 
 
 def move_parameters(search: Search) -> None:
-    """Allow a plan search to keep 16-bit parameters in host memory, and try some plans with such
-    parameters.
+    """Allow a plan search to keep 16-bit parameters in host memory, and try some plans with such parameters.
 
     First, as few subgroups as possible have their parameters in host memory, so that a plan just fits.
     Then several larger numbers of subgroups are tried.

@@ -223,8 +223,7 @@ def predict(
 
 
 def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a copy of a plan with a new prediction, made for another profile of the workload or of the
-    machine.
+    """Return a copy of a plan with a new prediction, made for another profile of the workload or of the machine.
 
     Raises:
         PlanError: The workload has another number of subgroups than the plan.
@@ -243,8 +242,7 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:
-    """Return a list with one sentence about the seconds that a plan saves by on-device gradient
-    accumulation.
+    """Return a list with one sentence about the seconds that a plan saves by on-device gradient accumulation.
 
     The list is empty if the plan does not use on-device gradient accumulation.
     """

@@ -1,5 +1,4 @@
-"""A short plan search for use in a training process: for ``plan="auto"``, and for a new plan while training
-runs.
+"""A short plan search for use in a training process: for ``plan="auto"``, and for a new plan while training runs.
 
 The search needs neither pandas nor matplotlib.
 """

@@ -52,8 +52,7 @@ class Score:
 
 
 class Search:
-    """A search for the fastest plan of one workload on one machine. The search is deterministic for a given
-    seed.
+    """A search for the fastest plan of one workload on one machine. The search is deterministic for a given seed.
 
     The score (simulated time and memory) of each plan that was tried is kept.
 
@@ -125,30 +124,22 @@ class Search:
         return Freedom(self.choices, self.early, self.sums, self.moves_parameters, threads)
 
     def share_of(self, evaluations: int, least: int = 1) -> int:
-        """Return the number of plans to simulate at this search's effort, given the number for a full
-        search.
-        """
+        """Return the number of plans to simulate at this search's effort, given the number for a full search."""
         return max(min(least, evaluations), round(self.effort * evaluations))
 
     @property
     def most_ops(self) -> int:
-        """Return the largest number of simulated operations that one iteration can have under any plan of
-        this search.
-        """
+        """Return the largest number of simulated operations that an iteration can have under any plan of the search."""
         return self.sweep.most_ops
 
     @property
     def sums(self) -> bool:
-        """Return True if the plans of this search may sum the gradients of several micro-batches on the
-        GPU.
-        """
+        """Return True if the plans of this search may sum the gradients of several micro-batches on the GPU."""
         return self.sweep.held.sums and not self.machine.unified_memory
 
     @property
     def can_move_parameters(self) -> bool:
-        """Return True if 16-bit parameters may be kept in host memory: under ZeRO-3, with separate GPU and
-        host memory.
-        """
+        """Return True if 16-bit parameters may be in host memory: under ZeRO-3, with separate GPU and host memory."""
         return self.workload.zero_stage == 3 and not self.machine.unified_memory
 
     # -- scores ------------------------------------------------------------------------------
@@ -221,9 +212,8 @@ class Search:
             overlap: True if updates may overlap the next forward.
             issue: Order in which the subgroups' updates are issued. If None, the order of forward.
             host_slots: Number of buffers in host memory for stored subgroups.
-            most_s: Seconds from which the exact time does not matter. A step that does not clip is simulated first.
-                If it takes longer than ``most_s``, its time is returned, and the slower steps that clip are not
-                simulated.
+            most_s: Seconds from which the exact time does not matter. A step that does not clip is simulated first. If
+                it takes longer than ``most_s``, its time is returned, and the slower steps that clip are not simulated.
         """
         codes, slots = self.room.fitted(codes, slots, host_slots)
         if not (self._may_store(codes) and self.limits.hold(*self.room.taken(codes, slots, host_slots))):
@@ -238,8 +228,7 @@ class Search:
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self.sweep, c), options_of(c)))
 
     def _mean_s(self, codes: Codes, row: Row, options: tuple[Any, ...], most_s: float = math.inf) -> float:
-        """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip
-        gradients.
+        """Return a plan's mean seconds per iteration, weighted by the expected fraction of steps that clip gradients.
 
         A step that clips must undo and redo the plan's early updates.
 
@@ -280,9 +269,7 @@ class Search:
         return self._rows[key]
 
     def peaks(self, candidate: Candidate) -> Score:
-        """Return the simulated time and memory peaks of a plan, without adding them to the scores of this
-        search.
-        """
+        """Return the simulated time and memory peaks of a plan, without adding them to the scores of this search."""
         return self._simulate(self.ordered(candidate))
 
     def _settled_s(self, c: Candidate, seconds: float) -> float:
@@ -371,9 +358,7 @@ class Search:
 
     @property
     def bound(self) -> Bound:
-        """Return a lower bound of the iteration time under any plan within the memory limits of this
-        search.
-        """
+        """Return a lower bound of the iteration time under any plan within the memory limits of this search."""
         return self.bound_with(None)
 
     def bound_with(self, locations: tuple[ParameterLocation, ...] | None) -> Bound:

@@ -1,6 +1,4 @@
-"""The storage of optimizer state on drives: how many bytes fit, the directories, and the cost in time and
-wear.
-"""
+"""The storage of optimizer state on drives: how many bytes fit, the directories, and the cost in time and wear."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -64,9 +62,7 @@ def _shares(machine: Machine, storage: Mapping[str, int]) -> dict[str, float]:
 
 
 def written_bytes(workload: Workload, plan: Plan) -> int:
-    """Return the number of bytes that all ranks of a node together write to storage in each training step
-    under a plan.
-    """
+    """Return the number of bytes that all ranks of a node together write to storage in each step under a plan."""
     stored = zip(workload.subgroups, plan.placements, strict=True)
     elements = sum(n for n, placement in stored if placement in STORED)
     return elements * Bytes.of(workload).state * workload.ranks_per_node

@@ -45,9 +45,7 @@ HEADERS = {
 
 
 def create_app(service: Service) -> FastAPI:
-    """Build the planning service's web application. The service's worker processes start and end with the
-    application.
-    """
+    """Build the planning service's web application. The service's worker processes start and end with it."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -105,8 +103,7 @@ def _health(app: FastAPI, service: Service) -> None:
 
 
 def _unknown(app: FastAPI) -> None:
-    """Add the responses to requests for unknown routes: status 405 if only the method is wrong, and
-    otherwise 404.
+    """Add the responses to requests for unknown routes: status 405 if only the method is wrong, and otherwise 404.
 
     The response with status 405 names the methods that the path has.
     """
@@ -126,9 +123,7 @@ def _unknown(app: FastAPI) -> None:
 
 
 class Page(StaticFiles):
-    """The files of the planning service's web page, sent so that browsers ask each time if there is a newer
-    version.
-    """
+    """The files of the planning service's web page, sent so that browsers ask each time if there is a newer version."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
@@ -201,9 +196,7 @@ async def _refused(_: Request, error: HTTPException) -> Response:
 
 
 class Refusal(Exception):  # noqa: N818 - it is an answer, not a fault
-    """An exception that answers a request to the planning service with an error response, before any route
-    runs.
-    """
+    """An exception that answers a request to the planning service with an error response, before any route runs."""
 
     def __init__(self, status: int, key: str, rule: str, value: Any = None) -> None:
         self.status, self.error = status, broken_rule(key, rule, value)

@@ -1,7 +1,6 @@
 """The queue of the planning service's background jobs, such as plan searches.
 
-Jobs are stored on disk and run by worker processes of low priority. Clients can follow the progress of a
-job.
+Jobs are stored on disk and run by worker processes of low priority. Clients can follow the progress of a job.
 """
 
 import asyncio
@@ -28,8 +27,7 @@ REMEMBERED = 512  # events that are kept for streams that fell behind
 
 
 class Feed:
-    """A source of events about the planning service's background jobs, which any number of clients can
-    follow.
+    """A source of events about the planning service's background jobs, which any number of clients can follow.
 
     A client that reads slowly misses old events.
     """
@@ -54,9 +52,8 @@ class Feed:
             self._changed.notify_all()
 
     def listen(self) -> AsyncIterator[tuple[str, dict[str, Any]] | None]:
-        """Return an iterator over the events about the planning service's background jobs from now on, as
-        pairs of kind and data. It yields None if there is no event for a while, so that the connection is kept
-        alive.
+        """Return an iterator over the events about the planning service's background jobs from now on, as pairs of kind
+        and data. It yields None if there is no event for a while, so that the connection is kept alive.
         """
         return self._since(self._number)
 
@@ -77,9 +74,7 @@ class Feed:
 
 
 class Jobs:
-    """The queue of the planning service's background jobs. Every change is on disk before any client learns
-    of it.
-    """
+    """The queue of the planning service's background jobs. Every change is on disk before any client learns of it."""
 
     def __init__(self, store: Store, pool: Pool, quota: Quota, feed: Feed) -> None:
         self._store, self._pool, self._quota, self.feed = store, pool, quota, feed

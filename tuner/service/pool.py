@@ -1,5 +1,4 @@
-"""The worker processes of the planning service, in separate queues for light requests, heavy ones and
-background jobs.
+"""The worker processes of the planning service, in separate queues for light requests, heavy ones and background jobs.
 
 So light requests never wait for heavy ones.
 """
@@ -35,9 +34,7 @@ class InvalidError(RuleError):
 
     @classmethod
     def of(cls, payload: bytes) -> Self:
-        """Build this error from a worker process's message, which is JSON and lists the rules that a
-        request breaks.
-        """
+        """Build this error from a worker process's message, which is JSON and lists the rules that a request breaks."""
         rows = [Broken(*row) for row in json.loads(payload)]
         return cls("; ".join(row.told for row in rows), rows[0].key, rows)
 
@@ -58,9 +55,7 @@ class LostWorkerError(WorkerError):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a request, in the bytes that a worker process of the planning service sent: JSON or
-    other text.
-    """
+    """The result of a request, in the bytes that a worker process of the planning service sent: JSON or other text."""
 
     body: bytes
     is_json: bool = True
@@ -75,8 +70,7 @@ class Worker:
 
     @classmethod
     async def start(cls, niceness: int, quota: Quota) -> "Worker":
-        """Start a worker process of the planning service, and return when the process is ready for
-        requests.
+        """Start a worker process of the planning service, and return when the process is ready for requests.
 
         Raises:
             WorkerError: The process could not be started, or ended early.
@@ -104,9 +98,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Return True if this worker process of the planning service is alive. A killed process counts as
-        ended.
-        """
+        """Return True if this worker process of the planning service is alive. A killed process counts as ended."""
         return not self._killed and self._process.returncode is None
 
     async def call(self, call: bytes, on_progress: OnProgress, result_bytes: int) -> Result:
@@ -198,12 +190,10 @@ class Lane:
                 self._free.put_nowait(worker)
 
     async def call(self, name: str, body: Mapping[str, Any], on_progress: OnProgress = lambda _: None) -> Result:
-        """Wait for a free worker process of this queue, send a request to the process, and return the
-        result.
+        """Wait for a free worker process of this queue, send a request to the process, and return the result.
 
-        If the caller is cancelled (because a client has left or a background job was stopped), the
-        worker process is killed. In a queue marked as patient, the worker process finishes its work
-        instead.
+        If the caller is cancelled (because a client has left or a background job was stopped), the worker process is
+        killed. In a queue marked as patient, the worker process finishes its work instead.
 
         Args:
             on_progress: Called with each report of progress.
@@ -284,8 +274,7 @@ class Cache:
     """A cache of the planning service's results, with a limit on the bytes. If the cache is full, the
     result that was unused longest is removed.
 
-    A result depends on its request alone, so equal requests have equal results. The key is the request's
-    digest.
+    A result depends on its request alone, so equal requests have equal results. The key is the request's digest.
     """
 
     def __init__(self, most_bytes: int) -> None:

@@ -52,9 +52,7 @@ class ReportCall(BaseModel):
 
 
 def html_of_call(call: ReportCall, progress: Told) -> str:
-    """Return the web page about a plan as HTML. Worker processes of the planning service call this
-    function.
-    """
+    """Return the web page about a plan as HTML. Worker processes of the planning service call this function."""
     # Loads the compiled simulator, which the server itself never needs.
     from ebbtide.tuner.placements.planning import about
 
@@ -126,9 +124,8 @@ def read_run(text: str, machines: Iterable[Machine] = (), workload: Workload | N
     plan's predicted timeline if it is known.
 
     Args:
-        workload: Measured workload that the server was started with. If the run's plan was made for
-            this workload and for one of ``machines``, the result includes the plan's predicted
-            timeline.
+        workload: Measured workload that the server was started with. If the run's plan was made for this workload and
+            for one of ``machines``, the result includes the plan's predicted timeline.
     """
     run = Run.model_validate_json(text)
     timeline, plan = timeline_of(run), run.plan
@@ -230,8 +227,7 @@ def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
     Args:
         timelines: Timelines of training under the plan, measured or predicted. The first measured
             one is compared with the plan's prediction.
-        told: Description of the trained model and the machine. If empty, the one in the plan's file
-            is used.
+        told: Description of the trained model and the machine. If empty, the one in the plan's file is used.
     """
     static = files("ebbtide.tuner.service") / "static"
     text = {name: (static / name).read_text(encoding="utf-8") for name in (*SCRIPTS, "style.css", "report.html")}

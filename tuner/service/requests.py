@@ -394,8 +394,7 @@ class Goodput(Request):
 
 
 class PostedSpan(Request):
-    """One operation in the measured timeline of a training run that a client uploads to the planning
-    service.
+    """One operation in the measured timeline of a training run that a client uploads to the planning service.
 
     See `ebbtide.simulator.timeline.Span`.
     """
@@ -442,9 +441,7 @@ class Run(Request):
 
 
 class Planned(Request):
-    """A request to the planning service about a plan, with the machine and the training job that the plan
-    was made for.
-    """
+    """A request to the service about a plan, with the machine and the training job that the plan was made for."""
 
     plan: PostedPlan
     scenario: Scenario

@@ -84,8 +84,7 @@ class Names:
     def machine(self, name: str) -> Machine | None:
         """Return the machine of a given name, or None if the planning server does not know the name.
 
-        The server knows the presets, the uploaded machines, and the machine that the server was started
-        with.
+        The server knows the presets, the uploaded machines, and the machine that the server was started with.
 
         Raises:
             RuleError: The machine is stored in a form that this version of ebbtide cannot read.

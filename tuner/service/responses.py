@@ -121,9 +121,7 @@ class GoodputRow(Answered):
 
 
 class GoodputByRole(Answered):
-    """The goodput (useful share of training time) under failures, for training under a plan and for each
-    baseline.
-    """
+    """The goodput (useful share of training time) under failures, for training under a plan and for each baseline."""
 
     mtbf_s: float
     restart_s: float
@@ -153,9 +151,7 @@ class MachineFacts(Answered):
 
 
 class MachineTold(MachineFacts):
-    """The machine that a request to the planning service named: kind of GPU, memory sizes, and bandwidth of
-    the link.
-    """
+    """The machine that a request to the service named: kind of GPU, memory sizes, and bandwidth of the link."""
 
     measured_with: str
     link_bytes_per_s: float
@@ -211,8 +207,7 @@ class Way(Answered):
 
 
 class WaysTold(Answered):
-    """The response of `/ways-out`: the smallest changes with which a training job fits into memory, the
-    cheapest first.
+    """The response of `/ways-out`: the smallest changes with which a training job fits into memory, the cheapest first.
 
     `another_way` has further advice in words.
     """
@@ -275,9 +270,7 @@ class Configured(Answered):
 
 
 class SearchResult(Answered):
-    """The result of the planning service's background job that searched for the fastest training
-    configuration.
-    """
+    """The result of the planning service's background job that searched for the fastest training configuration."""
 
     remarks: list[str]
     complete: bool
@@ -355,8 +348,7 @@ class Runs(Answered):
 class RunTold(Answered):
     """An uploaded training run with its timeline and the plan that it trained under.
 
-    `planned` is the plan's predicted timeline. It is null if the server does not know the plan's workload or
-    machine.
+    `planned` is the plan's predicted timeline. It is null if the server does not know the plan's workload or machine.
     """
 
     name: str

@@ -251,8 +251,7 @@ def check_plannable(scenario: Scenario) -> None:
 
 
 def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
-    """Return the machine and the training workload of one rank that a request to the planning service
-    describes.
+    """Return the machine and the training workload of one rank that a request to the planning service describes.
 
     Raises:
         ValueError: The machine or the model is unknown or cannot be used.

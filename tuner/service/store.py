@@ -47,8 +47,7 @@ class StoreError(ValueError):
 
 
 class Store:
-    """The planning service's database of background jobs, uploaded training runs and machines, in one
-    SQLite file.
+    """The planning service's database of background jobs, uploaded training runs and machines, in one SQLite file.
 
     Raises:
         StoreError: Another server uses the file, or the file is not such a database.
@@ -131,9 +130,7 @@ class Store:
     # -- jobs --------------------------------------------------------------------------------
 
     def add_job(self, kind: str, request: str, title: str = "") -> dict[str, Any]:
-        """Add a background job at the end of the planning service's queue in the database, and return the
-        job's state.
-        """
+        """Add a background job at the end of the service's queue in the database, and return the job's state."""
         job = uuid.uuid4().hex
         with self._transaction() as db:
             db.execute(
@@ -146,8 +143,7 @@ class Store:
         return results
 
     def claim(self) -> dict[str, Any] | None:
-        """Mark the oldest queued background job as running, and return the job's state, or None if no job
-        is queued.
+        """Mark the oldest queued background job as running, and return the job's state, or None if no job is queued.
 
         The mark is on disk before the job starts.
         """
@@ -184,8 +180,7 @@ class Store:
         return done.rowcount == 1
 
     def recover(self, most_attempts: int) -> int:
-        """Queue the jobs again that were running when the server ended. Return the number of interrupted
-        jobs.
+        """Queue the jobs again that were running when the server ended. Return the number of interrupted jobs.
 
         A job that was already started too often fails instead.
         """
@@ -207,8 +202,7 @@ class Store:
         return len(rows)
 
     def job(self, job: str) -> dict[str, Any] | None:
-        """Return the state of a background job with every attempt to run the job, or None if the job is
-        unknown.
+        """Return the state of a background job with every attempt to run the job, or None if the job is unknown.
 
         The state does not include the job's request and result.
         """
@@ -221,9 +215,7 @@ class Store:
         return {**dict(row), "history": [dict(attempt) for attempt in tried]}
 
     def jobs(self, limit: int = 100) -> list[dict[str, Any]]:
-        """Return a list with the states of the newest background jobs of the planning service, the newest
-        first.
-        """
+        """Return a list with the states of the newest background jobs of the planning service, the newest first."""
         rows = self._rows(f"SELECT {_JOB} FROM jobs ORDER BY number DESC LIMIT ?", limit)
         return [dict(row) for row in rows]
 

@@ -121,9 +121,7 @@ def _invalid(*rows: Broken) -> tuple[bytes, bytes]:
 
 
 def limit_memory(extra_bytes: int) -> None:
-    """Limit how much the address space of this worker process may grow. Beyond the limit, Python raises
-    MemoryError.
-    """
+    """Limit how much the address space of this worker process may grow. Beyond the limit, Python raises MemoryError."""
     import resource
 
     taken = psutil.Process().memory_info().vms

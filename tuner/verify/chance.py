@@ -1,8 +1,7 @@
 """The differences between two runs of the same training command, which should have given equal results.
 
-Such differences are either noise of the kernels' summation order, or the runs train differently, for
-example because a random generator has no fixed seed. If the runs train differently, no comparison with
-another run is possible.
+Such differences are either noise of the kernels' summation order, or the runs train differently, for example because a
+random generator has no fixed seed. If the runs train differently, no comparison with another run is possible.
 """
 
 from collections.abc import Sequence
@@ -36,9 +35,7 @@ class Chance:
 
 
 def chance_of(run: Run, other: Run) -> Chance | None:
-    """Return the difference between two recorded runs of the same training command, or None if all recorded
-    bits agree.
-    """
+    """Return the difference between two recorded runs of the same training command, or None if all bits agree."""
     steps = [differences(run, other, step) for step in common_steps(run, other)]
     found = [(step, each) for step, each in enumerate(steps) if each]
     if not found:

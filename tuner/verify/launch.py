@@ -45,8 +45,7 @@ class NotDeterministicError(VerifyError):
 
 @dataclass(frozen=True)
 class Side:
-    """A kind of run in ``tune verify``, given by the changes to the training command, such as training
-    without offload.
+    """A kind of run in ``tune verify``, given by the changes to the training command, such as training without offload.
 
     The fields are those of `ebbtide.runtime.verify.lines.Job`.
     """

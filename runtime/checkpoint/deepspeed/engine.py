@@ -56,8 +56,7 @@ class LazyCheckpointEngine(CheckpointEngine):
     Attributes:
         client_state: Function that returns the ``client_state`` (such as the data position) for a save that
             the plan's checkpoint interval starts.
-        last: A report of the last committed checkpoint: its bytes, and the seconds that training waited for
-            it.
+        last: A report of the last committed checkpoint: its bytes, and the seconds that training waited for it.
     """
 
     def __init__(
@@ -113,8 +112,7 @@ class LazyCheckpointEngine(CheckpointEngine):
     def wait(self) -> Report | None:
         """Wait until the checkpoint in progress is committed.
 
-        Return a report of the last committed checkpoint with its bytes and wait times, or None if there is
-        none.
+        Return a report of the last committed checkpoint with its bytes and wait times, or None if there is none.
 
         Raises:
             CheckpointError: The checkpoint failed. The cause is chained.
@@ -125,8 +123,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         return self.last
 
     def finish(self) -> None:
-        """Wait until no checkpoint is being written, or until the writing of the checkpoint makes no more
-        progress.
+        """Wait until no checkpoint is being written, or until the writing of the checkpoint makes no more progress.
 
         Raise no error.
         """
@@ -204,8 +201,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Start to save a checkpoint, and return as soon as training may continue. Replaces
-        ``engine.save_checkpoint``.
+        """Start to save a checkpoint, and return as soon as training may continue. Replaces ``engine.save_checkpoint``.
 
         Returns:
             False if this save is skipped, because an earlier one is still being written and the setting
@@ -345,8 +341,7 @@ class LazyCheckpointEngine(CheckpointEngine):
             super().makedirs(path, exist_ok=exist_ok)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Plan the layout of one checkpoint file that DeepSpeed saves. Background threads write the file
-        later.
+        """Plan the layout of one checkpoint file that DeepSpeed saves. Background threads write the file later.
 
         A file that DeepSpeed saves outside of a checkpoint's folder, such as a 16-bit export, is written
         immediately, completely or not at all.

@@ -41,9 +41,8 @@ class Loading:
     def load(self, original: Callable[..., Any], load_dir: str, tag: str | None, options: Mapping[str, Any]) -> Any:
         """Verify and load a checkpoint without executing any code from its files.
 
-        The checkpoint is the one that DeepSpeed would load: the given tag, or the tag that the file ``latest``
-        names. A checkpoint written without ebbtide is loaded as DeepSpeed would load it, except that
-        ``weights_only`` is set.
+        The checkpoint is the one that DeepSpeed would load: the given tag, or the tag that the file ``latest`` names. A
+        checkpoint written without ebbtide is loaded as DeepSpeed would load it, except that ``weights_only`` is set.
 
         Raises:
             CheckpointError: The checkpoint is incomplete, damaged, or was never committed. The message names the

@@ -8,9 +8,7 @@ import torch
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the random number generators of Python, numpy, torch and every CUDA device, in a
-    dict.
-    """
+    """Return the states of the random number generators of Python, numpy, torch and every CUDA device, in a dict."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
         "python": _python_state(),

@@ -1,6 +1,4 @@
-"""The part of ``engine.save_checkpoint`` that training waits for: everything before background writing
-starts.
-"""
+"""The part of ``engine.save_checkpoint`` that training waits for: everything before background writing starts."""
 
 import os
 import warnings
@@ -45,9 +43,7 @@ class Means:
 
     @classmethod
     def reserve(cls, plan: CheckpointPlan, live: LiveState, files: Files, block_bytes: int) -> "Means":
-        """Reserve the host buffers that all checkpoints of a training engine share, as the checkpoint
-        settings say.
-        """
+        """Reserve the host buffers that all checkpoints of a training engine share, as the checkpoint settings say."""
         return cls(
             plan,
             live,
@@ -148,8 +144,7 @@ class Save:
 
 
 def checked_name(save_dir: str | Path | None, tag: str | None, step: int) -> str:
-    """Return the tag under which a checkpoint is to be saved, after a check. Without a tag it is
-    ``global_stepN``.
+    """Return the tag under which a checkpoint is to be saved, after a check. Without a tag it is ``global_stepN``.
 
     Raises:
         ValueError: No folder to save to is given. DeepSpeed raises the same error.

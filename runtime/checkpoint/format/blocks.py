@@ -30,8 +30,7 @@ class Piece:
 
 @dataclass
 class Block:
-    """One block of one file of a checkpoint in progress. The lock of the checkpoint's writer guards its
-    state.
+    """One block of one file of a checkpoint in progress. The lock of the checkpoint's writer guards its state.
 
     Attributes:
         subgroups: Subgroups of optimizer state that have bytes in the block.
@@ -93,9 +92,7 @@ class PlannedFile:
 
 
 def cut(files: Sequence[PlannedFile], block_bytes: int) -> list[Block]:
-    """Divide the files of a checkpoint into blocks. Return all blocks in a list, file by file, by position
-    in the file.
-    """
+    """Divide the files of a checkpoint into blocks. Return all blocks in a list, file by file, by position in it."""
     blocks: list[Block] = []
     for number, planned in enumerate(files):
         blocks.extend(_cut_file(number, planned.layout, block_bytes))

@@ -74,12 +74,10 @@ class HostBytes:
 
 
 class DeviceBytes:
-    """The bytes of a contiguous GPU tensor for a checkpoint, copied to the host chunk by chunk on a separate
-    stream.
+    """The bytes of a contiguous GPU tensor for a checkpoint, copied to the host chunk by chunk on a separate stream.
 
-    The stream first waits for the work issued to the training stream before this object was created, so that it
-    copies the values of this step. `LiveState.before_update` delays the next update until the last chunk is on
-    the host.
+    The stream first waits for the work issued to the training stream before this object was created, so that it copies
+    the values of this step. `LiveState.before_update` delays the next update until the last chunk is on the host.
     """
 
     def __init__(self, tensor: torch.Tensor, subgroup: int | None) -> None:

@@ -14,8 +14,7 @@ NO_DIRECT = {errno.EINVAL, errno.ENOTSUP}
 
 
 class OutputFile:
-    """A checkpoint file to which any thread writes aligned blocks. It bypasses the page cache if the filesystem
-    allows.
+    """A checkpoint file to which any thread writes aligned blocks. It bypasses the page cache if the filesystem allows.
 
     `make_durable` removes the padding of the last block and returns once the bytes are on disk.
     """

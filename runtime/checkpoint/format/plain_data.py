@@ -81,8 +81,7 @@ def _library_classes() -> Iterator[Allowed]:
 
 
 def enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return a member of an enum. When a checkpoint is read, this function replaces `getattr`, which could run
-    code.
+    """Return a member of an enum. When a checkpoint is read, this function replaces `getattr`, which could run code.
 
     Raises:
         TypeError: An attribute that is not an enum member was requested.

@@ -22,9 +22,7 @@ READERS = 4  # threads that read one file
 
 @contextlib.contextmanager
 def safe_globals() -> Iterator[None]:
-    """Allow ``torch.load(weights_only=True)`` to read DeepSpeed's own files and plain data inside the
-    ``with`` block.
-    """
+    """Allow ``torch.load(weights_only=True)`` to read DeepSpeed's own files and plain data in the ``with`` block."""
     # When torch's context ends, it forbids all classes that were passed to it, even those that were allowed before.
     allowed = torch.serialization.get_safe_globals()
     missing = [c for c in plain_classes() if c not in allowed]
@@ -34,9 +32,7 @@ def safe_globals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_weights() -> Iterator[None]:
-    """Make every ``torch.load``, also in DeepSpeed's code, use ``weights_only=True`` inside the ``with``
-    block.
-    """
+    """Make every ``torch.load``, also in DeepSpeed's code, use ``weights_only=True`` inside the ``with`` block."""
     before = os.environ.get("TORCH_FORCE_WEIGHTS_ONLY_LOAD")
     forced_off = os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
@@ -53,13 +49,11 @@ def only_weights() -> Iterator[None]:
 
 
 def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None = None) -> Any:
-    """Return what ``torch.load(path, map_location="cpu", weights_only=True)`` returns, but read with
-    several threads.
+    """Return what ``torch.load(path, map_location="cpu", weights_only=True)`` returns, but read with several threads.
 
     Args:
-        into: Existing tensors to read into, by their path in the file's nested dicts and lists (see
-            `tree.tensors_of`). They are part of the result, so that host memory holds no second copy of
-            them.
+        into: Existing tensors to read into, by their path in the file's nested dicts and lists (see `tree.tensors_of`).
+            They are part of the result, so that host memory holds no second copy of them.
 
     Raises:
         CheckpointError: The file cannot be read, or holds objects other than tensors and plain data.
@@ -87,8 +81,7 @@ def load_file(path: str | Path, into: dict[tuple[Any, ...], torch.Tensor] | None
 
 
 def refused_names(path: str | Path | io.BytesIO) -> str:
-    """Return the names, in one string, of the classes and functions in a checkpoint's file that loading
-    would refuse.
+    """Return the names, in one string, of the classes and functions in a checkpoint's file that loading would refuse.
 
     The string is empty if loading would accept the file.
     """

@@ -1,10 +1,9 @@
 """The two-phase commit of a checkpoint by all ranks, through a shared filesystem.
 
-All files are written to a hidden folder, ``.TAG.NONCE.partial``. When a rank's files are on disk, it writes
-a manifest there, which is its vote. Rank 0 collects the votes, writes the global manifest, and renames the
-folder to ``TAG``. This one rename is the commit. Rank 0 then writes `latest`. The commit makes no
-collective call of torch, and every wait has a deadline. An uncommitted checkpoint never has the name of a
-checkpoint.
+All files are written to a hidden folder, ``.TAG.NONCE.partial``. When a rank's files are on disk, it writes a manifest
+there, which is its vote. Rank 0 collects the votes, writes the global manifest, and renames the folder to ``TAG``. This
+one rename is the commit. Rank 0 then writes `latest`. The commit makes no collective call of torch, and every wait has
+a deadline. An uncommitted checkpoint never has the name of a checkpoint.
 """
 
 import contextlib
@@ -103,16 +102,13 @@ class Commit:
         self._files.point("staging_made")
 
     def tidy(self) -> None:
-        """Remove the hidden folders that crashed saves have left in the folder of checkpoints. Only rank 0 does
-        this.
-        """
+        """Remove the hidden folders that crashed saves left in the folder of checkpoints. Only rank 0 does this."""
         a = self._attempt
         if a.rank == 0:
             remove_leftovers(a.save_dir, self._files, keep=a.staging)
 
     def vote(self, files: list[FileRecord]) -> None:
-        """Make the checkpoint files that this rank wrote durable, and write its vote for the commit (its
-        manifest).
+        """Make the checkpoint files that this rank wrote durable, and write its vote for the commit (its manifest).
 
         This is phase one of the two-phase commit.
         """
@@ -147,8 +143,7 @@ class Commit:
         This is phase two of the two-phase commit.
 
         Raises:
-            CheckpointError: Another rank failed, or did not vote in time. The checkpoint did not become
-                visible.
+            CheckpointError: Another rank failed, or did not vote in time. The checkpoint did not become visible.
         """
         if self._attempt.rank == 0:
             self._seal(self._collect_votes())

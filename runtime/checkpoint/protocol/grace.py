@@ -23,8 +23,7 @@ def tell() -> None:
 def limit_s(begin_s: float, end_s: float, extra_s: float = 0.0) -> float:
     """Return the monotonic time in seconds at which a checkpoint's wait for other ranks must end.
 
-    After SIGTERM the wait is shorter, because the awaited rank may be dead, and the launcher soon kills
-    this process.
+    After SIGTERM the wait is shorter, because the awaited rank may be dead, and the launcher soon kills this process.
 
     Args:
         begin_s, end_s: Begin of the wait, and its end if there is no SIGTERM.

@@ -67,8 +67,7 @@ def _read(folder: Path) -> Committed | Exception:
 def being_read(folder: Path) -> Iterator[None]:
     """Keep other processes of this machine from deleting a checkpoint while the ``with`` block reads it.
 
-    A shared lock on the checkpoint's manifest protects the checkpoint. The lock also ends if the process
-    ends.
+    A shared lock on the checkpoint's manifest protects the checkpoint. The lock also ends if the process ends.
     """
     with (folder / GLOBAL_NAME).open("rb") as manifest:
         fcntl.flock(manifest, fcntl.LOCK_SH)
@@ -80,9 +79,8 @@ def being_read(folder: Path) -> Iterator[None]:
 def prune(save_dir: str | Path, keep: int, files: Files | None = None) -> list[str]:
     """Delete all but the ``keep`` newest committed checkpoints of a folder. Return the deleted tags.
 
-    The newest checkpoint, the checkpoint that ``latest`` names, and checkpoints that are being read are never
-    deleted. Each folder is renamed before its files are deleted, so that a checkpoint is either complete or
-    gone.
+    The newest checkpoint, the checkpoint that ``latest`` names, and checkpoints that are being read are never deleted.
+    Each folder is renamed before its files are deleted, so that a checkpoint is either complete or gone.
 
     Raises:
         CheckpointError: ``keep`` is below 1.

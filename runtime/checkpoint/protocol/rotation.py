@@ -103,8 +103,7 @@ class Note:
     def await_trainer(self) -> None:
         """Mark a checkpoint folder as one that a transformers Trainer makes.
 
-        It counts as complete only once it has the last file that the Trainer writes. Call this method
-        before `write`.
+        It counts as complete only once it has the last file that the Trainer writes. Call this method before `write`.
         """
         if TRAINERS_FOLDER.fullmatch(self._save_dir.name):
             self._awaits = TRAINERS_LAST
@@ -199,9 +198,7 @@ class Note:
 
     @property
     def waiting(self) -> bool:
-        """Return whether the checkpoint folder still lacks the last file that a transformers Trainer writes
-        to it.
-        """
+        """Return whether the checkpoint folder still lacks the last file that a transformers Trainer writes to it."""
         return bool(self._awaits) and not (self._save_dir / self._awaits).exists()
 
     def remove(self) -> None:
@@ -257,8 +254,7 @@ def settle(save_dir: Path) -> None:
 
 
 def twin(directory: Path) -> Path:
-    """Return the hidden folder next to ``directory`` for checkpoints that a trainer deletes before its next
-    save.
+    """Return the hidden folder next to ``directory`` for checkpoints that a trainer deletes before its next save.
 
     The checkpoints are kept there until the next save is committed. The folder is not inside ``directory``,
     because trainers treat everything there as checkpoints.

@@ -133,9 +133,7 @@ class Job:
         return self._commit.note
 
     def cancel(self) -> None:
-        """Cancel the checkpoint that is being written. If all its blocks are written already, the commit
-        continues.
-        """
+        """Cancel the checkpoint that is being written. If all its blocks are written already, the commit continues."""
         self._writer.cancel()
 
     def _run(self) -> None:

@@ -28,8 +28,7 @@ _ending = threading.Lock()  # acquired once, by the thread that ends the process
 
 
 def finish_at_sigterm(saving: Saving) -> None:
-    """Arrange that SIGTERM commits the checkpoint in progress, within the grace period, before the process
-    ends.
+    """Arrange that SIGTERM commits the checkpoint in progress, within the grace period, before the process ends.
 
     SIGTERM comes from preemption or from a launcher after a failure. Afterwards the process dies of SIGTERM
     as usual. A script's own SIGTERM handler is kept.

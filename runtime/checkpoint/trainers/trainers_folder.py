@@ -24,8 +24,7 @@ _notes: dict[Path, Note] = {}
 
 
 def being_made(path: Path) -> None:
-    """Write a note that a checkpoint folder is incomplete, just before a transformers Trainer makes the
-    folder.
+    """Write a note that a checkpoint folder is incomplete, just before a transformers Trainer makes the folder.
 
     Raises:
         OSError: The disk is full. The folder's content would not fit either, and without a note the next

@@ -31,8 +31,7 @@ def warn_of_mismatch(session: Session, gradient_bytes: int, machine: Machine | N
 
     Args:
         gradient_bytes: Bytes per parameter of an accumulated gradient.
-        machine: The machine that the plan was made for, if the caller has it. The message then names the
-            difference.
+        machine: The machine that the plan was made for, if the caller has it. The message then names the difference.
     """
     plan = session.plan
     different = [

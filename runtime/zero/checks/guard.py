@@ -95,8 +95,7 @@ def leave_to_stock(config: Mapping[str, Any]) -> bool:
 
 
 def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed config for an engine under a plan, without the keys that the plan
-    replaces.
+    """Return a copy of a DeepSpeed config for an engine under a plan, without the keys that the plan replaces.
 
     Deprecated keys get their present names. Each removed key is logged.
     """
@@ -115,8 +114,7 @@ def for_a_plan(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_model(model: Any, config: Mapping[str, Any]) -> None:
-    """Check that a model is supported before DeepSpeed builds an engine from it, which takes minutes for a
-    large model.
+    """Check that a model is supported before DeepSpeed builds an engine from it, which takes minutes for a large model.
 
     Raises:
         ConfigError: The model has DeepSpeed's mixture-of-experts layers under ZeRO-1 or 2.

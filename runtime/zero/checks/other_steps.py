@@ -15,9 +15,7 @@ logger = logging.getLogger("ebbtide")
 
 
 def recomputes(module: torch.nn.Module) -> bool | None:
-    """Return whether a transformers model recomputes activations in backward. None if the model does not
-    tell.
-    """
+    """Return whether a transformers model recomputes activations in backward. None if the model does not tell."""
     switches = [m.gradient_checkpointing for m in module.modules() if hasattr(m, "gradient_checkpointing")]
     return any(bool(on) for on in switches) if switches else None
 

@@ -162,8 +162,7 @@ def partition_rank(optimizer: Any, param: Any) -> int:
 
 
 def checked_norm(optimizer: Any) -> torch.Tensor | None:
-    """Return the global gradient norm times the loss scale. None if the step is skipped because of an
-    overflow.
+    """Return the global gradient norm times the loss scale. None if the step is skipped because of an overflow.
 
     Set ``overflow`` and the loss scale of DeepSpeed's optimizer as the installed DeepSpeed's own step does.
     Since DeepSpeed 0.19.8 an invalid norm counts as an overflow too.
@@ -187,9 +186,7 @@ def checked_norm(optimizer: Any) -> torch.Tensor | None:
 
 
 def gradient_partitions(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Return each parameter's part of DeepSpeed's flat gradient buffer, as a dict by the parameter's
-    ``ds_id``.
-    """
+    """Return each parameter's part of DeepSpeed's flat gradient buffer, as a dict by the parameter's ``ds_id``."""
     return optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
 
 
@@ -331,9 +328,7 @@ def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
 
 
 def gather_rules(optimizer: Any) -> GatherRules:
-    """Return DeepSpeed's limits on how many parameters may stay gathered after forward or backward has used
-    them.
-    """
+    """Return DeepSpeed's limits on how many parameters may stay gathered after forward or backward has used them."""
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     small = [p.ds_numel for p in optimizer.persistent_parameters]
     return GatherRules(
@@ -378,8 +373,7 @@ def is_whole(param: Any) -> bool:
 
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-    """Make parameter gathers inside the ``with`` block read partitions from the given tensors, not from
-    DeepSpeed's.
+    """Make parameter gathers inside the ``with`` block read partitions from the given tensors, not from DeepSpeed's.
 
     Args:
         tensors: The tensor to read, by parameter.

@@ -36,16 +36,15 @@ def architecture(model: Model) -> Architecture:
     """Read the architecture of a model: the sizes of its layers and their parameters. It needs no network.
 
     Args:
-        model: The name of a known model ("Llama 3 8B"), a ``torch.nn.Module`` (live or on the ``meta``
-            device), a Hugging Face config (the object, its dict, its ``config.json`` or the folder with it),
-            or a description. Configs of families that `ebbtide.simulator.estimates.models.families` does not know are
-            built by the transformers library, and so are configs that leave out a size for which transformers has a
-            default. A description has the keys ``layers, hidden, heads, vocabulary``.
-            Other keys are needed if the model differs from Llama: ``kv_heads, head_size, ffn, gated, fused,
-            bias, tied, positions, norm_params, norms, experts, experts_per_token``. If layers have other parts,
-            give ``layout`` instead of ``gated``, ``fused`` and ``norms``. It lists the parts in the order of
-            their parameters, by the names in `ebbtide.simulator.estimates.models.blocks`, such as
-            ``"norm qkv o norm up down"``.
+        model: The name of a known model ("Llama 3 8B"), a ``torch.nn.Module`` (live or on the ``meta`` device), a
+            Hugging Face config (the object, its dict, its ``config.json`` or the folder with it), or a description.
+            Configs of families that `ebbtide.simulator.estimates.models.families` does not know are built by the
+            transformers library, and so are configs that leave out a size for which transformers has a default. A
+            description has the keys ``layers, hidden, heads, vocabulary``. Other keys are needed if the model differs
+            from Llama: ``kv_heads, head_size, ffn, gated, fused, bias, tied, positions, norm_params, norms, experts,
+            experts_per_token``. If layers have other parts, give ``layout`` instead of ``gated``, ``fused`` and
+            ``norms``. It lists the parts in the order of their parameters, by the names in
+            `ebbtide.simulator.estimates.models.blocks`, such as ``"norm qkv o norm up down"``.
 
     Raises:
         ModelError: The file cannot be read, a key is missing or wrong, or the family is unknown. A family that
@@ -226,9 +225,7 @@ def _layout(config: Mapping[str, Any], mixture: bool) -> str:
 
 
 def quantized(config: Mapping[str, Any]) -> str:
-    """Return a sentence on why training a quantized model cannot be planned. Empty if the model is not
-    quantized.
-    """
+    """Return a sentence on why training a quantized model cannot be planned. Empty if the model is not quantized."""
     given = config.get("quantization_config")
     if not given:
         return ""

@@ -31,9 +31,8 @@ MOST_LAYERS, MOST_EXPERTS = 1000, 20000  # larger numbers are mistakes, and buil
 def built(config: Mapping[str, Any]) -> Architecture:
     """Return the architecture of a language model from its Hugging Face config.
 
-    The transformers library builds the model without weights, so every parameter is known, in order. Flops are
-    counted as if each token multiplied each matrix once. Of a mixture's experts, only those that a token uses
-    are counted.
+    The transformers library builds the model without weights, so every parameter is known, in order. Flops are counted
+    as if each token multiplied each matrix once. Of a mixture's experts, only those that a token uses are counted.
 
     Raises:
         ModelError: transformers is not installed, does not know the family, or cannot build the model.

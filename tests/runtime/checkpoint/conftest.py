@@ -50,11 +50,9 @@ class FaultyFiles(Files):
 
 
 class Gate(Files):
-    """File operations of a checkpoint save that pause at a named point of the save until the test opens the
-    gate.
+    """File operations of a checkpoint save that pause at a named point of the save until the test opens the gate.
 
-    After the pause they call the function ``then``, which may do nothing, raise an error or kill the
-    process.
+    After the pause they call the function ``then``, which may do nothing, raise an error or kill the process.
     """
 
     def __init__(self, at, then=lambda: None):

@@ -1,8 +1,6 @@
-"""Tests that every state of the disk that a crash during a checkpoint save can leave has a loadable
-checkpoint.
+"""Tests that every state of the disk that a crash during a checkpoint save can leave has a loadable checkpoint.
 
-The system calls of a save are recorded, and all states that a crash may leave are built
-(`crash_states`).
+The system calls of a save are recorded, and all states that a crash may leave are built (`crash_states`).
 """
 
 import shutil

@@ -643,9 +643,8 @@ class Evil:
 def test_malicious_pickles_are_refused(engines, tmp_path, which):
     """Check that loading a checkpoint never runs code that an attacker put into its pickled files.
 
-    The test first leaves the checkpoint's hashes unchanged, so that they do not match the changed file. It then
-    deletes the manifest, as an attacker may do. The folder now looks like a checkpoint of DeepSpeed, which has no
-    hashes.
+    The test first leaves the checkpoint's hashes unchanged, so that they do not match the changed file. It then deletes
+    the manifest, as an attacker may do. The folder now looks like a checkpoint of DeepSpeed, which has no hashes.
     """
     from ebbtide.runtime.checkpoint.errors import CheckpointError
 

@@ -34,9 +34,7 @@ RANK = RankManifest(
 
 
 def sealed(body):
-    """Return a checkpoint manifest with the given body and the hash that fits it, as an attacker or a bug
-    could write.
-    """
+    """Return a checkpoint manifest with the given body and the hash that fits it, as an attacker could write."""
     text = json.dumps(body, separators=(",", ":"))
     return f'{{"body":{text},"xxh3_128":"{block_hash(text.encode())}"}}\n'.encode()
 

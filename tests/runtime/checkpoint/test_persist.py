@@ -20,9 +20,7 @@ from tests.runtime.checkpoint.conftest import BLOCK, Bench, bytes_of_tensors, so
 
 
 class GatedFiles(Files):
-    """File operations of a checkpoint save that hold back every write of tensor data until the test opens the
-    gate.
-    """
+    """File operations of a checkpoint save that hold back every write of tensor data until the test opens the gate."""
 
     def __init__(self):
         self.gate, self.copied = threading.Event(), threading.Event()

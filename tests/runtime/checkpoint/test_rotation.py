@@ -485,8 +485,7 @@ def test_on_a_full_disk_a_trainer_makes_no_folder(tmp_path, monkeypatch, at):
 def test_the_folder_of_a_save_that_failed_is_out_of_the_next_runs_way(tmp_path):
     """Check that the folder of a failed checkpoint save is hidden from the next run, also without a Trainer.
 
-    A loop that resumes from the highest step would otherwise train on with the initial weights of its
-    script.
+    A loop that resumes from the highest step would otherwise train on with the initial weights of its script.
     """
     saved(tmp_path / "checkpoint-10", 10)
 

@@ -1,6 +1,4 @@
-"""Training under a plan on two ranks with checkpoints (see `forked_ranks`). Each rank writes its results
-to a file.
-"""
+"""Training under a plan on two ranks with checkpoints (see `forked_ranks`). Each rank writes its results to a file."""
 
 import json
 import os

@@ -146,11 +146,9 @@ def test_offloaded_parameters_have_the_bits_of_those_that_are_not():
 
 
 def test_updates_go_in_the_order_in_which_forward_needs_them():
-    """Check that a plan's optimizer updates run in the order in which the next forward pass needs the
-    parameters.
+    """Check that a plan's optimizer updates run in the order in which the next forward pass needs the parameters.
 
-    DeepSpeed's order puts a parameter group of norms and biases last, although layer 0 needs some of it
-    first.
+    DeepSpeed's order puts a parameter group of norms and biases last, although layer 0 needs some of it first.
     """
     ours = attached(engine_for("parameter_groups"), ["host"], DEVICE)
     groups = ours.optimizer.fp16_groups
@@ -337,8 +335,7 @@ def test_an_overflow_of_the_first_of_two_backwards(stage, device, fp16):
     """Check that a training step is skipped under a plan, as in stock DeepSpeed, if the first of its two
     backward passes overflows.
 
-    Below ZeRO-3 the gradients of the second pass replace those of the first, but the step is skipped
-    anyway.
+    Below ZeRO-3 the gradients of the second pass replace those of the first, but the step is skipped anyway.
     """
     expected = stock_overflow_of_two_backwards(stage)
     assert expected[2] == 1
@@ -383,8 +380,7 @@ def test_save_and_resume_in_another_placement(stage, device, tmp_path):
 
 @pytest.mark.parametrize(("stage", "device"), STAGES)
 def test_a_checkpoint_of_stocks_from_before_the_first_update(stage, device, tmp_path):
-    """Check that training under a plan resumes from a checkpoint that stock DeepSpeed saved before its first
-    update.
+    """Check that training under a plan resumes from a checkpoint that stock DeepSpeed saved before its first update.
 
     The checkpoint has no moments yet. Those of the engine that loads the checkpoint belong to another run,
     and must not be used.
@@ -499,9 +495,8 @@ PLANTS = {  # lane without waits -> the op that comes too late
 def test_a_planted_race_is_caught(plant, stage):
     """Check that the comparison with stock DeepSpeed detects a race.
 
-    The test makes one lane (a queue of ops that run one after the other) start its ops without waiting for
-    other ops. It also delays ops on which the ops of this lane depend. The results must then differ from stock
-    DeepSpeed's.
+    The test makes one lane (a queue of ops that run one after the other) start its ops without waiting for other ops.
+    It also delays ops on which the ops of this lane depend. The results must then differ from stock DeepSpeed's.
     """
     import time
 

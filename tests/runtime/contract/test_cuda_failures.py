@@ -27,12 +27,10 @@ OVERFLOWS = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
 
 @pytest.mark.parametrize(("pattern", "early"), [(["device"], 0), (["host"], 0), (["device"], 99)])
 def test_a_skipped_step_leaves_no_copy_behind_that_a_switch_runs_into(fake, monkeypatch, pattern, early):
-    """Check that the plan can be changed right after a skipped step, while copies of that step are still in
-    progress.
+    """Check that the plan can be changed right after a skipped step, while copies of that step are still in progress.
 
-    The first fp16 step overflows, so its updates are skipped. These updates would have waited for the step's
-    copies of optimizer state to the GPU and of gradients to the host. The change of the plan must wait for these
-    copies instead.
+    The first fp16 step overflows, so its updates are skipped. These updates would have waited for the step's copies of
+    optimizer state to the GPU and of gradients to the host. The change of the plan must wait for these copies instead.
     """
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     engine = start(precision="fp16", clipping=0.0, extra={"fp16": OVERFLOWS})

@@ -81,8 +81,7 @@ def test_gradients_that_autograd_made_are_not_given_away_under_their_norm(late_d
     """Check that the memory of a gradient is not reused while the runtime still computes the norm of this
     gradient on the GPU.
 
-    Each gradient here is larger than a reduction bucket. It is reduced in place on another stream, and
-    dropped.
+    Each gradient here is larger than a reduction bucket. It is reduced in place on another stream, and dropped.
     """
     options = {"reduce_bucket_size": 5_000, "stage": stage, "overlap_comm": True}
     assert_same(outcome(attached(start(**options), MIX)), outcome(start(**options)))
@@ -160,8 +159,7 @@ def test_the_timeline_has_the_devices_clock(fake):
 
 
 def test_the_timeline_is_as_sharp_after_two_days(fake, monkeypatch):
-    """Check that the runtime's recorded timeline of GPU ops still resolves short ops after two days of
-    training.
+    """Check that the runtime's recorded timeline of GPU ops still resolves short ops after two days of training.
 
     CUDA's event times since the start of the process have steps of 16 ms by then.
     """
@@ -350,9 +348,8 @@ RACES = {
 def test_a_forgotten_wait_shows(fake, monkeypatch, race):
     """Check that the results of training differ from stock DeepSpeed's if the runtime leaves out a wait.
 
-    The fake CUDA delays the work on its streams, so that a missing wait has an effect. On a busy machine the
-    training thread may be late too, which hides the missing wait. The test then trains again with longer
-    delays.
+    The fake CUDA delays the work on its streams, so that a missing wait has an effect. On a busy machine the training
+    thread may be late too, which hides the missing wait. The test then trains again with longer delays.
     """
     cases = {"sum": "accumulation", "offloaded": "offloaded_parameters"}
     case = next((case for word, case in cases.items() if word in race), "clipping")

@@ -57,8 +57,7 @@ def whole(**options):
 
 
 def updating_early(engine, pattern, **fields):
-    """Attach a plan that cuts DeepSpeed's subgroups and updates some parts early, before the gradient norm is
-    known.
+    """Attach a plan that cuts DeepSpeed's subgroups and updates some parts early, before the gradient norm is known.
 
     Return the engine and a list, to which each step appends the number of early updates that were begun,
     and the number that were kept.
@@ -242,9 +241,8 @@ def test_what_changes_under_an_early_update_that_writes_where_deepspeed_looks(ch
     """Check that a script may change optimizer state in DeepSpeed's tensors while an early update writes to the
     same tensors.
 
-    Early updates start before the gradient norm is known. They write to DeepSpeed's tensors in every second
-    step, and to spare buffers in the other steps. This test slows them down, so that the script's change comes
-    before they end.
+    Early updates start before the gradient norm is known. They write to DeepSpeed's tensors in every second step, and
+    to spare buffers in the other steps. This test slows them down, so that the script's change comes before they end.
     """
     engine, _ = updating_early(whole(), pattern)
     rule, device = type(engine.optimizer._rule), type(engine.optimizer._ebbtide.device)
@@ -311,9 +309,8 @@ def stock_looked_at():
 def test_who_looks_between_steps_sees_stocks_state_and_stops_no_early_update(pattern):
     """Check that a script that reads optimizer state between two steps sees stock DeepSpeed's values, bit for bit.
 
-    For the read, the runtime moves the state to DeepSpeed's tensors. Early updates, which start before the
-    gradient norm is known, must still start in the next step. None of them may be rolled back because of the
-    read.
+    For the read, the runtime moves the state to DeepSpeed's tensors. Early updates, which start before the gradient
+    norm is known, must still start in the next step. None of them may be rolled back because of the read.
     """
     stock, seen = stock_looked_at()
     engine, counts = updating_early(whole(), pattern)
@@ -357,8 +354,7 @@ def test_a_checkpoint_is_loaded_while_state_is_away(tmp_path, pattern):
 
 @under("mixed", "staged")
 def test_another_plan_while_state_is_away(pattern):
-    """Check that a change of the plan releases the spare buffers of early updates, and never DeepSpeed's own
-    tensors.
+    """Check that a change of the plan releases the spare buffers of early updates, and never DeepSpeed's own tensors.
 
     Early updates, which start before the gradient norm is known, write to the spare buffers in one step and to
     DeepSpeed's tensors in the next. So the current state may be in either of them when the plan changes.

@@ -28,9 +28,7 @@ def pausing(placement, speculate=99, **settings):
 
 
 def backward(engine, number):
-    """Run a backward pass. Return the loss, and the number of subgroups whose early update began before the
-    step.
-    """
+    """Run a backward pass. Return the loss, and the number of subgroups whose early update began before the step."""
     loss = loss_of(engine.model, number)
     engine.backward(loss)
     return loss, len(engine.session.executor.early_updates.begun)

@@ -44,8 +44,7 @@ def pausing(engine, pattern=("host",), **fields):
     """Attach a plan with early updates, which may start before the gradient norm is known. Return the engine
     and a list.
 
-    Each step appends to the list the number of early updates that were begun, and the number that were
-    kept.
+    Each step appends to the list the number of early updates that were begun, and the number that were kept.
     """
     attached(engine, list(pattern), DEVICE, **(ALL | fields))
     session, counts = engine.optimizer._ebbtide, []
@@ -157,8 +156,7 @@ def test_overflows(monkeypatch, pattern):
 def assert_overflows_are_redone(engine, counts, stock):
     """Check that training steps with early updates, some of which overflow, have stock DeepSpeed's results.
 
-    In the steps that do not overflow, some early updates (begun before the gradient norm is known) must be
-    kept.
+    In the steps that do not overflow, some early updates (begun before the gradient norm is known) must be kept.
     """
     never_pause(engine)
     assert_same(outcome(engine, SCALED_STEPS), stock)

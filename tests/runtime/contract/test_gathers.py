@@ -179,9 +179,7 @@ def a_life(engine, folder, rank=0):
 
 
 def loaded(engine, folder, rank=0):
-    """Load a checkpoint into an engine. Return the engine's state and the losses of the next two
-    micro-batches.
-    """
+    """Load a checkpoint into an engine. Return the engine's state and the losses of the next two micro-batches."""
     assert engine.load_checkpoint(str(folder))[0] is not None
     state = state_of(engine)
     losses = train(engine, 2, first=8, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))[0]

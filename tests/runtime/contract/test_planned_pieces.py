@@ -51,8 +51,7 @@ def test_what_is_planned_is_what_training_cuts(parameters, size):
 def planned(tmp_path, pattern=MIX, **fields):
     """Save a plan file for the tests' model, and return its path.
 
-    The plan divides DeepSpeed's subgroups into smaller ones. DeepSpeed's ``sub_group_size`` is `LARGE`
-    elements.
+    The plan divides DeepSpeed's subgroups into smaller ones. DeepSpeed's ``sub_group_size`` is `LARGE` elements.
     """
     engine = start(subgroup_size=LARGE)
     work = known(engine).in_pieces(SUBGROUP)

@@ -162,9 +162,7 @@ def test_host_memory_is_14_bytes_per_parameter():
 
 
 def shown_after_a_step(engine):
-    """Yield all tensors of an engine that a script can read right after a step without DeepSpeed's getter
-    functions.
-    """
+    """Yield all tensors of an engine that a script can read right after a step without DeepSpeed's getter functions."""
     optimizer = engine.optimizer
     yield from engine.module.state_dict().values()
     yield from engine.module.blocks[0].state_dict().values()
@@ -242,9 +240,8 @@ def shown_around_checkpoints(engine, folder, **options):
 
 @pytest.mark.parametrize("options", [{}, {"load_module_only": True}])
 def test_small_parameters_have_their_values_around_checkpoints(tmp_path, options):
-    """Check that small parameters, which ZeRO-3 keeps whole on each rank, have stock DeepSpeed's values right after
-    a checkpoint is saved and right after one is loaded. The losses of the next steps must be stock DeepSpeed's
-    too.
+    """Check that small parameters, which ZeRO-3 keeps whole on each rank, have stock DeepSpeed's values right after a
+    checkpoint is saved and right after one is loaded. The losses of the next steps must be stock DeepSpeed's too.
 
     The plan keeps no state on a drive, since updates of such state may still run after a save.
     """

@@ -227,9 +227,7 @@ def test_a_flipped_bit_is_found_when_it_is_loaded(tmp_path):
 
 @pytest.fixture
 def flipped_moment(tmp_path):
-    """Save a checkpoint with optimizer state on a drive, flip one bit of a moment on the drive, and return the
-    folder.
-    """
+    """Save a checkpoint with optimizer state on a drive, flip one bit of a moment there, and return the folder."""
     saved(tmp_path, 2)
     engine = stored(tmp_path)
     engine.load_checkpoint(tmp_path / "ck")

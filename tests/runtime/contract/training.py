@@ -147,9 +147,7 @@ def all_state(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def outcome(engine: Any, *args: Any, **kwargs: Any) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    """Train some micro-batches, destroy the engine, and return the engine's state, the losses and the gradient
-    norms.
-    """
+    """Train some micro-batches, destroy the engine, and return its state, the losses and the gradient norms."""
     losses, norms = train(engine, *args, **kwargs)
     state = all_state(engine)
     engine.destroy()

@@ -166,9 +166,7 @@ def counted(text: str, *patterns: str) -> list[int]:
 
 
 def sass(cubin: bytes) -> str:
-    """Return the listing of a kernel's machine code by the disassembler that Triton ships. The result is
-    cached.
-    """
+    """Return the listing of a kernel's machine code by the disassembler that Triton ships. The result is cached."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"

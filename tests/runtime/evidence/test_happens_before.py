@@ -184,8 +184,7 @@ def nothing(*args, **kwargs):
 
 
 def deaf(owner, name, method):
-    """Return a monkeypatch with which a method of `CudaDevice` does nothing while a given function of the
-    runtime runs.
+    """Return a monkeypatch with which a method of `CudaDevice` does nothing while a given function of the runtime runs.
 
     The method orders work on CUDA streams, so the patch simulates a runtime that lacks this order.
 

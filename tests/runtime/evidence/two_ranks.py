@@ -1,6 +1,5 @@
 """Training on two ranks (`forked_ranks`), with a search for races between memory accesses. The training is then
-repeated several times, each time with one of the runtime's waits left out on purpose, which must cause
-races.
+repeated several times, each time with one of the runtime's waits left out on purpose, which must cause races.
 """
 
 import json

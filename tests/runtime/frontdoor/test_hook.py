@@ -1,8 +1,7 @@
 """Tests of which processes get the wrapper that `tune run` puts around ``deepspeed.initialize``, each in a
 new interpreter.
 
-A stand-in for DeepSpeed starts in milliseconds. test_front_door.py tests the wrapper with the real
-DeepSpeed.
+A stand-in for DeepSpeed starts in milliseconds. test_front_door.py tests the wrapper with the real DeepSpeed.
 """
 
 import os

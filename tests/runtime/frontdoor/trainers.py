@@ -1,5 +1,4 @@
-"""The same training with Trainer, Accelerate and Lightning, with stock DeepSpeed and with the config key
-``ebbtide``.
+"""The same training with Trainer, Accelerate and Lightning, with stock DeepSpeed and with the config key ``ebbtide``.
 
 As a program, this module runs all three on two ranks and reports the differences. A test in one process calls
 the module's functions.
@@ -37,9 +36,7 @@ Outcome = tuple[dict[str, torch.Tensor], list[Any]]
 
 
 def model(**fields: Any) -> Any:
-    """Return a tiny Llama model with the same random weights each time. ZeRO-3 partitions the model while it
-    is made.
-    """
+    """Return a tiny Llama model with the same random weights each time. ZeRO-3 partitions it while it is made."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
@@ -84,9 +81,7 @@ def ds_config(key: dict[str, Any] | None, **extra: Any) -> dict[str, Any]:
 
 
 def key_for(engine: Any) -> dict[str, Any]:
-    """Return a value of the config key ``ebbtide``: a plan with every placement for the subgroups of an
-    engine.
-    """
+    """Return a value of the config key ``ebbtide``: a plan with every placement for the subgroups of an engine."""
     from ebbtide.runtime.zero.cuts import subgroups_of
     from ebbtide.simulator.plan import Plan
 

@@ -76,9 +76,7 @@ def commit(store, version, number, data=""):
 
 
 class Stores:
-    """A helper that opens stores of optimizer state in one folder and closes all of them at the end of the
-    test.
-    """
+    """A helper that opens stores of optimizer state in one folder and closes all of them at the end of the test."""
 
     def __init__(self, place):
         self.place, self.opened = place, []

@@ -1,7 +1,6 @@
 """Training with optimizer state on a faulty drive, and resumed training on a sound drive.
 
-`test_training_faults.py` runs this module. Each training run is a separate process that writes its
-result to a file.
+`test_training_faults.py` runs this module. Each training run is a separate process that writes its result to a file.
 
     python -m tests.runtime.storage.faulty_training FOLDER
 """
@@ -36,9 +35,8 @@ class Drive(Files):
     """File operations of a simulated drive. Some calls of these operations have a fault after the test has set
     ``armed``.
 
-    From then on, calls of the operations in ``names`` are counted from 0. Call number ``nth`` has the fault, and
-    then each ``every``-th call after it. For such a call, the function ``act`` is called instead of the
-    operation.
+    From then on, calls of the operations in ``names`` are counted from 0. Call number ``nth`` has the fault, and then
+    each ``every``-th call after it. For such a call, the function ``act`` is called instead of the operation.
     """
 
     def __init__(self, names=(), act=None, nth=0, *, every=10**9):
@@ -58,8 +56,7 @@ class Drive(Files):
 def _is_block(name, args):
     """Return whether a file operation may have the fault that the test gives to the simulated drive.
 
-    Reads and writes of less than 4096 bytes never have the fault, because they do not belong to optimizer
-    state.
+    Reads and writes of less than 4096 bytes never have the fault, because they do not belong to optimizer state.
     """
     sizes = {"pwrite": lambda: len(args[1]), "preadv": lambda: len(args[1][0])}
     return name not in sizes or sizes[name]() >= 4096

@@ -1,6 +1,4 @@
-"""Tests of the store of optimizer state on drives that fail, are full, end reads or writes early, or
-stall.
-"""
+"""Tests of the store of optimizer state on drives that fail, are full, end reads or writes early, or stall."""
 
 import contextlib
 import errno
@@ -111,9 +109,7 @@ def test_after_a_failed_write_nothing_is_committed_any_more(stores):
 
 
 class Short(Files):
-    """File operations whose reads and writes end early, after a given number of bytes, as the kernel may end
-    them.
-    """
+    """File operations whose reads and writes end early, after a given number of bytes, as the kernel may end them."""
 
     def __init__(self, size_bytes):
         self.size_bytes, self.fired = size_bytes, 0

@@ -1,6 +1,4 @@
-"""Tests of directories with stored optimizer state that were moved, mixed up, shared, cut short or made by
-another run.
-"""
+"""Tests of directories with stored optimizer state that are moved, mixed up, shared, cut or made by another run."""
 
 import pytest
 import torch

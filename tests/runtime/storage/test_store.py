@@ -263,9 +263,7 @@ def test_every_read_is_checked_where_it_is_asked_for(stores):
 
 
 class Paused(Files):
-    """File operations of a store that stop the first commit before it writes its manifest, until the test
-    releases it.
-    """
+    """File operations of a store that stop the first commit before it writes its manifest, until a test releases it."""
 
     def __init__(self):
         self.there, self.go, self.synced = threading.Event(), threading.Event(), 0

@@ -68,9 +68,8 @@ def trained_and_resumed(folder, expected, later):
 
 
 def exchanged_with_stock(stock, folder, later):
-    """Resume from a checkpoint of stock DeepSpeed under a plan that stores optimizer state on a drive, then
-    export a checkpoint of ebbtide and load it with stock DeepSpeed. Return whether each direction has the
-    expected results.
+    """Resume from a checkpoint of stock DeepSpeed under a plan that stores optimizer state on a drive, then export a
+    checkpoint of ebbtide and load it with stock DeepSpeed. Return whether each direction has the expected results.
     """
     ours = engine_on(folder)
     ours.load_checkpoint(str(stock))
@@ -181,9 +180,7 @@ def plan_of(pattern):
 
 
 def refused(folder):
-    """Return whether attaching a plan refuses the stored optimizer state of a run with another number of
-    ranks.
-    """
+    """Return whether attaching a plan refuses the stored optimizer state of a run with another number of ranks."""
     engine = start()
     try:
         plan = plan_for(engine, ["stored"], storage_dir=str(folder))

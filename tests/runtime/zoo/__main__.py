@@ -1,5 +1,4 @@
-"""Training with every published DeepSpeed config, by stock DeepSpeed and under a plan: ``python -m
-tests.runtime.zoo``.
+"""Training with every published DeepSpeed config, by stock DeepSpeed and under a plan: ``python -m tests.runtime.zoo``.
 
 A run takes minutes. The command prints differences in the results, configs that only stock DeepSpeed or
 only ebbtide refuses, wrong predictions of `tune doctor`, and the counts.

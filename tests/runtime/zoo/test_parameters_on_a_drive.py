@@ -30,8 +30,7 @@ def config(folder, in_host_memory, subgroup, **zero):
     """Return a DeepSpeed config that keeps at most ``in_host_memory`` elements of the parameters in host
     memory, and the other parameters on a drive.
 
-    The config turns prefetching off, because DeepSpeed's own prefetch from a drive fails in its second
-    step.
+    The config turns prefetching off, because DeepSpeed's own prefetch from a drive fails in its second step.
     """
     held = {"device": "nvme", "max_in_cpu": in_host_memory, "buffer_count": 8, "buffer_size": 1_100_000}
     zero = {

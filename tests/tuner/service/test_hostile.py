@@ -1,6 +1,4 @@
-"""Tests of malicious or broken HTTP requests: the service refuses each with a 4xx status and keeps
-running.
-"""
+"""Tests of malicious or broken HTTP requests: the service refuses each with a 4xx status and keeps running."""
 
 import contextlib
 import json

@@ -1,6 +1,4 @@
-"""Tests of jobs of the HTTP service: a caller can watch and cancel a job, and a job survives a killed
-worker or server.
-"""
+"""Tests of jobs of the HTTP service: a caller can watch and cancel a job, and it survives a killed worker or server."""
 
 import asyncio
 import sqlite3
@@ -31,9 +29,7 @@ PATIENCE_S = 120  # limit for work that takes seconds on a machine with a free c
 
 
 def ended(server, job, limit_s=300):
-    """Follow the events of a job of the service. Return the state of the job once it is done, failed or
-    cancelled.
-    """
+    """Follow the events of a job of the service. Return the state of the job once it is done, failed or cancelled."""
     deadline = time.monotonic() + limit_s
     for _, state in server.events(f"/jobs/{job}/events"):
         if state["state"] in ("done", "failed", "cancelled"):

@@ -1,6 +1,4 @@
-"""Tests of the service's what-if page in a real browser. Screenshots are saved in $EBBTIDE_SCREENSHOTS, if
-that is set.
-"""
+"""Tests of the service's what-if page in a real browser. Screenshots go to $EBBTIDE_SCREENSHOTS, if set."""
 
 import json
 import os
