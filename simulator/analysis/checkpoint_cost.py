@@ -85,7 +85,7 @@ class _Run:
     def due(self, plan: Plan) -> list[Due]:
         """Return, for each subgroup, the seconds from a checkpoint save until an update first overwrites its state."""
         save_s, results = self.save_s(), []
-        recipes = [RECIPES[placement] for placement in plan.placements]
+        recipes = [way.recipe for way in plan.ways]
         overwriting = [{s.kind for s in recipe.steps if s.overwrites} for recipe in recipes]
         for i in self.of(*set().union(*overwriting), iteration=LEAD_IN):
             op, at_s = self.ops[i], float(self.result.start_s[i]) - save_s

@@ -28,6 +28,7 @@ from tests.machines import workload as toy
 
 GIGA = 10**9
 ALL = 2**40  # a budget that is large enough for everything
+EARLY = [Way("host", early=True), Way("device", early=True)]
 
 
 def machine(**changes):
@@ -90,6 +91,16 @@ def test_with_a_budget_it_waits_for_a_copy():
     assert found.stall_s == pytest.approx(0.75, abs=2e-2)
     assert found.copied_bytes == pytest.approx(6e9, rel=1e-2)
     assert found.waited_bytes == 0
+
+
+@pytest.mark.parametrize("way", EARLY)
+def test_with_a_budget_an_early_update_waits_for_a_copy_and_not_for_the_disk(way):
+    made = Plan(subgroup_size=GIGA, ways=(way,) * 3, staging_slots=2 * (way.placement == "device"))
+    slow = machine(storage_write_bytes_per_s=1e9)  # 36 s for the checkpoint, beside iterations of 5 s at most
+    found = cost(workload(3), made, slow, copy_budget_bytes=ALL)
+    assert found.waited_bytes == 0
+    assert found.copied_bytes > 18e9
+    assert 0 < found.stall_s < found.copied_bytes / 8e9 + 0.1
 
 
 def test_a_synchronous_checkpoint_stalls_for_all_of_it():
@@ -208,7 +219,7 @@ def test_saves_that_wait_for_each_other_take_what_the_closed_form_says():
     assert period_s > simulation.iteration_s
 
 
-PLACED = st.lists(st.sampled_from(["host", "device", "resident"]), min_size=3, max_size=6)
+PLACED = st.lists(st.sampled_from([*map(Way, ("host", "device", "resident")), *EARLY]), min_size=3, max_size=6)
 
 
 @settings(max_examples=40, deadline=None)
@@ -233,7 +244,13 @@ def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
         gradient_accumulation_steps=micro,
         model_checkpoint_bytes=10**8,
     )
-    simulation = CheckpointSimulation(work, plan(*placed, overlap_forward=overlap), have)
+    made = Plan(
+        subgroup_size=GIGA,
+        ways=tuple(placed),
+        staging_slots=min(2, sum(way.placement == "device" for way in placed)),
+        overlap_forward=overlap,
+    )
+    simulation = CheckpointSimulation(work, made, have)
     saving = CheckpointPlan(copy_budget_bytes=budget, write_bytes_per_s=cap, mode=mode)
     schedule = simulation.schedule(saving)
     fast, slow = simulate_fast(schedule, have), simulate(schedule, have)
@@ -243,15 +260,17 @@ def test_both_engines_agree_and_no_update_overwrites_what_is_still_read(
     assert fast.host_peak_bytes == slow.host_peak_bytes
     persisted = [op.work for op in schedule.of_kind(OpKind.PERSIST)]
     assert sum(persisted) == pytest.approx(work.checkpoint_bytes, rel=1e-6)
-    for subgroup, placement in enumerate(placed):
-        _not_torn(schedule, fast, subgroup, placement)
+    for subgroup, way in enumerate(placed):
+        _not_torn(schedule, fast, subgroup, way)
 
 
-def _not_torn(schedule, fast, subgroup, placement):
+def _not_torn(schedule, fast, subgroup, way):
     """Assert that in a simulated save each subgroup's old state is on disk or copied before its next update
     overwrites that state.
     """
-    kind = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H, "resident": OpKind.UPDATE_DEVICE}[placement]
+    kind = {"host": OpKind.UPDATE_HOST, "device": OpKind.STATE_D2H, "resident": OpKind.UPDATE_DEVICE}[way.placement]
+    if way == EARLY[0]:
+        kind = OpKind.UPDATE_HOST_EARLY
     overwrites = next(op for op in schedule.of_kind(kind, LEAD_IN) if op.subgroup == subgroup)
     copies = [op for op in schedule.of_kind(OpKind.SNAPSHOT) if op.subgroup == subgroup]
     by_copy = {op.id for op in copies}
