@@ -26,6 +26,7 @@ from ebbtide.tuner.placements.checkpointing import (
     rated,
     rules_of_thumb,
 )
+from ebbtide.tuner.placements.planning import predicted_anew
 from ebbtide.tuner.quantities import rate_bytes_per_s
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,3 +131,11 @@ def test_rates_as_people_write_them():
     assert rate_bytes_per_s(" 500 MB ") == 5e8
     with pytest.raises(ValueError, match="a rate such as"):
         rate_bytes_per_s("2GB/h")
+
+
+def test_a_plan_that_is_predicted_again_has_the_same_stall_and_memory():
+    slow = machine(storage_write_bytes_per_s=1e8)
+    made = ebbtide.tuner.plan(workload(6), slow, mtbf_s=36_000.0, effort=0.05)
+    told, again = made.prediction, predicted_anew(made, workload(6), slow).prediction
+    assert told.stall_s > 0
+    assert (again.stall_s, again.host_peak_bytes) == (pytest.approx(told.stall_s, rel=0.01), told.host_peak_bytes)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
+from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
 from ebbtide.simulator.analysis.expected import step_times
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import Limits
@@ -181,8 +182,8 @@ def predict(
     *,
     sweep: PlanSweep | None = None,
 ) -> Prediction:
-    """Return the simulated iteration under a plan as a prediction, with an interval that follows from the
-    spread of the machine's rates.
+    """Return the simulated iteration under a plan as a prediction, with an interval that follows from the spread of the
+    machine's rates. If the plan has a checkpoint interval, the prediction has the stall of training for a checkpoint.
 
     Args:
         machine: Machine with rates and their spread.
@@ -199,6 +200,9 @@ def predict(
     rate = workload.expected_clip_rate
     mean_s = times.mean_s(rate) if times else result.iteration_s
     low, high = plan_interval_s(sweep, made)
+    saving, stall_s = made.checkpoint, 0.0
+    if saving.interval_steps:
+        stall_s = CheckpointSimulation(sweep.workload, made, machine).cost(saving).stall_s
     early: dict[str, float] = {}
     if times:
         early = {
@@ -211,6 +215,7 @@ def predict(
         iteration_s=mean_s,
         iteration_low_s=low * mean_s / result.iteration_s,
         iteration_high_s=high * mean_s / result.iteration_s,
+        stall_s=stall_s,
         **early,
         **result.phases,
         device_peak_bytes=result.device_peak_bytes,
