@@ -423,7 +423,11 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
         "offload": None if request.offload else "none",
         "gpus": request.gpus if "gpus" in request.model_fields_set else None,
     }
-    usual = Configuration(gpus=max(1, machine.gpus_per_node // request.tensor_parallel))
+    # As in `tune search`: a DeepSpeed config without offload keys does not offload.
+    offloads = request.offload if "offload" in request.model_fields_set else request.ds_config is None
+    usual = Configuration(
+        gpus=max(1, machine.gpus_per_node // request.tensor_parallel), offload="optimizer" if offloads else "none"
+    )
     set_by_request = {knob: value for knob, value in asked.items() if value is not None}
     base = usual.changed(**{**fixed.values, **set_by_request, "recompute": not request.keep_activations})
     return Space.of(base, request.free, fixed.global_batch)

@@ -192,12 +192,12 @@ class Jobs:
 
 
 async def _kept(write: Callable[..., T], *arguments: Any) -> T:
-    """Call a function that writes to the planning service's database, and try again as long as the disk is
-    full or fails.
+    """Call a function of the planning service's database, and try again as long as the database cannot be used, for
+    example because the disk is full or the file is damaged.
     """
     while True:
         try:
             return await asyncio.to_thread(write, *arguments)
-        except sqlite3.OperationalError as error:
-            LOG.warning("the database cannot be written: %s. Trying again in %g s", error, RETRY_S)
+        except sqlite3.DatabaseError as error:
+            LOG.warning("the database cannot be used: %s. Trying again in %g s", error, RETRY_S)
             await asyncio.sleep(RETRY_S)

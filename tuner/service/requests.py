@@ -354,7 +354,8 @@ class SearchJob(Scenario):
         gpus: Number of GPUs. If the search varies it, the largest number.
         global_batch: Samples per optimizer step. If null, ``train_batch_size`` of ``ds_config``. If that is absent or
             ``"auto"``, the number may vary.
-        offload: True if optimizer state lives in host memory. It has no effect if the search varies the offload.
+        offload: True if optimizer state lives in host memory. It has no effect if the search varies the offload. If
+            left out, as in ``ds_config``, or true without one.
         ds_config: DeepSpeed's config for settings that the search does not vary.
     """
 

@@ -25,6 +25,7 @@ from tests.tuner.service.test_hostile import children
 SMALL = {"machine": "rtx4090", "model": "Llama 3.2 1B"}
 TINY = {"layers": 2, "hidden": 64, "heads": 2, "vocabulary": 100}
 GRID = {**SMALL, "strategies": ["zero3_offload"], "changes": {"h2d_bytes_per_s": [1e10 + 1e8 * i for i in range(12)]}}
+PLAIN = {"zero_optimization": {"stage": 3}}
 PATIENCE_S = 120  # limit for work that takes seconds on a machine with a free core
 
 
@@ -38,8 +39,12 @@ def ended(server, job, limit_s=300):
     raise AssertionError("the stream ended before the job")
 
 
-@pytest.mark.parametrize("name", ["claim", "finish", "expire"])
-def test_no_job_is_lost_to_a_disk_that_is_full_for_a_while(name, tmp_path, monkeypatch):
+FULL = sqlite3.OperationalError("database or disk is full")
+DAMAGED = sqlite3.DatabaseError("database disk image is malformed")
+
+
+@pytest.mark.parametrize(("name", "error"), [("claim", DAMAGED), ("claim", FULL), ("finish", FULL), ("expire", FULL)])
+def test_no_job_is_lost_to_a_database_that_cannot_be_used_for_a_while(name, error, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "RETRY_S", 0.01)
     store, left = Store(tmp_path / "s.db"), [3]
     write = getattr(store, name)
@@ -47,7 +52,7 @@ def test_no_job_is_lost_to_a_disk_that_is_full_for_a_while(name, tmp_path, monke
     def full(*arguments):
         left[0] -= 1
         if left[0] >= 0:
-            raise sqlite3.OperationalError("database or disk is full")
+            raise error
         return write(*arguments)
 
     monkeypatch.setattr(store, name, full)
@@ -402,3 +407,12 @@ def test_a_server_that_ends_ends_its_streams(mortal):
     server.process.wait(PATIENCE_S)
     assert "Traceback" not in server.errors.read_text()
     assert "timeout" not in server.errors.read_text()
+
+
+@pytest.mark.parametrize(
+    ("fields", "offload"),
+    [({}, "optimizer"), ({"ds_config": PLAIN}, "none"), ({"ds_config": PLAIN, "offload": True}, "optimizer")],
+)
+def test_a_search_offloads_as_its_deepspeed_config_says(fields, offload):
+    asked = SearchJob(machine="h100-node", model="Llama 3.2 1B", free=["micro_batch"], **fields)
+    assert answers.space_of(asked, preset("h100-node")).base.offload == offload

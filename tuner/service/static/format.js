@@ -10,7 +10,7 @@ export function strategyName(row) {
 export function seconds(value) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "unknown";
   if (value >= 100) return `${value.toFixed(0)} s`;
-  if (value >= 1) return `${value.toFixed(2)} s`;
+  if (value >= 0.9995) return `${value.toFixed(2)} s`;
   if (value >= 0.0995) return `${(value * 1e3).toFixed(0)} ms`;
   return `${(value * 1e3).toFixed(1)} ms`;
 }
