@@ -44,12 +44,11 @@ def plan(workload: Workload, machine: Machine, **options: Any) -> Plan:
 
 def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[str, Any]) -> Any:
     from ebbtide.tuner import ImpossibleError
-    from ebbtide.tuner.advice.ways_out import freedom_of, ways_out
+    from ebbtide.tuner.advice.ways_out import asked_of, ways_out
 
     if workload.job is None:
         return error
-    limits = {name: options.get(name) for name in ("device_memory_bytes", "host_memory_bytes", "storage")}
-    ways = ways_out(workload.job, machine, freedom_of(options), **limits, margin=options.get("memory_margin"))
+    ways = ways_out(workload.job, machine, **asked_of(options))
     lines = [f"{way.label}: {way.iteration_s:.3g} s per iteration" for way in ways]
     told = ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice, error.missing)
     told.ways = tuple(ways)

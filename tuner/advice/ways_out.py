@@ -4,9 +4,9 @@ Of each kind of change, the smallest sufficient one is returned. The cheapest ki
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ebbtide.simulator.estimates.deepspeed_keys import AUTO, BATCH_KEYS, WHOLE_BATCH, ZERO, at
 from ebbtide.simulator.estimates.job import Job
@@ -68,7 +68,7 @@ class WayOut:
     @property
     def label(self) -> str:
         """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4"."""
-        words = {name: _WORDS[name](value) for name, value in self.changes.items()}
+        words = {name: _KINDS[name].told(value) for name, value in self.changes.items()}
         if self.host_limit_bytes is not None:
             words["host_memory_bytes"] = f"{_gib(self.host_limit_bytes)} GiB of host memory per rank"
         return ", ".join([*words.values(), *(["no limit of host memory per rank"] if self.no_host_limit else [])])
@@ -76,35 +76,43 @@ class WayOut:
 
 _OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
 _BOUGHT = (*_OF_MACHINE, "storage_bytes")
-# From cheap to expensive: changes that affect no sample, changes of the samples, memory or GPUs to add or buy.
-PRICES = (
-    "zero_stage",
-    "recompute",
-    "recompute_share",
-    "accumulation",
-    "sequence",
-    "micro_batch",
-    "device_memory_bytes",
-    "storage_bytes",
-    "data_parallel",
-    "host_memory_bytes",
-)
 ANOTHER_WAY = (
     "Alternative: LoRA trains few parameters and needs little optimizer state, but gives another model. "
     "ebbtide does not plan it"
 )
-_WORDS: Mapping[str, Callable[[float], str]] = {
-    "zero_stage": lambda v: f"ZeRO-{v}",
-    "recompute": lambda _: "activation checkpointing",
-    "recompute_share": lambda _: "activation checkpointing in all layers",
-    "micro_batch": lambda v: f"micro-batch {v}",
-    "accumulation": lambda v: f"accumulation {v}",
-    "sequence": lambda v: f"sequence {v}",
-    "data_parallel": lambda v: f"{v} GPUs",
-    "device_memory_bytes": lambda v: f"{v / GIB:.4g} GiB of GPU memory",
-    "host_memory_bytes": lambda v: f"{v / GIB:.0f} GiB of host memory per node",
-    "storage_bytes": lambda v: f"state on a drive, {v / 1e12:g} TB per node",
+
+
+class _Kind(NamedTuple):
+    """A kind of change: how it is told in words, and the ``tune`` option that makes it.
+
+    Attributes:
+        words, option: Formats of the value. Without an option, the words are told.
+        unit: Number that a value is divided by before it is told, or None.
+    """
+
+    words: str
+    option: str = ""
+    unit: int | None = None
+
+    def told(self, value: float, *, as_option: bool = False) -> str:
+        text = (as_option and self.option) or self.words
+        return text.format(value if self.unit is None else value / self.unit)
+
+
+# From cheap to expensive: changes that affect no sample, changes of the samples, memory or GPUs to add or buy.
+_KINDS = {
+    "zero_stage": _Kind("ZeRO-{}", "--zero-stage {}"),
+    "recompute": _Kind("activation checkpointing", "without --keep-activations"),
+    "recompute_share": _Kind("activation checkpointing in all layers", "without --recompute-share"),
+    "accumulation": _Kind("accumulation {}", "--accumulation {}"),
+    "sequence": _Kind("sequence {}", "--sequence {}"),
+    "micro_batch": _Kind("micro-batch {}", "--micro-batch {}"),
+    "device_memory_bytes": _Kind("{:.4g} GiB of GPU memory", "--gpu-memory {:.4g}GiB", GIB),
+    "storage_bytes": _Kind("state on a drive, {:g} TB per node", "--storage DIR:{:g}TB", 10**12),
+    "data_parallel": _Kind("{} GPUs", "--data-parallel {}"),
+    "host_memory_bytes": _Kind("{:.0f} GiB of host memory per node", unit=GIB),
 }
+_PRICES = tuple(_KINDS)
 
 
 @dataclass
@@ -155,8 +163,7 @@ class _Tried:
             workload = job.workload(machine)
         except ModelError:
             return None
-        pieces = bool(self.freedom.get("pieces")) and workload.zero_stage == 3
-        if pieces and storage:
+        if storage and self.freedom.get("pieces") and workload.zero_stage == 3:
             return None  # a drive holds whole subgroups of DeepSpeed, no parts of them
         if self._beyond_share(workload):
             asked.pop("host_memory_bytes", None)  # no limit: the rank may use its whole share
@@ -165,7 +172,7 @@ class _Tried:
             check_bytes(workload, machine, limits)
         except ImpossibleError:
             return None
-        return Question(workload, machine, limits, effort=QUICK, **{**self.freedom, "pieces": pieces})
+        return Question(workload, machine, limits, effort=QUICK, **self.freedom)
 
     def _beyond_share(self, workload: Workload) -> bool:
         """Return True if the user's limit of host memory exceeds a rank's share of the present machine."""
@@ -214,7 +221,7 @@ def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = Non
     tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None}, freedom or {})
     found: dict[str, WayOut] = {}
     for base in _bases(job):
-        least = min((way.price for way in found.values() if not set(way.changes) & set(_BOUGHT)), default=len(PRICES))
+        least = min((way.price for way in found.values() if not set(way.changes) & set(_BOUGHT)), default=len(_PRICES))
         for steps in _knobs(job, machine, tried.limits, base):
             name = [*steps[-1]][-1] if steps else ""
             if name == "micro_batch" and "accumulation" in found:
@@ -230,15 +237,17 @@ def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = Non
                 if way is not None:
                     found["longer sequence" if milder else name] = way
                     break
-        if least < PRICES.index("sequence"):
+        if least < _PRICES.index("sequence"):
             break
     return sorted(found.values(), key=lambda way: (way.price, -(way.tokens_per_s or 0.0)))
 
 
-def freedom_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those options of a plan search that say what plans may do, as `ways_out` takes them."""
+def asked_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the options of a plan search say on the plans and the memory, as further arguments of `ways_out`."""
     names = ("subgroup_sizes", "pieces", "offload_parameters")
-    return {name: value for name in names if (value := options.get(name)) is not None}
+    freedom = {name: value for name in names if (value := options.get(name)) is not None}
+    limits = {name: options.get(name) for name in ("device_memory_bytes", "host_memory_bytes", "storage")}
+    return {"freedom": freedom, **limits, "margin": options.get("memory_margin")}
 
 
 def _needless(changes: Changes, found: Mapping[str, WayOut]) -> bool:
@@ -251,7 +260,7 @@ def _price(changes: Changes) -> int:
     much as accumulation.
     """
     kept = "accumulation" in changes
-    return max(PRICES.index(name) for name in changes if not (kept and name == "micro_batch"))
+    return max(_PRICES.index(name) for name in changes if not (kept and name == "micro_batch"))
 
 
 def _longest(found: Mapping[str, WayOut]) -> float:
@@ -402,7 +411,11 @@ def flags(way: WayOut, job: Job) -> str:
     A change without an option is described in words.
     """
     in_config = config_values(way, job)
-    changed = {name: _flag(name, value) for name, value in way.changes.items() if _KEYS.get(name) not in in_config}
+    changed = {
+        name: _KINDS[name].told(value, as_option=True)
+        for name, value in way.changes.items()
+        if _KEYS.get(name) not in in_config
+    }
     if way.host_limit_bytes is not None:
         changed["host_memory_bytes"] = f"--host-memory {_gib(way.host_limit_bytes)}GiB"
     return ", ".join(
@@ -430,21 +443,4 @@ def _gib(size_bytes: int) -> str:
     return f"{math.ceil(100 * size_bytes / GIB) / 100:.12g}"
 
 
-def _flag(name: str, value: float) -> str:
-    if name == "storage_bytes":
-        return f"--storage DIR:{value / 1e12:g}TB"
-    if name == "device_memory_bytes":
-        return f"--gpu-memory {value / GIB:.4g}GiB"
-    return _FLAGS[name].format(value) if name in _FLAGS else _WORDS[name](value)
-
-
 _KEYS = {"zero_stage": f"{ZERO}.stage", **BATCH_KEYS}
-_FLAGS = {
-    "zero_stage": "--zero-stage {}",
-    "recompute": "without --keep-activations",
-    "recompute_share": "without --recompute-share",
-    "micro_batch": "--micro-batch {}",
-    "accumulation": "--accumulation {}",
-    "sequence": "--sequence {}",
-    "data_parallel": "--data-parallel {}",
-}

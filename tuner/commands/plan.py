@@ -199,19 +199,17 @@ def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], opt
 def _with_ways_out(error: ImpossibleError, work: Workload, machine: Machine, options: Mapping[str, Any]) -> str:
     if work.job is None:
         return f"{error.fact}. {error.advice}"
-    from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, freedom_of, ways_out
+    from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, asked_of, flags, ways_out
 
     # Trying changes takes seconds, so the error is printed first.
     click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)
-    names = ("device_memory_bytes", "host_memory_bytes", "storage")
-    asked = {name: options[name] for name in names} | {"margin": options["memory_margin"]}
-    freedom = freedom_of(options)
-    ways = ways_out(work.job, machine, freedom, **asked)
+    asked = asked_of(options)
+    ways = ways_out(work.job, machine, **asked)
     lines = [
         f"  {flags(way, work.job)}: {way.iteration_s:.3g} s per iteration, {way.tokens_per_s or 0:,.0f} tokens/s"
         for way in ways
     ]
-    elsewhere = "" if ways else another_gpu(work.job, machine, freedom, **asked)
+    elsewhere = "" if ways else another_gpu(work.job, machine, **asked)
     told = "These fit, the cheapest first:" if ways else elsewhere or error.advice
     return "\n".join([f"{error.fact}. {told}", *lines, f"{ANOTHER_WAY}."])
 

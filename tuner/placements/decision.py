@@ -66,7 +66,8 @@ class Question:
         folders: Fields of the plan's file that name the directories for stored optimizer state.
         seed: Seed of the search.
         effort: Fraction of a full search's evaluations.
-        pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's subgroups.
+        pieces: True if DeepSpeed keeps its own subgroup size. The plan may then divide DeepSpeed's subgroups. Ignored
+            below ZeRO-3.
         running: Plan that training runs under, or None before training. The new plan then keeps this plan's subgroups,
             number of CPU threads and overlap of updates with the next forward. State is on drives only for subgroups
             that already have it there, since the drives have no room for others.
@@ -83,6 +84,16 @@ class Question:
     pieces: bool = False
     running: Plan | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 < self.effort <= 1:
+            raise ValueError(f"effort must be above 0 and at most 1, but got {self.effort}. 1 is the full search")
+        if self._divides and self.limits.storage_bytes is not None:
+            raise ValueError(
+                "--subgroup-size=pieces must not be given if optimizer state is stored on a drive, because a drive "
+                "holds whole subgroups of DeepSpeed only. Use --subgroup-size=auto, or leave out --storage and "
+                "offload_optimizer.device nvme"
+            )
+
     @classmethod
     def of(
         cls,
@@ -93,46 +104,25 @@ class Question:
         host_memory_bytes: int | None = None,
         memory_margin: float | None = None,
         storage: Mapping[str, int] | None = None,
-        subgroup_sizes: Sequence[int] | None = None,
-        offload_parameters: bool = True,
-        seed: int = 0,
-        effort: float | None = None,
-        pieces: bool = False,
+        **freedom: Any,
     ) -> "Question":
-        """Build the input of a plan search from the arguments of a planning command, with defaults for the arguments
-        that are not given.
+        """Build the input of a plan search from the arguments of a planning command.
 
         Args:
             storage: Bytes that optimizer state may take on drives, by directory.
-            subgroup_sizes: Subgroup sizes to try, in elements, in addition to the workload's own. If None, `SIZES`.
-                If empty, only the workload's own size is used.
-            pieces: True if DeepSpeed keeps its own subgroup size, and the plan may divide DeepSpeed's subgroups.
-                Ignored below ZeRO-3.
+            freedom: Further attributes, such as ``effort``.
 
         Raises:
-            ValueError: effort is not in (0, 1], a memory limit cannot be used, or ``pieces`` is combined with
+            ValueError: A memory limit cannot be used, ``effort`` is not in (0, 1], or ``pieces`` is combined with
                 ``storage``, which is not supported.
         """
-        limits, machine, folders = with_storage(
-            workload,
-            machine,
-            storage,
-            device_memory_bytes=device_memory_bytes,
-            host_memory_bytes=host_memory_bytes,
-            margin=memory_margin,
-        )
-        effort = FULL if effort is None else effort
-        if not 0 < effort <= 1:
-            raise ValueError(f"effort must be above 0 and at most 1, but got {effort}. 1 is the full search")
-        subgroup_sizes = SIZES if subgroup_sizes is None else subgroup_sizes
-        pieces = pieces and workload.zero_stage == 3  # ZeRO-1 and 2 ignore sub_group_size
-        if pieces and storage:
-            raise ValueError(
-                "--subgroup-size=pieces must not be given if optimizer state is stored on a drive, because a drive "
-                "holds whole subgroups of DeepSpeed only. Use --subgroup-size=auto, or leave out --storage and "
-                "offload_optimizer.device nvme"
-            )
-        return cls(workload, machine, limits, subgroup_sizes, offload_parameters, folders, seed, effort, pieces)
+        asked = {"device_memory_bytes": device_memory_bytes, "host_memory_bytes": host_memory_bytes}
+        limits, machine, folders = with_storage(workload, machine, storage, **asked, margin=memory_margin)
+        return cls(workload, machine, limits, folders=folders, **freedom)
+
+    @property
+    def _divides(self) -> bool:
+        return self.pieces and self.workload.zero_stage == 3  # ZeRO-1 and 2 ignore sub_group_size
 
     @property
     def cuts(self) -> list[Workload]:
@@ -153,7 +143,7 @@ class Question:
             and self.subgroup_sizes
             and not self.machine.unified_memory
         ):
-            return recuts(self.workload, self.subgroup_sizes, pieces=self.pieces)
+            return recuts(self.workload, self.subgroup_sizes, pieces=self._divides)
         if self.running is None or self.running.stores or self.machine.unified_memory:
             return [self.workload]
         return [*(merged(self.workload, many) for many in MERGED), self.workload]

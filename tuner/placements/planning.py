@@ -25,11 +25,12 @@ from ebbtide.tuner.answer.reasons import reasons
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.calibrate.interval import plan_interval_s
 from ebbtide.tuner.candidates.candidate import Candidate, turned
+from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints, without_writers
+from ebbtide.tuner.placements.decision import FULL, Question, decide
 from ebbtide.tuner.placements.decision import QUICK as QUICK
-from ebbtide.tuner.placements.decision import Question, decide
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.sizes_told import about_pieces, about_subgroups
@@ -113,10 +114,10 @@ def plan(
         host_memory_bytes=host_memory_bytes,
         memory_margin=memory_margin,
         storage=storage,
-        subgroup_sizes=subgroup_sizes,
+        subgroup_sizes=SIZES if subgroup_sizes is None else subgroup_sizes,
         offload_parameters=offload_parameters,
         seed=seed,
-        effort=effort,
+        effort=FULL if effort is None else effort,
         pieces=pieces,
     )
     whole = question.limits
