@@ -13,12 +13,14 @@ from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.holding import Holding
 from ebbtide.simulator.update.pausing import StepTimes
 from ebbtide.simulator.update.recipes import recipe_of
-from ebbtide.simulator.update.steps import Bytes, Placement
+from ebbtide.simulator.update.steps import Bytes, Placement, unfused
 from ebbtide.simulator.update.way import EARLY_PLACEMENTS
 from ebbtide.simulator.workload import Workload
 
 
-def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult]) -> SimResult:
+def expected(
+    workload: Workload, machine: Machine, plan: Plan, simulate: Callable[[Plan], SimResult], *, fused: bool = True
+) -> SimResult:
     """Return a plan's simulation, with an iteration time that is a mean over steps that clip gradients and other steps.
 
     The workload's `expected_clip_rate` is the fraction of steps that clip. In these steps, updates that started before
@@ -28,9 +30,10 @@ def expected(workload: Workload, machine: Machine, plan: Plan, simulate: Callabl
 
     Args:
         simulate: Function that simulates a plan in steps that do not clip.
+        fused: False if it simulates DeepSpeed's separate CPU passes instead of ebbtide's fused kernel.
     """
     right = simulate(plan)
-    times = step_times(workload, machine, plan, simulate, right)
+    times = step_times(workload, machine, plan, simulate, right, fused=fused)
     if times is None:
         return right
     return replace(right, iteration_s=times.mean_s(workload.expected_clip_rate))
@@ -42,6 +45,8 @@ def step_times(
     plan: Plan,
     simulate: Callable[[Plan], SimResult],
     right: SimResult | None = None,
+    *,
+    fused: bool = True,
 ) -> StepTimes | None:
     """Return the iteration time of a plan in three cases: early updates are kept, there are none, or they are redone.
 
@@ -50,6 +55,7 @@ def step_times(
 
     Args:
         right: Simulation of the first case. None: it is simulated here.
+        fused: False if DeepSpeed's separate CPU passes are simulated instead of ebbtide's fused kernel.
     """
     if not any(plan.updated_early):
         return None
@@ -59,7 +65,7 @@ def step_times(
     for size, way in zip(workload.subgroups, plan.ways, strict=True):
         if way.early:
             sizes[way.placement].append(size)
-    late = late_s(workload, machine, sizes, plan.threads, plan.prefetch)
+    late = late_s(workload, machine, sizes, plan.threads, plan.prefetch, fused=fused)
     return times_of((right.iteration_s, right.backward_s), (plain.iteration_s, plain.backward_s), late)
 
 
@@ -100,7 +106,13 @@ def early_updates_worth(
 
 
 def late_s(
-    workload: Workload, machine: Machine, sizes: Mapping[Placement, Sequence[int]], threads: int = 0, prefetch: int = 0
+    workload: Workload,
+    machine: Machine,
+    sizes: Mapping[Placement, Sequence[int]],
+    threads: int = 0,
+    prefetch: int = 0,
+    *,
+    fused: bool = True,
 ) -> float:
     """Return an upper limit of the delay, in seconds, that dropped early updates cause to the other updates of a step.
 
@@ -117,9 +129,10 @@ def late_s(
         threads: Number of threads of an update on the CPU. 0: all cores.
         prefetch: The plan's limit on copies of state to the GPU before the norm, as a number of subgroups. Subgroups
             with early updates do not count.
+        fused: False if updates on the CPU are DeepSpeed's separate passes instead of ebbtide's fused kernel.
     """
     late = {
-        placement: early_update_s(workload, machine, max(some, default=0), threads, placement=placement)
+        placement: early_update_s(workload, machine, max(some, default=0), threads, placement, fused=fused)
         for placement, some in sizes.items()
     }
     late["device"] *= 1 + prefetch
@@ -127,7 +140,13 @@ def late_s(
 
 
 def early_update_s(
-    workload: Workload, machine: Machine, elements: int, threads: int = 0, placement: Placement = "host"
+    workload: Workload,
+    machine: Machine,
+    elements: int,
+    threads: int = 0,
+    placement: Placement = "host",
+    *,
+    fused: bool = True,
 ) -> float:
     """Return the seconds of the longest op of one subgroup's early update, if the op has the machine for itself.
 
@@ -137,7 +156,8 @@ def early_update_s(
         elements: Number of elements of the subgroup.
         threads: Number of threads of an update on the CPU. 0: all cores.
         placement: Placement of the subgroup, which decides about the ops of its update.
+        fused: False if updates on the CPU are DeepSpeed's separate passes instead of ebbtide's fused kernel.
     """
     recipe, amounts = recipe_of(placement, "device", updated_early=True), Bytes.of(workload)
-    early = recipe.steps[: recipe.before_norm]
+    early = [step if fused else unfused(step) for step in recipe.steps[: recipe.before_norm]]
     return elements * max(s.work(amounts) / machine.op_rate(s.rate, threads) for s in early)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from ebbtide.simulator import Plan
 from ebbtide.simulator.limits import size
 from ebbtide.tuner.cli import main
+from ebbtide.tuner.placements import planning
 from ebbtide.tuner.quantities import duration_s, size_bytes
 from rich.progress import Progress
 
@@ -51,6 +52,15 @@ def test_plan_show_and_simulate(files):
     assert (told["device_peak_bytes"], told["host_peak_bytes"]) == (made.device_peak_bytes, made.host_peak_bytes)
     assert json.loads(trace.read_text())["traceEvents"]
     assert plot.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_why_compares_plans_that_write_checkpoints_alike(files, monkeypatch):
+    """Check that `tune plan --mtbf --why` reserves the writers' host memory in the plans that it compares with."""
+    search, found = planning.plan, []
+    monkeypatch.setattr(planning, "plan", lambda *a, **k: found.append(search(*a, **k)) or found[-1])
+    told = run("plan", *inputs(files), "--quick", "-o", files / "plan.json", "--mtbf", "4h", "--why")
+    assert told.exit_code == 0, told.output
+    assert [bool(plan.checkpoint.interval_steps) for plan in found] == [True] * 3
 
 
 @pytest.mark.parametrize(

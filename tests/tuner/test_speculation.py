@@ -7,12 +7,14 @@ from functools import cache
 import ebbtide.tuner
 import pytest
 from ebbtide.simulator import build_schedule, simulate
-from ebbtide.simulator.analysis.expected import expected
+from ebbtide.simulator.analysis.expected import expected, times_of
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.update.pausing import ALLOWANCE
 from ebbtide.tuner.answer.rows import compare
+from ebbtide.tuner.quantities import told_seconds
 
 from ebbtide import what_if
 from tests.machines import node
@@ -112,6 +114,19 @@ def test_the_expected_iteration_is_the_mean_over_steps_that_clip_and_that_do_not
     assert right_s < plain_s
     assert 0.8 * right_s + 0.2 * plain_s < mean_s(0.2) <= 0.8 * right_s + 0.2 * (plain_s + longest_s) + 1e-9
     assert mean_s(1.0) == pytest.approx((1 + ALLOWANCE) * plain_s)
+
+
+def test_what_the_fused_kernel_saves_counts_the_wait_for_a_late_update_at_the_rate_without_it():
+    """Check the saving that a plan's reasons tell: without the kernel, a late update takes longer too."""
+    found, on = planned(0.2), machine()
+    slow = PlanSweep(small(), on, fused=False)
+    right, plain = slow.result(found), slow.result(found.with_bits(early=False))
+    late_s = max(small().subgroups) / on.rate("stock_host_adam_params_per_s")
+    times = times_of((right.iteration_s, right.backward_s), (plain.iteration_s, plain.backward_s), late_s)
+    assert any(found.updated_early)
+    assert times.mean_s(0.2) < (1 + ALLOWANCE) * plain.iteration_s
+    saved = told_seconds(times.mean_s(0.2) - found.prediction.iteration_s)
+    assert any(reason.startswith(f"the fused host kernel saves {saved}") for reason in found.reasons)
 
 
 def test_one_figure_everywhere():

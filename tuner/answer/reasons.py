@@ -36,7 +36,8 @@ def reasons(sweep: PlanSweep, plan: Plan, floor: Bound, stock: Workload) -> list
     }
     lines = [_limited_by(floor, chosen_s)]
     for name, (some, less) in without.items():
-        without_s = expected(sweep.workload, machine, less, some.result).iteration_s
+        fused = some is not unfused
+        without_s = expected(sweep.workload, machine, less, some.result, fused=fused).iteration_s
         saved_s = without_s - chosen_s
         if saved_s > 1e-3 * chosen_s:
             lines.append(f"{name} saves {told_seconds(saved_s)} ({saved_s / without_s:.0%})")

@@ -159,7 +159,7 @@ def plan(
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, failures, options)
     if why:
-        result = _with_shadow_prices(result, work, measured, options)
+        result = _with_shadow_prices(result, work, measured, options | failures)
     with written("--output", output):
         result.save(output)
     _emit(emit_deepspeed, result, output, trained)
