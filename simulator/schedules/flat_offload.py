@@ -46,9 +46,7 @@ class FlatOffloadLoop(StockLoop):
     def __init__(self, workload: Workload, flat: FlatOptions) -> None:
         self.flat = flat
         options = StockOptions(
-            gradients="asynchronous" if self.flat.pinned else "unpinned",
-            torch_adam=self.flat.torch_adam,
-            overflow_check="device",
+            pinned=flat.pinned, measured_copies=False, torch_adam=flat.torch_adam, overflow_check="device"
         )
         super().__init__(workload.one_subgroup, options)
 

@@ -13,13 +13,7 @@ from typing import Literal
 from ebbtide.simulator.rules import RuleError
 from ebbtide.simulator.schedule import Kind, Lane, OpKind, Schedule
 from ebbtide.simulator.schedules.stock import StockLoop
-from ebbtide.simulator.schedules.stock_options import (
-    HOST_GRADIENT_BYTES,
-    PAGEABLE_PASSES,
-    OverflowCheck,
-    StockOptions,
-    copies_of_gradients,
-)
+from ebbtide.simulator.schedules.stock_options import HOST_GRADIENT_BYTES, PAGEABLE_PASSES, OverflowCheck, StockOptions
 from ebbtide.simulator.update.footprint import fetched_for, moved_out
 from ebbtide.simulator.update.optimizer import FP32_BYTES
 from ebbtide.simulator.workload import Workload
@@ -40,10 +34,7 @@ class InfinityOptions:
             one is read and the previous one is written.
         pinned: True if host memory of gradients and state is pinned.
         pinned_parameters: True if host memory of parameters is pinned. If False, training waits for each copy.
-        async_gradients: True if gradients are converted to fp32 on the GPU, and backward does not wait for them
-            (DeepSpeed since 0.19.5). If False, the host waits and converts.
-        torch_adam: True if torch's own Adam updates on the CPU.
-        overflow_check: See `StockOptions`.
+        async_gradients, torch_adam, overflow_check: See `StockOptions`.
     """
 
     optimizer: StateLocation = "nvme"
@@ -74,8 +65,12 @@ class InfinityLoop(StockLoop):
     """
 
     def __init__(self, workload: Workload, options: InfinityOptions) -> None:
-        gradients = copies_of_gradients(pinned=options.pinned, asynchronous=options.async_gradients)
-        stock = StockOptions(gradients=gradients, torch_adam=options.torch_adam, overflow_check=options.overflow_check)
+        stock = StockOptions(
+            pinned=options.pinned,
+            async_gradients=options.async_gradients,
+            torch_adam=options.torch_adam,
+            overflow_check=options.overflow_check,
+        )
         super().__init__(workload, stock)
         self.where = options
         self.writes: list[int] = []  # writes of state in the latest step

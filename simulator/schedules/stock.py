@@ -16,8 +16,6 @@ from ebbtide.simulator.schedules.stock_options import (
     PRODUCTS_WAITED_FOR,
     STOCK_PASS_BYTES,
     TORCH_ADAM_PASSES,
-    UNPINNED,
-    WIDENED_ON_HOST,
     WIDENING_BYTES,
     WIDENING_S,
     StockOptions,
@@ -117,7 +115,8 @@ class StockLoop(TrainingLoop):
         elements = self.workload.layers[layer].params
         if not elements:
             return after
-        if self.options.gradients == "stock" and self.workload.stock_backward_extra_s is not None:
+        measured = self.workload.stock_backward_extra_s is not None and self.options.measured_copies
+        if measured and self._copies_behind_backward:
             return self._measured_path(layer, after)
         size_bytes = elements * self.workload.grad_bytes_per_param
         after = self._gradient_kernels(elements, layer, [after, *self.stream])
@@ -125,11 +124,15 @@ class StockLoop(TrainingLoop):
         if micro_step:  # the earlier sum is first copied to the GPU, to be added to
             first, then = then, first
         moved = self._move(then, size_bytes, layer, self._move(first, size_bytes, layer, after))
-        if self.options.gradients in WIDENED_ON_HOST and hosted:
+        if hosted and not self.options.async_gradients:
             return self._widened_on_host(hosted, layer, moved)
         if hosted:
             moved = self._move(OpKind.GRADIENT_D2H, hosted * FP32_BYTES, layer, moved)
-        return self._waited_for(layer, moved) if self.options.gradients in UNPINNED else moved
+        return moved if self.options.pinned else self._waited_for(layer, moved)
+
+    @property
+    def _copies_behind_backward(self) -> bool:
+        return self.options.pinned and self.options.async_gradients
 
     def _goes_to_host(self, subgroup: int) -> bool:
         """Return True if a subgroup's gradients are copied to host memory in the simulated DeepSpeed run.
@@ -209,7 +212,7 @@ class StockLoop(TrainingLoop):
         w = self.workload
         waited_s = w.layers[layer].backward_s * PRODUCTS_WAITED_FOR
         alone = self.bucket and layer in self.leave_last
-        if self.options.gradients in ("asynchronous", "stock") and not alone:
+        if self._copies_behind_backward and not alone:
             waits = [self.out.add(OpKind.GRADIENT_PASS, Lane.DEVICE_UPDATE, waited_s, after=waits, layer=layer)]
         return self.out.add(
             OpKind.GRADIENT_PASS,
@@ -226,7 +229,7 @@ class StockLoop(TrainingLoop):
 
     def _move(self, kind: OpKind, size_bytes: float, layer: int, after: int) -> int:
         direction = "d2h" if kind == OpKind.GRADIENT_D2H else "h2d"
-        pageable = self.options.gradients in UNPINNED
+        pageable = not self.options.pinned
         rate = f"pageable_{direction}_bytes_per_s" if pageable else f"{direction}_bytes_per_s"
         return self.out.add(
             kind,

@@ -45,22 +45,7 @@ TORCH_ADAM_PASSES = 6
 # DRAM traffic of one update by DeepSpeedCPUAdam: the state, read and written, and the gradient, read.
 ADAM_BYTES = 2 * ADAM.state_bytes + FP32_BYTES
 Updates = Literal["sequential", "interleaved", "with_backward"]
-Gradients = Literal["stock", "asynchronous", "widened_on_host", "unpinned", "unpinned_widened_on_host"]
 OverflowCheck = Literal["host", "host_fp16", "device"]
-UNPINNED: tuple[Gradients, ...] = ("unpinned", "unpinned_widened_on_host")
-WIDENED_ON_HOST: tuple[Gradients, ...] = ("widened_on_host", "unpinned_widened_on_host")
-
-
-def copies_of_gradients(*, pinned: bool, asynchronous: bool) -> Gradients:
-    """Return the way in which gradients reach host memory, as a value of `StockOptions.gradients`.
-
-    Args:
-        pinned: True if host buffers are pinned.
-        asynchronous: True if the GPU converts gradients to fp32, and backward does not wait for the copies.
-    """
-    if pinned:
-        return "stock" if asynchronous else "widened_on_host"
-    return "unpinned" if asynchronous else "unpinned_widened_on_host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +53,14 @@ class StockOptions:
     """The options that distinguish the offload strategies of DeepSpeed's ZeRO-3 from one another.
 
     Attributes:
-        gradients: Way in which gradients reach host memory. In all versions of ZeRO-3 a gradient is copied three times:
-            to a 16-bit host buffer, back to the GPU, and to an fp32 host buffer. The versions differ in three
-            properties: whether the GPU or the host converts to fp32, whether host buffers are pinned, and what waits
-            for the copies.
-
-            - ``asynchronous``: the GPU converts, buffers are pinned, and the copies run on the stream of the reductions
-              while backward of the next layers runs (DeepSpeed 0.19.8, which pins by default, and ``part_grads_async``
-              of Deep Optimizer States).
-            - ``stock``: if a profile measured the time that the copies add to backward, this time is used, otherwise
-              like ``asynchronous``.
-            - ``widened_on_host``: buffers are pinned, but training waits for the last copy, and the host converts
-              through newly allocated unpinned memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit GPU tensor to an
-              fp32 host tensor).
-            - ``unpinned``: all three copies use unpinned memory, and backward waits for each.
-            - ``unpinned_widened_on_host``: ``unpinned`` and ``widened_on_host`` together, as in DeepSpeed before
-              0.19.5, which does not pin by default.
+        pinned: True if the host buffers of gradients are pinned. In all versions of ZeRO-3 a gradient is copied three
+            times: to a 16-bit host buffer, back to the GPU, and to an fp32 host buffer. If the buffers are not pinned
+            (the default before DeepSpeed 0.19.5), backward waits for each copy.
+        async_gradients: True if the GPU converts gradients to fp32, and the copies run on the stream of the reductions
+            while backward of the next layers runs (DeepSpeed 0.19.8, and ``part_grads_async`` of Deep Optimizer
+            States). False if training waits for the last copy, and the host converts through newly allocated unpinned
+            memory (DeepSpeed before 0.19.5: ``copy_`` of a 16-bit GPU tensor to an fp32 host tensor).
+        measured_copies: True to use a profile's time of the copies, if it has one and they are pinned and asynchronous.
         updates: Order of updates. ``sequential``: one subgroup after the other, with its copies, in the step.
             ``interleaved``: CPU updates, copies and updates on the GPU run at the same time, in the step.
             ``with_backward``: the CPU update of a subgroup starts when its gradient is in host memory. Only the copy of
@@ -103,7 +80,9 @@ class StockOptions:
             ``_overflow_check_and_loss_scale_update`` of ``deepspeed/runtime/zero/stage3.py``.
     """
 
-    gradients: Gradients = "stock"
+    pinned: bool = True
+    async_gradients: bool = True
+    measured_copies: bool = True
     updates: Updates = "sequential"
     host_ratio: float = 1.0
     stride: int = 0

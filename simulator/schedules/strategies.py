@@ -13,7 +13,7 @@ from ebbtide.simulator.schedules.flat_offload import FlatOffloadLoop, FlatOption
 from ebbtide.simulator.schedules.infinity import InfinityLoop, InfinityOptions
 from ebbtide.simulator.schedules.no_offload import DeviceLoop
 from ebbtide.simulator.schedules.stock import StockLoop
-from ebbtide.simulator.schedules.stock_options import OverflowCheck, StockOptions, copies_of_gradients
+from ebbtide.simulator.schedules.stock_options import OverflowCheck, StockOptions
 from ebbtide.simulator.workload import Workload
 
 LARGEST_STRIDE = 100  # some published runs have strides larger than their number of subgroups
@@ -112,8 +112,7 @@ def zero3_offload(
         overflow_check: Place where gradients are checked for an overflow. It depends on DeepSpeed's version
             (`StockOptions`).
     """
-    gradients = copies_of_gradients(pinned=True, asynchronous=async_gradients)
-    options = StockOptions(gradients=gradients, torch_adam=torch_adam, overflow_check=overflow_check)
+    options = StockOptions(async_gradients=async_gradients, torch_adam=torch_adam, overflow_check=overflow_check)
     return _stock(workload, "zero3_offload", options, iterations)
 
 
@@ -128,8 +127,9 @@ def zero3_offload_unpinned(
 
     Backward waits for each copy from and to unpinned memory.
     """
-    gradients = copies_of_gradients(pinned=False, asynchronous=async_gradients)
-    options = StockOptions(gradients=gradients, torch_adam=torch_adam, overflow_check=overflow_check)
+    options = StockOptions(
+        pinned=False, async_gradients=async_gradients, torch_adam=torch_adam, overflow_check=overflow_check
+    )
     return _stock(workload, "zero3_offload_unpinned", options, iterations)
 
 
@@ -138,7 +138,7 @@ def zero3_offload_async(workload: Workload, iterations: int = 3) -> Schedule:
 
     The strategy `zero3_offload` simulates this time only if no profile has measured it.
     """
-    options = StockOptions(gradients="asynchronous")
+    options = StockOptions(measured_copies=False)
     return _stock(workload, "zero3_offload_async", options, iterations)
 
 
@@ -164,8 +164,9 @@ def twin_flow(
             "Set async_gradients or pinned to True",
             "options.async_gradients",
         )
-    gradients = copies_of_gradients(pinned=pinned, asynchronous=async_gradients)
-    options = StockOptions(host_ratio=ratio, gradients=gradients, overflow_check=overflow_check)
+    options = StockOptions(
+        pinned=pinned, async_gradients=async_gradients, host_ratio=ratio, overflow_check=overflow_check
+    )
     return _stock(workload, "twin_flow", options, iterations)
 
 
@@ -184,7 +185,7 @@ def deep_optimizer_states(
             key="options.stride",
         )
     options = StockOptions(
-        gradients="asynchronous",
+        measured_copies=False,
         updates="interleaved",
         host_ratio=ratio,
         stride=stride,

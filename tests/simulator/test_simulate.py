@@ -325,7 +325,7 @@ def test_stocks_gradients_queue_on_one_stream_beside_backward():
     1 s late, because the GPU is still busy with matrix products of backward. The simulator assumes that this delay is a
     third of the time that backward of the layer takes, which is 3 s here.
     """
-    found = stock(gradients="asynchronous")
+    found = stock(measured_copies=False)
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (5, 8)]
     assert rounded(found, OpKind.GRADIENT_D2H) == [(6, 26), (46, 86), (87, 107), (127, 167)]
     assert rounded(found, OpKind.GRADIENT_H2D) == [(26, 46), (107, 127)]
@@ -334,7 +334,7 @@ def test_stocks_gradients_queue_on_one_stream_beside_backward():
 
 
 def test_gradients_that_the_host_widens_hold_backward_up_and_residents_do_not():
-    found = stock(gradients="widened_on_host", host_ratio=0.5)
+    found = stock(async_gradients=False, host_ratio=0.5)
     # Layer 1: copied to the host, back, and again in 16 bits, and 40 bytes converted to fp32 before layer 0 may begin.
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
     # Layer 0 is resident: copied to the host and back.
@@ -343,7 +343,7 @@ def test_gradients_that_the_host_widens_hold_backward_up_and_residents_do_not():
 
 
 def test_unpinned_gradients_cross_three_times_before_backward_goes_on():
-    found = stock(gradients="unpinned")
+    found = stock(pinned=False)
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (85, 88)]
     assert rounded(found, OpKind.NORM) == [(168, 168)]
 
@@ -355,7 +355,7 @@ def test_unpinned_gradients_of_older_builds_are_also_widened_on_the_host():
     Backward of layer 0 starts 100 s after backward of layer 1 has ended. In between, three copies take 20 s each, and a
     conversion takes 40 s.
     """
-    found = stock(gradients="unpinned_widened_on_host")
+    found = stock(pinned=False, async_gradients=False)
     assert rounded(found, OpKind.BACKWARD) == [(2, 5), (105, 108)]
     assert rounded(found, OpKind.GRADIENT_D2H) == [(5, 25), (45, 65), (108, 128), (148, 168)]
 
@@ -395,7 +395,7 @@ def test_one_thread_takes_longer_to_widen_bf16_than_to_copy_it():
     ends = []
     for dtype, threads in (("fp16", 1), ("bf16", None), ("bf16", 4), ("bf16", 1)):
         work = workload((10**9, 10**9)).model_copy(update={"wire_dtype": dtype, "stock_threads": threads})
-        loop = StockLoop(work, StockOptions(gradients="widened_on_host", overflow_check="device"))
+        loop = StockLoop(work, StockOptions(async_gradients=False, overflow_check="device"))
         loop.run(1)
         on = machine(pageable_d2h_bytes_per_s=Quantity.exact(5e9), dram_bytes_per_s=Quantity.exact(1e12))
         widened = [op for op in loop.out.ops if (op.kind, op.lane) == (OpKind.GRADIENT_PASS, Lane.COMPUTE)]

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.schedule import Schedule
     from ebbtide.simulator.timeline import Timeline
-    from ebbtide.simulator.update.pausing import StepTimes
     from ebbtide.simulator.workload import Workload
+
+
+_SECONDS = ("iteration_s", "iteration_low_s", "iteration_high_s")
+_EARLY = ("clip_rate", "unclipped_s")  # of a plan with early updates
 
 
 def _strategies(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
@@ -89,7 +92,7 @@ def simulate(
     work, name, options = _stock(strategy, trained) if plan_file is None else _planned(plan_file, trained)
     asked = {"device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "margin": memory_margin}
     limits = _limits(work, measured, options.get("plan"), asked)
-    timeline, figures = _simulated(work, measured, name, options)
+    timeline, figures = _simulated(work, measured, name, options, limits)
     _draw(timeline, trace, plot)
     missing = limits.shortfall(timeline)
     if as_json:
@@ -119,11 +122,12 @@ def _limits(work: Workload, machine: Machine, plan: Plan | None, asked: Mapping[
 
 
 def _simulated(
-    work: Workload, machine: Machine, name: str, options: Mapping[str, Any]
+    work: Workload, machine: Machine, name: str, options: Mapping[str, Any], limits: Limits
 ) -> tuple[Timeline, dict[str, Any]]:
     from ebbtide.simulator.engines.reference import simulate as run
     from ebbtide.simulator.schedules.strategies import build_strategy
     from ebbtide.tuner.calibrate.interval import workload_interval_s
+    from ebbtide.tuner.placements.planning import predict
 
     def build(of: Workload) -> Schedule:
         return build_strategy(name, of, **options)
@@ -133,10 +137,13 @@ def _simulated(
         timeline = run(build(work), machine)
         progress(0.4, "what the rates' spread makes of it")
         if "plan" in options:
-            interval_s, times = _under_plan(work, machine, options["plan"])
+            told = predict(work, machine, options["plan"], limits)
+            seconds = told.model_dump(include={*_SECONDS, *(_EARLY if told.clip_rate is not None else ())})
         else:
-            interval_s, times = workload_interval_s(build, work, machine), None
-        return timeline, _figures(work, timeline, interval_s, times)
+            low_s, high_s = workload_interval_s(build, work, machine)
+            seconds = dict(zip(_SECONDS, (timeline.iteration_s, low_s, high_s), strict=True))
+    peaks = {name: getattr(timeline, name) for name in ("device_peak_bytes", "host_peak_bytes")}
+    return timeline, {"strategy": timeline.strategy, **seconds, **timeline.phases(), **peaks}
 
 
 def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[tuple[str, str]]:
@@ -157,33 +164,6 @@ def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[
     taken = figures["host_peak_bytes"] + (figures["device_peak_bytes"] if limits.unified else 0)
     yield "host memory", f"{size(taken)} of {size(limits.host_bytes)} {usable}"
     yield "fits", f"no: it {missing}" if missing else "yes"
-
-
-def _figures(
-    work: Workload, timeline: Timeline, interval_s: tuple[float, float], times: StepTimes | None
-) -> dict[str, Any]:
-    low_s, high_s = interval_s
-    seconds = times.mean_s(work.expected_clip_rate) if times else timeline.iteration_s
-    early = {"clip_rate": work.expected_clip_rate, "unclipped_s": times.right_s} if times else {}
-    return {
-        "strategy": timeline.strategy,
-        "iteration_s": seconds,
-        "iteration_low_s": low_s * seconds / timeline.iteration_s,
-        "iteration_high_s": high_s * seconds / timeline.iteration_s,
-        **early,
-        **timeline.phases(),
-        "device_peak_bytes": timeline.device_peak_bytes,
-        "host_peak_bytes": timeline.host_peak_bytes,
-    }
-
-
-def _under_plan(work: Workload, machine: Machine, plan: Plan) -> tuple[tuple[float, float], StepTimes | None]:
-    from ebbtide.simulator.analysis.expected import step_times
-    from ebbtide.simulator.analysis.many_plans import PlanSweep
-    from ebbtide.tuner.calibrate.interval import plan_interval_s
-
-    sweep = PlanSweep(work, machine)
-    return plan_interval_s(sweep, plan), step_times(work, machine, plan, sweep.result)
 
 
 def _draw(timeline: Timeline, trace: str | None, plot: str | None) -> None:
