@@ -1,5 +1,8 @@
 """Tests of early updates, which start before the gradient norm is known: the results equal stock DeepSpeed's,
 bit for bit, whether the early updates are kept or rolled back.
+
+The plans update DeepSpeed's own subgroups, or parts of them. What only plans with parts have is tested in
+`test_early_pieces.py`.
 """
 
 import functools
@@ -12,10 +15,11 @@ from deepspeed.utils import safe_get_full_grad, safe_set_full_fp32_param, safe_s
 from ebbtide.runtime.zero.flat_partitions import FlatState
 from ebbtide.simulator import PlanError
 
-from studies.bench.bits import state_of
+from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches
-from tests.runtime.contract.test_bits import engine_for, stock
-from tests.runtime.contract.training import DEVICES, assert_same, attached, outcome, plan_for, start, steps
+from tests.runtime.contract import test_bits
+from tests.runtime.contract.test_pieces import LARGE, dropping
+from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, plan_for, start, steps
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
@@ -24,30 +28,64 @@ pytestmark = [
 DEVICE = "emulated"
 SCALED_STEPS = 8  # the first of these steps overflow
 OVERFLOWS = {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}
-
-
+CASES = {
+    **test_bits.CASES,
+    "dropout": {"model": dropping},
+    "offloaded": {"offload_param": {"device": "cpu"}, "accumulation": 2},
+    "overflows": {"precision": "fp16", "extra": {"fp16": OVERFLOWS}},
+}
 ALL = {"speculate": 99, "speculate_visits": 99, "host_slots": 9}
+MIXED = ["host", "device", "resident", "device"]
 PATTERNS = {
     "host": ["host"],
     "staged": ["device"],
-    "both": ["host", "device", "resident", "device"],
+    "mixed": MIXED,
     "beside stored": ["stored", "host", "device"],
+    "all": [*MIXED, "stored"],
 }
+PIECES = {f"pieces {name}": PATTERNS[name] for name in ("host", "staged", "mixed")}
+PLANS = PATTERNS | PIECES
 
 
-@pytest.fixture(params=["both", "beside stored"])
-def pattern(request):
-    return PATTERNS[request.param]
+def engine_for(name, case="no_clipping", **options):
+    """Return an engine without a plan, and without gradient clipping unless the case or an option sets it.
+
+    Args:
+        name: Name of the plan in `PLANS` that the engine may get. If the plan cuts DeepSpeed's subgroups, these are
+            large.
+    """
+    options = {"clipping": 0.0, "subgroup_size": LARGE if name in PIECES else SUBGROUP, **CASES[case], **options}
+    if "model" in options:
+        options["model"] = options["model"]()
+    return start(**options)
 
 
-def pausing(engine, pattern=("host",), **fields):
-    """Attach a plan with early updates, which may start before the gradient norm is known. Return the engine
-    and a list.
+@functools.cache
+def trained(train, name, *args, **options):
+    """Train an engine without a plan, and return the result of ``train``, which gets the engine and ``args``."""
+    return train(engine_for(name, **options), *args)
+
+
+def stock(train, name, *args, **options):
+    """Return stock DeepSpeed's result, which is trained once for all plans with subgroups of the same size."""
+    return trained(train, "pieces mixed" if name in PIECES else "mixed", *args, **options)
+
+
+def pausing(name, options=None, **fields):
+    """Return an engine under a plan with early updates, which may start before the gradient norm is known, and a list.
 
     Each step appends to the list the number of early updates that were begun, and the number that were kept.
+
+    Args:
+        name: Name of the plan in `PLANS`.
+        options: Arguments of `engine_for`.
+        fields: Further fields of the plan.
     """
-    attached(engine, list(pattern), DEVICE, **(ALL | fields))
+    engine = engine_for(name, **(options or {}))
+    attached(engine, PLANS[name], DEVICE, pieces=name in PIECES, **(ALL | fields))
     session, counts = engine.optimizer._ebbtide, []
+    assert (len(session.plan.placements) > len(engine.optimizer.fp16_groups)) == (name in PIECES)
+    assert updated_early(engine)
     settle = session.executor.settle
 
     def counted(jobs):
@@ -67,106 +105,101 @@ def updated_early(engine):
     return sum(engine.optimizer._ebbtide.plan.updated_early)
 
 
+RIGHT = ["no_clipping", "accumulation", "fp32", "parameter_groups"]
+RIGHT_PIECES = [*RIGHT, "one_subgroup", "fp32_accumulation", "l2_adam", "small_buckets", "frozen_parameters", "dropout"]
+
+
 @pytest.mark.parametrize(
-    ("case", "name", "overlap"),
+    ("name", "case", "fields"),
     [
-        *(("no_clipping", name, True) for name in PATTERNS),
-        ("no_clipping", "both", False),
-        *((case, "both", True) for case in ("accumulation", "fp32", "parameter_groups", "learning_rate_schedule")),
+        *((name, "no_clipping", {}) for name in PATTERNS),
+        ("mixed", "no_clipping", {"overlap_forward": False}),
+        *(("mixed", case, {}) for case in (*RIGHT[1:], "learning_rate_schedule")),
+        *(("pieces mixed", case, {}) for case in RIGHT_PIECES),
+        *((name, "accumulation", {"device_sums": True}) for name in PIECES),
     ],
 )
-def test_right_early_updates(case, name, overlap):
-    engine, counts = pausing(engine_for(case), PATTERNS[name], overlap_forward=overlap)
+def test_right_early_updates(name, case, fields):
+    engine, counts = pausing(name, {"case": case}, **fields)
     count = updated_early(engine)
-    assert_same(outcome(engine), stock(case))
-    assert case != "no_clipping" or counts == [(count, count)] * 4
+    assert_same(outcome(engine), stock(outcome, name, case=case))
+    assert counts == [(count, count)] * len(counts)
+    assert counts
 
 
-def clipping_hard():
-    # Each subgroup has several gradients, because the norm of a single gradient would be known only after it.
-    return start(clipping=0.01, subgroup_size=17_000)
+NEVER, ALWAYS, UNTIL_PAUSED = [0] * 4, [1] * 4, [1, 1, 0, 0]
 
 
-@functools.cache
-def stock_clipping_hard():
-    return outcome(clipping_hard())
-
-
-@pytest.mark.parametrize(("name", "proved"), [("both", True), *((name, False) for name in PATTERNS)])
-def test_wrong_early_updates_are_redone_and_then_left_out(name, proved):
+@pytest.mark.parametrize(
+    ("name", "begun"),
+    [
+        *((name, NEVER) for name in ("mixed", "pieces mixed")),
+        *((name, UNTIL_PAUSED) for name in PATTERNS),
+        *((name, ALWAYS) for name in PIECES),
+    ],
+)
+def test_wrong_early_updates_are_redone_and_then_left_out(name, begun):
     """Check that early updates, which start before the gradient norm is known, are rolled back and redone if the
     step clips. Every step of this test clips.
 
-    The test runs twice. With the runtime's own check of the first gradients' norms, no early update starts,
-    because these norms show that the step will clip. Without this check, early updates start in the first two
-    steps. Then the runtime pauses early updates, so the later steps have none.
+    With the runtime's own check of the first gradients' norms, no early update starts, because these norms show that
+    the step will clip. Without this check, early updates start in the first two steps. Then the runtime pauses early
+    updates, so the later steps have none, unless the test keeps it from that.
     """
-    engine, counts = pausing(clipping_hard(), PATTERNS[name])
+    # Each subgroup has several gradients, because the norm of a single gradient would be known only after it.
+    options = {"case": "clips_hard"} | ({} if name in PIECES else {"subgroup_size": 17_000})
+    engine, counts = pausing(name, options, subgroup=17_000)
     count = updated_early(engine)
-    if not proved:
+    if begun != NEVER:
         engine.optimizer.early_updates_allowed = lambda: True
-    assert_same(outcome(engine), stock_clipping_hard())
-    begun = [0] * 4 if proved else [count, count, 0, 0]
-    assert counts == [(n, 0) for n in begun]
+    if begun == ALWAYS:
+        never_pause(engine)
+    assert_same(outcome(engine), stock(outcome, name, **options))
+    assert counts == [(count * n, 0) for n in begun]
 
 
 @functools.cache
 def at_a_bound_that_some_steps_reach():
-    norms = sorted(stock("no_clipping")[2])
+    norms = sorted(stock(outcome, "mixed")[2])
     return (norms[1] + norms[2]) / 2
 
 
-@functools.cache
-def stock_where_some_steps_clip():
-    return outcome(start(clipping=at_a_bound_that_some_steps_reach()))
-
-
-MIXED = ["host", "device", "resident", "device", "stored"]
-ACTING = [
-    (["host"], {}),
-    (["device"], {"staging_slots": 1}),
-    (["device"], {"staging_slots": 9, "prefetch": 9}),
-    *((MIXED, fields) for fields in ({"order_seed": 3}, {"speculate_visits": 2}, {"host_slots": 1}, {"host_slots": 2})),
-]
-
-
-@pytest.mark.parametrize(("mixed", "fields"), ACTING)
-def test_some_steps_clip(mixed, fields):
-    clipping = at_a_bound_that_some_steps_reach()
-    engine, counts = pausing(start(clipping=clipping), mixed, **fields)
+@pytest.mark.parametrize(
+    ("name", "fields", "accumulation"),
+    [
+        ("host", {}, 1),
+        ("staged", {"staging_slots": 1}, 1),
+        ("staged", {"staging_slots": 9, "prefetch": 9}, 1),
+        *(("all", fields, 1) for fields in ({"order_seed": 3}, {"speculate_visits": 2}, {"host_slots": 1})),
+        ("all", {"host_slots": 2}, 1),
+        ("pieces host", {}, 2),
+        ("pieces staged", {"staging_slots": 1}, 1),
+        ("pieces staged", {"staging_slots": 9, "prefetch": 9}, 1),
+        ("pieces mixed", {"order_seed": 3}, 1),
+        ("pieces mixed", {"speculate_visits": 2}, 1),
+        ("pieces mixed", {}, 2),
+    ],
+)
+def test_some_steps_clip(name, fields, accumulation):
+    options = {"clipping": at_a_bound_that_some_steps_reach(), "accumulation": accumulation}
+    engine, counts = pausing(name, options, **fields)
     never_pause(engine)
-    assert_same(outcome(engine), stock_where_some_steps_clip())
-    assert {right > 0 for begun, right in counts if begun} == {True, False}
+    assert_same(outcome(engine), stock(outcome, name, **options))
+    assert accumulation > 1 or {right > 0 for begun, right in counts if begun} == {True, False}
 
 
-def overflowing():
-    return start(precision="fp16", clipping=0.0, extra={"fp16": OVERFLOWS})
-
-
-@functools.cache
-def stock_where_some_steps_overflow():
-    return outcome(overflowing(), SCALED_STEPS)
-
-
-def test_overflows(monkeypatch, pattern):
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
-    assert_overflows_are_redone(*pausing(overflowing(), pattern), stock_where_some_steps_overflow())
-
-
-def assert_overflows_are_redone(engine, counts, stock):
+@pytest.mark.parametrize("name", ["all", "pieces mixed"])
+def test_overflows(monkeypatch, name):
     """Check that training steps with early updates, some of which overflow, have stock DeepSpeed's results.
 
     In the steps that do not overflow, some early updates (begun before the gradient norm is known) must be kept.
     """
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    engine, counts = pausing(name, {"case": "overflows"})
     never_pause(engine)
-    assert_same(outcome(engine, SCALED_STEPS), stock)
+    assert_same(outcome(engine, SCALED_STEPS), stock(outcome, name, SCALED_STEPS, case="overflows"))
     assert any(right for _, right in counts)
     assert len(counts) < SCALED_STEPS, "some step must have overflowed"
-
-
-@functools.cache
-def stock_steps(change, count=4):
-    return steps(start(clipping=0.0), change, count)
 
 
 def with_a_skipped_step(engine):
@@ -182,21 +215,17 @@ def with_a_skipped_step(engine):
     return state, torch.stack(losses), None
 
 
-@functools.cache
-def stock_with_a_skipped_step():
-    return with_a_skipped_step(start(clipping=50.0))
-
-
-def test_staged_updates_of_a_skipped_step_without_early_updates(pattern):
+@pytest.mark.parametrize("name", ["all", "pieces mixed"])
+def test_staged_updates_of_a_skipped_step_without_early_updates(name):
     """Check that optimizer state that was copied to the GPU for an update stays there for the next step if
     this step is skipped.
 
     The NaN in the first gradients already shows that the step will be skipped, so no update starts before
     the gradient norm is known.
     """
-    engine, counts = pausing(start(clipping=50.0), pattern, staging_slots=1, prefetch=1)
+    engine, counts = pausing(name, {"clipping": 50.0}, staging_slots=1, prefetch=1)
     count = updated_early(engine)
-    assert_same(with_a_skipped_step(engine), stock_with_a_skipped_step())
+    assert_same(with_a_skipped_step(engine), stock(with_a_skipped_step, name, clipping=50.0))
     assert counts == [(count, count)] * 4
 
 
@@ -225,29 +254,35 @@ def another_moment_in_place(engine, number):
         engine.optimizer.state[master]["exp_avg"].mul_(0.5 + number)
 
 
-SAID = [another_rate, another_gradient, another_master]
+def again(engine, number):
+    engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(90 + number, engine.device)))
+
+
+SAID = [another_rate, another_gradient, another_master, again]
 IN_PLACE = [another_master_in_place, another_moment_in_place]  # writes to a view of stored state have no effect
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("name", "change"),
     [
-        *((change, "both") for change in (*SAID, *IN_PLACE)),
-        *((change, "beside stored") for change in SAID),
-        *((change, name) for change in IN_PLACE for name in ("host", "staged")),
+        *((name, change) for name in ("all", "pieces mixed") for change in SAID),
+        *((name, change) for name in ("host", "staged", "mixed", *PIECES) for change in IN_PLACE),
     ],
 )
-def test_what_changes_between_backward_and_step(change, name):
-    engine, counts = pausing(start(clipping=0.0), PATTERNS[name])
-    assert_same(steps(engine, change), stock_steps(change))
-    assert any(right < subgroups_begun for subgroups_begun, right in counts) or any(begun == 0 for begun, _ in counts)
+def test_what_changes_between_backward_and_step(name, change):
+    """Check that early updates are discarded if a script changes what they read, or a second backward adds to
+    their gradients.
+    """
+    engine, counts = pausing(name)
+    assert_same(steps(engine, change, 5), stock(steps, name, change, 5))
+    assert change is again or any(right < begun or begun == 0 for begun, right in counts)
 
 
 @pytest.mark.parametrize("change", IN_PLACE)
 def test_what_has_come_in_already_comes_again_when_it_is_changed(change):
     """Check that state is copied to the GPU again if a script changes it after its copy and before the step."""
-    engine = attached(start(clipping=0.0), ["device"], DEVICE, prefetch=2)
-    assert_same(steps(engine, change), stock_steps(change))
+    engine = attached(engine_for("staged"), ["device"], DEVICE, prefetch=2)
+    assert_same(steps(engine, change, 5), stock(steps, "staged", change, 5))
 
 
 @pytest.mark.parametrize("placement", ["device", "resident"])
@@ -273,47 +308,40 @@ def test_what_is_changed_in_place_below_stage_3(placement, monkeypatch):
     assert len(taken) == (3 if placement == "resident" else 0), "state must be copied back in changed steps only"
 
 
-def again(engine, number):
-    engine.backward(engine(*Batches(2, SIZES["tiny"].sequence).at(90 + number, engine.device)))
-
-
-def test_a_second_backward_before_the_step(pattern):
-    """Check that early updates are discarded if a second backward adds to their gradients."""
-    engine, _ = pausing(start(clipping=0.0), pattern)
-    assert_same(steps(engine, again), stock_steps(again))
-
-
 def nothing(engine, number):
     pass
 
 
-def test_a_checkpoint_in_flight(tmp_path, pattern, small_blocks):
+@pytest.mark.parametrize("name", ["mixed", "beside stored", "pieces mixed", "pieces host"])
+def test_a_checkpoint_in_flight(tmp_path, name, small_blocks):
     """Check that an early update does not write to memory from which a checkpoint is still being written."""
+    saved = (1, 2, 4)  # early updates of parts write to DeepSpeed's own tensors in every second step
 
     def save(engine, number):
-        if number in (1, 3):
+        if number in saved:
             engine.save_checkpoint(str(tmp_path), tag=f"{number}")
 
     slow = {"checkpoint": {"write_bytes_per_s": 1e6, "dir": str(tmp_path)}}
-    if "stored" in pattern:
-        slow["checkpoint"]["keep"] = 2
+    if name == "beside stored":
+        slow["checkpoint"]["keep"] = len(saved)
         slow["storage_dir"] = str(tmp_path / "state")
-    engine, counts = pausing(start(clipping=0.0), pattern, **slow)
+    engine, counts = pausing(name, **slow)
     steps(engine, nothing, 6, save)
     assert all(begun == right > 0 for begun, right in counts)
-    for number in (1, 3):
-        expected = stock_steps(nothing, number + 1)[0]
-        ours = start(clipping=0.0)
-        if "stored" in pattern:
-            attached(ours, pattern, DEVICE, **slow)
-        ours.load_checkpoint(str(tmp_path), tag=f"{number}")
-        assert_same((state_of(ours), torch.zeros(1), 0), (expected, torch.zeros(1), 0))
-        ours.destroy()
+    for number in saved:
+        expected = stock(steps, name, nothing, number + 1)[0]
+        resumed = [pausing(name, **slow)[0]]
+        if name != "beside stored":  # stock DeepSpeed has no state on a drive
+            resumed.append(engine_for(name))
+        for ours in resumed:
+            ours.load_checkpoint(str(tmp_path), tag=f"{number}")
+            assert not differences(state_of(ours), expected)
+            ours.destroy()
 
 
 @pytest.mark.parametrize(("placement", "name"), [("host", "speculate"), ("device", "speculate_visits")])
 def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name):
-    engine, _ = pausing(start(clipping=0.0), [placement], **{name: 2})
+    engine, _ = pausing({"host": "host", "device": "staged"}[placement], **{name: 2})
     session = engine.optimizer._ebbtide
 
     def switch(engine, number):
@@ -325,7 +353,7 @@ def test_another_plan_gives_the_memory_back_and_takes_it_again(placement, name):
         assert len(sizes) == number % 3
         assert session.executor.early_updates.nbytes == 14 * sum(sizes) != held
 
-    assert_same(steps(engine, nothing, 5, switch), stock_steps(nothing, 5))
+    assert_same(steps(engine, nothing, 5, switch), stock(steps, "mixed", nothing, 5))
 
 
 @pytest.mark.parametrize("placement", ["host", "device"])
