@@ -3,7 +3,6 @@
 import atexit
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -81,7 +80,7 @@ from filelock import FileLock
 from hypothesis import settings
 
 from studies.bench.rank import remove_left_buffers
-from tests.prepared import ADDRESS, Prepared
+from tests.prepared import ADDRESS, Prepared, fork_program
 
 # In CI, the examples are always the same, so that a failed run can be repeated. No example has a deadline.
 settings.register_profile("ci", derandomize=True, deadline=None)
@@ -165,7 +164,7 @@ def pytest_xdist_setupnodes(config, specs):
 
     forking = Prepared(workers=True)
     config.stash[PREPARED].append(forking)
-    program = shlex.join([sys.executable, "-IS", str(Path(__file__).with_name("forked_worker.py")), forking.address])
+    program = fork_program(address=forking.address)
     specs[:] = [execnet.XSpec(f"{spec}//id={spec.id}//python={program}") for spec in specs]
 
 

@@ -19,6 +19,7 @@ import os
 import pkgutil
 import runpy
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -97,6 +98,18 @@ def run(words, *, env=None, cwd=None, finalize=False, timeout=None):
     The arguments are those of `Started`.
     """
     return Started(words, env=env, cwd=cwd, finalize=finalize).wait(timeout)
+
+
+def fork_program(*words, address=None):
+    """Return a shell's command line that runs a Python program in a fork of a prepared process, with the shell's
+    folder, environment, input and output.
+
+    Args:
+        words: Arguments of Python, as for `Started`. The shell may append arguments of the program.
+        address: Path of the prepared process's socket. None means that of the process in which tests run programs.
+    """
+    client = Path(__file__).with_name("forked_client.py")
+    return shlex.join([sys.executable, "-IS", str(client), address or os.environ[ADDRESS], *words])
 
 
 class Prepared:
@@ -247,9 +260,12 @@ def _serve(path, before_fork, children):
 
 
 def prepare():
-    """Import once what most programs of the tests import, and load DeepSpeed's compiled ops."""
+    """Import once what most programs of the tests import, and load DeepSpeed's compiled ops and the tuner's kernels."""
     if MODULES[-1] in sys.modules:
         return
+    from click.testing import CliRunner
+    from ebbtide.tuner import cli
+
     from studies.bench.deepspeed_ops import build_host_ops
     from studies.bench.many_engines import answer_once
     from studies.checkpoints.run import warm_up
@@ -259,6 +275,9 @@ def prepare():
     build_host_ops()  # at the same time as tests that compile the same ops, of which one waits for the other
     warm_up()
     answer_once()
+    plan = ["plan", "--quick", "--machine", "rtx4090", "--model", "Llama 3.2 1B"]
+    made = CliRunner().invoke(cli.main, [*plan, "-o", str(Path(sys.argv[1]).with_name("plan.json"))])
+    assert made.exit_code == 0, made.output
 
 
 def import_all():

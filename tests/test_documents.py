@@ -13,8 +13,8 @@ from ebbtide.runtime.frontdoor.request import read_request
 
 from studies.bench.rank import free_port
 from tests.cheap_start.short_search import SHORT
-from tests.commands import Commands
 from tests.conftest import of_a_new_shell
+from tests.prepared import fork_program
 from tests.test_pages import DOCS, ROOT, WRITTEN, what_pages_take_for_given
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -56,16 +56,30 @@ def test_a_config_that_is_shown_is_one(page):
             assert read_request({**key, "plan": "auto"})
 
 
+# A command `tune`, which a process forked from the prepared one runs (`tests.prepared`).
+TUNE = f"""
+import sys
+from ebbtide.tuner.cli import main
+from ebbtide.tuner.placements import decision
+from short_search import shorten
+shorten(decision)
+sys.path[:] = [folder for folder in sys.path[1:] if folder != {str(ROOT)!r}]
+main(prog_name="tune")
+"""
+
+
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
     """Return environment variables for a shell in which the command `tune` starts fast.
 
-    In this shell `tune` runs in a fork of a process that has already imported ebbtide.
+    In this shell `tune` runs in a fork of a process that has already imported ebbtide. Tests of the start of `tune`
+    itself use a new interpreter instead: `test_wheel.py`, `tuner/test_first_contact.py`.
     """
     variables = of_a_new_shell() | {"PYTHONPATH": CHEAP_START, SHORT: "1"}
-    commands = Commands(tmp_path_factory.mktemp("commands") / "bin", variables)
-    yield variables | {"PATH": os.pathsep.join([str(commands.folder), variables["PATH"]])}
-    commands.end()
+    program = tmp_path_factory.mktemp("bin") / "tune"
+    program.write_text(f'#!/bin/sh\nexec {fork_program("-c", TUNE)} "$@"\n')
+    program.chmod(0o755)
+    return variables | {"PATH": os.pathsep.join([str(program.parent), variables["PATH"]])}
 
 
 @pytest.fixture(scope="module")

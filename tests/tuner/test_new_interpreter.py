@@ -1,6 +1,6 @@
 """Tests that each `tune` command imports all modules that it uses.
 
-In a test process, or in a fork of one (`tests.commands`), other code has imported most modules of ebbtide before the
+In a test process, or in a fork of one (`tests.prepared`), other code has imported most modules of ebbtide before the
 command begins. A missing import then shows only to users. So each command runs here in a new interpreter.
 """
 

@@ -1,7 +1,9 @@
-"""A small program that pytest-xdist starts for each of its workers. It asks a prepared process (`tests.prepared`),
-which has already imported torch and DeepSpeed, to fork the worker. It ends when the worker ends.
+"""A small program that asks a prepared process (`tests.prepared`), which has already imported torch and DeepSpeed, to
+fork itself and run a Python program. It ends when the fork ends.
 
-    python -IS forked_worker.py SOCKET -u -c PROGRAM
+pytest-xdist starts it for each of its workers, and tests of the documentation start it for each command `tune`.
+
+    python -IS forked_client.py SOCKET -c PROGRAM
 """
 
 import json
