@@ -135,7 +135,8 @@ def simulate_fast(schedule: Schedule | CompiledSchedule, machine: Machine) -> Si
         schedule = compile_schedule(schedule)
     count = schedule.ops.shape[0]
     start_s, end_s = np.zeros(count), np.zeros(count)
-    on = rate_vector(schedule, machine), capacity_vector(machine, schedule.schedule.ranks_per_node)
+    rates = np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
+    on = rates, capacity_vector(machine, schedule.schedule.ranks_per_node)
     waits = schedule.after_first, schedule.after
     row = run(schedule.ops, waits, (*on, machine_vector(machine)), (start_s, end_s), schedule.schedule.iterations)
     row[summary.DEVICE_PEAK] += schedule.schedule.device_base_bytes
@@ -156,7 +157,7 @@ def run(
 
     Args:
         waits: Arrays ``after_first`` and ``after`` of `CompiledSchedule`.
-        on: Arrays of `rate_vector`, `capacity_vector` and `machine_vector`.
+        on: Arrays of the ops' speeds in the order of ``rate_keys``, of `capacity_vector` and of `machine_vector`.
         times: Two arrays that receive the start and the end of each op, in seconds.
         warm_up: Number of first iterations that do not count for the mean time of an iteration.
     """
@@ -179,15 +180,6 @@ def result(row: Floats, start_s: Floats, end_s: Floats) -> SimResult:
     times, sizes = np.split(row, [summary.DEVICE_PEAK])
     fields = [*times.tolist(), *sizes.astype(np.int64).tolist(), start_s, end_s]
     return SimResult(*fields)
-
-
-def rate_vector(schedule: CompiledSchedule, machine: Machine) -> Floats:
-    """Return the speeds at which the ops of a compiled schedule run on a machine, as an array.
-
-    The speeds are, for example, bytes per second of copies and parameters per second of updates. Their order is that of
-    the schedule's ``rate_keys``.
-    """
-    return np.array([machine.op_rate(*key) for key in schedule.rate_keys], dtype=np.float64)
 
 
 def capacity_vector(machine: Machine, ranks: int) -> Floats:

@@ -12,7 +12,7 @@ from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
 from ebbtide.tuner.placements.locations import begun, brought
 from ebbtide.tuner.placements.memory import ImpossibleError
-from ebbtide.tuner.placements.planning import predict
+from ebbtide.tuner.placements.planning import plan_of
 from ebbtide.tuner.placements.speculation import about_early_updates
 
 
@@ -60,12 +60,9 @@ def quick_or_roomiest(workload: Workload, machine: Machine, limits: Limits, **fr
 
 def best_of(found: Decision) -> Plan:
     """Convert the decision of a short plan search into a plan, with its predicted iteration and the reasons for it."""
-    search = found.search
-    workload, machine, limits = search.workload, search.machine, search.limits
-    made = found.chosen.plan(workload, **found.folders)
-    prediction = predict(workload, machine, made, limits, search.bound.iteration_s, sweep=search.sweep)
-    near = above_bound(prediction) < LITTLE
+    made, search = plan_of(found), found.search
+    assert made.prediction is not None
+    near = above_bound(made.prediction) < LITTLE
     more = f"a full search can make it at most {LITTLE:.1%} faster" if near else "a full search may find a better one"
-    made = made.model_copy(update={"prediction": prediction})
-    why = (f"a quick plan: {more}", *about_early_updates(search, made, found.plain_s), *brought(search, made))
+    why = (f"a quick plan: {more}", *about_early_updates(search, made), *brought(search, made))
     return made.model_copy(update={"reasons": why})

@@ -181,7 +181,8 @@ def _offload_beside(workload: Workload, plan: Plan | None, limits: Limits | None
     device_bytes = limits.device_bytes if limits else made_for.get("device", 0)
     if plan.stores and offload.optimizer != "nvme":
         offload = replace(_alone(offload), optimizer="nvme", pipelined=True)
-    if "host" in plan.parameter_locations and not _holds_parameters(workload, device_bytes):
+    all_on_device_bytes = workload.device_base_bytes + workload.activation_bytes
+    if "host" in plan.parameter_locations and all_on_device_bytes > device_bytes:
         offload = replace(_alone(offload), parameters="cpu")
     return offload
 
@@ -220,16 +221,6 @@ def _other_settings(offload: Offloading, *, parameters: bool, pinning: bool) -> 
     if pinning and not offload.superoffload:  # SuperOffload has pinned buffers of its own
         pinned = not offload.pinned
         yield f"pin_memory {str(pinned).lower()}", replace(offload, pinned=pinned, pinned_parameters=pinned)
-
-
-def _holds_parameters(workload: Workload, device_bytes: int) -> bool:
-    """Return True if ``device_bytes`` of GPU memory are enough for training with DeepSpeed while all 16-bit parameters
-    stay on the GPU.
-
-    The memory needed is that of the parameters and gradient buckets (``device_base_bytes`` of the workload) and that of
-    the activations.
-    """
-    return workload.device_base_bytes + workload.activation_bytes <= device_bytes
 
 
 def _stock_label(workload: Workload, offload: Offloading) -> str:

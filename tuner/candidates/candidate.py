@@ -89,17 +89,11 @@ class Candidate:
             plan.host_slots,
         )
 
-    def plan(self, workload: Workload, **fields: Any) -> Plan:
-        """Convert this plan of a plan search into a `Plan`, the contents of a plan file. ``fields`` are
-        further fields of the file.
-        """
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the fields of a plan's file that a search chooses."""
         staged = not STAGED.isdisjoint(self.placements)
-        made = {
-            "workload_fingerprint": workload.fingerprint,
-            "trained_as": workload.trained_as,
-            "subgroup_size": workload.subgroup_size or max(workload.subgroups),
-            "deepspeed_subgroup_size": workload.deepspeed_subgroup_size,
-            "subgroups": workload.subgroups,
+        return {
             "ways": of_codes(self.ways),
             "order": self.order or FORWARD,
             "staging_slots": self.staging_slots if staged else 0,
@@ -108,15 +102,20 @@ class Candidate:
             "overlap_forward": self.overlap_forward,
             "host_slots": self.host_slots,
         }
-        return Plan.model_validate({**made, **fields})
 
-    def with_codes(self, codes: Codes) -> Self:
-        """Return a copy of this plan with another code for each subgroup.
-
-        A code is a number that holds the placement, the parameter location and the flags of a subgroup
-        of optimizer state.
+    def plan(self, workload: Workload, **fields: Any) -> Plan:
+        """Convert this plan of a plan search into a `Plan`, the contents of a plan file. ``fields`` are
+        further fields of the file.
         """
-        return replace(self, ways=codes.tobytes())
+        made = {
+            "workload_fingerprint": workload.fingerprint,
+            "trained_as": workload.trained_as,
+            "subgroup_size": workload.subgroup_size or max(workload.subgroups),
+            "deepspeed_subgroup_size": workload.deepspeed_subgroup_size,
+            "subgroups": workload.subgroups,
+            **self.settings,
+        }
+        return Plan.model_validate({**made, **fields})
 
     def with_placements(self, placements: Sequence[Placement]) -> Self:
         """Return a copy of this plan with other placements, one per subgroup.

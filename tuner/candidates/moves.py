@@ -13,7 +13,7 @@ import numpy as np
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Placement
 from ebbtide.simulator.update.order import FORWARD, UpdateOrder
-from ebbtide.simulator.update.recipes import RECIPES, Recipe
+from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.steps import HOST_SLOTS, Queue, Slot
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, plain_ways
 from numpy.typing import NDArray
@@ -32,13 +32,6 @@ CAN_BE_EARLY = np.array([code in _PLAIN and _PLAIN[code].can_be_early for code i
 CAN_SUM = np.array([code in _PLAIN and _PLAIN[code].can_sum_on_device for code in range(2**7)])
 
 
-def is_staged(recipe: Recipe) -> bool:
-    """Return True if a recipe (the steps that update subgroups of one placement) copies optimizer state to
-    the GPU for each update, which is then a staged update.
-    """
-    return any(step.takes == Slot.STAGING for step in recipe.steps)
-
-
 def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
     """Return a tuple of the placements (memories for a subgroup's optimizer state) that a plan search may
     choose on a machine.
@@ -53,7 +46,7 @@ def choices(machine: Machine, *, storage: bool) -> tuple[Placement, ...]:
     return tuple(p for p in found if RECIPES[p].queue == Queue.HOST or not machine.unified_memory)
 
 
-STAGED = frozenset(placement for placement, recipe in RECIPES.items() if is_staged(recipe))
+STAGED = frozenset(p for p, recipe in RECIPES.items() if any(step.takes == Slot.STAGING for step in recipe.steps))
 STORED = frozenset(p for p, recipe in RECIPES.items() if recipe.state == "storage")
 HOST = next(p for p, recipe in RECIPES.items() if recipe.queue == Queue.HOST)  # this placement copies no state
 _STAGED_CODES = {PLACEMENT_CODES[placement] for placement in STAGED}

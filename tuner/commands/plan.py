@@ -124,6 +124,7 @@ def plan(
     **source: Any,
 ) -> None:
     """Search for the best plan for training on a machine, and explain why it is the best."""
+    from ebbtide.tuner.advice.shadow import shadow_prices
     from ebbtide.tuner.answer.report import show_plan, wide_console
     from ebbtide.tuner.placements.planning import QUICK
 
@@ -131,7 +132,9 @@ def plan(
     check_folder("--output", output)
     check_folder("--emit-deepspeed", emit_deepspeed)
     _tell_interval(checkpoint_dir, mtbf)
-    measured = _writing_at(checkpoint_rate, read_machine(machine))
+    measured = read_machine(machine)
+    if checkpoint_rate is not None:
+        measured = measured.with_rates(storage_write_bytes_per_s=checkpoint_rate)
     trained = read_trained(measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
     check_distinct("--emit-deepspeed", emit_deepspeed)
     check_distinct("--output", output)  # after the inputs are read: they may include the default plan.json
@@ -159,7 +162,8 @@ def plan(
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, failures, options)
     if why:
-        result = _with_shadow_prices(result, work, measured, options | failures)
+        told = shadow_prices(work, measured, result, options | failures)
+        result = result.model_copy(update={"reasons": (*result.reasons, *told)})
     with written("--output", output):
         result.save(output)
     _emit(emit_deepspeed, result, output, trained)
@@ -170,19 +174,6 @@ def plan(
     show_plan(result, console)
     console.print(f"plan written to {' and '.join(filter(None, [output, emit_deepspeed]))}")
     console.print(_next(emit_deepspeed, trained.workload), markup=False, soft_wrap=True)
-
-
-def _writing_at(checkpoint_rate: float | None, machine: Machine) -> Machine:
-    if checkpoint_rate is None:
-        return machine
-    return machine.with_rates(storage_write_bytes_per_s=checkpoint_rate)
-
-
-def _with_shadow_prices(found: Plan, work: Workload, machine: Machine, options: dict[str, Any]) -> Plan:
-    from ebbtide.tuner.advice.shadow import shadow_prices
-
-    extra = shadow_prices(work, machine, found, options)
-    return found.model_copy(update={"reasons": (*found.reasons, *extra)})
 
 
 def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], options: Mapping[str, Any]) -> Plan:

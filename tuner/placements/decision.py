@@ -182,15 +182,6 @@ class Decision:
     chosen: Candidate
 
     @property
-    def plain_s(self) -> float:
-        """Return the seconds per iteration of the best plan without early updates, at the subgroup size of the chosen
-        plan.
-
-        An early update starts before the gradient norm is known.
-        """
-        return self.search.plain_s
-
-    @property
     def iteration_s(self) -> float:
         return self.search.score(self.chosen).iteration_s
 
@@ -274,7 +265,7 @@ def _quickly(question: Question, progress: Told, found: _Found, *, last: bool = 
     if question.offload_parameters:
         free_parameters(finalists[0], _changes(finalists[0]))
     for search in finalists:
-        glance(search)
+        anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops))
     return _decided(question, _largest_of_the_best(finalists))
 
 
@@ -398,13 +389,6 @@ def improve(search: Search, effort: float) -> None:
     """
     search.effort = min(1.0, effort)
     anneal(search)
-
-
-def glance(search: Search) -> None:
-    """Improve the plans that a plan search has found, by a simulated annealing of at most `GLANCE`
-    evaluations, for a quick answer.
-    """
-    anneal(search, min(GLANCE, GLANCED_OPS // search.most_ops))
 
 
 def _finalists(searches: Sequence[Search], near: float = NEAR) -> list[Search]:

@@ -26,10 +26,9 @@ from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.calibrate.interval import plan_interval_s
 from ebbtide.tuner.candidates.candidate import Candidate, turned
 from ebbtide.tuner.candidates.cuts import SIZES
-from ebbtide.tuner.candidates.moves import STORED
 from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints, without_writers
-from ebbtide.tuner.placements.decision import FULL, Question, decide
+from ebbtide.tuner.placements.decision import FULL, Decision, Question, decide
 from ebbtide.tuner.placements.decision import QUICK as QUICK
 from ebbtide.tuner.placements.locations import brought
 from ebbtide.tuner.placements.search import Search
@@ -124,12 +123,17 @@ def plan(
     if mtbf_s is not None:
         question = replace(question, limits=without_writers(whole))
     found = decide(question, lambda share, what: progress(0.9 * share, what))
-    search, chosen = found.search, found.chosen
     if robust:
-        chosen = _robust_choice(search, chosen)
+        found = replace(found, chosen=_robust_choice(found.search, found.chosen))
     progress(0.9, "comparing with other strategies")
-    made = _as_plan(search, chosen, question.folders)
-    why = about_early_updates(search, made, found.plain_s) + about_sums(search, chosen)
+    search, chosen = found.search, found.chosen
+    made = plan_of(
+        found,
+        machine_fingerprint=search.machine.fingerprint,
+        versions=versions("ebbtide", "torch", "deepspeed"),
+        about=about(search.workload, search.machine),
+    )
+    why = about_early_updates(search, made) + about_sums(search, chosen)
     why += (
         about_storage(search, chosen, endurance_bytes)
         + about_subgroups(search, question)
@@ -152,14 +156,14 @@ def _robust_choice(search: Search, fastest: Candidate) -> Candidate:
     return min([fastest, *finalists], key=high_s)
 
 
-def _as_plan(search: Search, c: Candidate, folders: Mapping[str, Any]) -> Plan:
-    made = c.plan(
-        search.workload,
-        **({} if STORED.isdisjoint(c.placements) else folders),
-        machine_fingerprint=search.machine.fingerprint,
-        versions=versions("ebbtide", "torch", "deepspeed"),
-        about=about(search.workload, search.machine),
-    )
+def plan_of(found: Decision, **fields: Any) -> Plan:
+    """Convert the decision for a training job into a plan, with its predicted iteration.
+
+    Args:
+        fields: Further fields of the plan's file.
+    """
+    search = found.search
+    made = found.chosen.plan(search.workload, **found.folders, **fields)
     prediction = predict(
         search.workload, search.machine, made, search.limits, search.bound.iteration_s, sweep=search.sweep
     )

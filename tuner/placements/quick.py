@@ -9,11 +9,8 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.footprint import footprint
-from ebbtide.simulator.update.order import FORWARD
-from ebbtide.simulator.update.way import of_codes
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.moves import STAGED
 from ebbtide.tuner.placements.decision import QUICK, Question, decide, most_micro_batches
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import predict
@@ -72,23 +69,10 @@ def quick_plan(
     current_s = search.seconds_anyhow(Candidate.of_plan(current))
     if found is None or not found.iteration_s < current_s:
         return QuickPlan(current, current_s, current_s)
-    return QuickPlan(_as_plan(current, found.chosen, found.search, whole), found.iteration_s, current_s)
-
-
-def _as_plan(current: Plan, best: Candidate, search: Search, limits: Limits) -> Plan:
-    staged = not STAGED.isdisjoint(best.placements)
-    made = current.with_ways(
-        of_codes(best.ways),
-        order=best.order or FORWARD,
-        staging_slots=best.staging_slots if staged else 0,
-        prefetch=best.prefetch if staged else 0,
-        prediction=None,
-        alternatives=(),
-        reasons=(),
-        host_slots=best.host_slots,
-    )
+    made = current.with_ways(**found.chosen.settings, prediction=None, alternatives=(), reasons=())
     # The runtime pauses early updates by the predicted times.
-    return made.model_copy(update={"prediction": predict(search.workload, search.machine, made, limits)})
+    told = predict(search.workload, machine, made, whole)
+    return QuickPlan(made.model_copy(update={"prediction": told}), found.iteration_s, current_s)
 
 
 def _limits(

@@ -224,7 +224,7 @@ class Search:
     def seconds_anyhow(self, candidate: Candidate) -> float:
         """Return the predicted seconds per iteration of a plan, even if the plan does not fit into memory."""
         c = self._completed(candidate)
-        c = c if self.sums else c.with_codes(c.codes & ~SUMMED)
+        c = c if self.sums else replace(c, ways=(c.codes & ~SUMMED).tobytes())
         return self._settled_s(c, self._mean_s(c.codes, evaluated(self.sweep, c), options_of(c)))
 
     def _mean_s(self, codes: Codes, row: Row, options: tuple[Any, ...], most_s: float = math.inf) -> float:

@@ -86,9 +86,9 @@ def fewest(search: Search, best: Candidate) -> Candidate:
     return best
 
 
-def about_early_updates(search: Search, made: Plan, plain_s: float) -> list[str]:
+def about_early_updates(search: Search, made: Plan) -> list[str]:
     """Return a list with one sentence about a plan's early updates (before the gradient norm is known) and the time
-    that they save.
+    that they save over the search's best plan without them.
 
     The list is empty if the job cannot have early updates, as below ZeRO-3.
     """
@@ -103,6 +103,6 @@ def about_early_updates(search: Search, made: Plan, plain_s: float) -> list[str]
         return [f"no subgroup is updated early (before the gradient norm is known): it is not faster if {rate}"]
     return [
         f"{count} of {made.subgroup_count} subgroups are updated early (before the gradient norm is known), "
-        f"which saves {told_seconds(plain_s - told.iteration_s)} if {rate}. An iteration takes "
+        f"which saves {told_seconds(search.plain_s - told.iteration_s)} if {rate}. An iteration takes "
         f"{told_seconds(times.right_s)} if no step clips, and {told_seconds(times.mean_s(1.0))} if every step clips"
     ]
