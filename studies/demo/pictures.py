@@ -113,7 +113,7 @@ def draw_comparison(bars: Mapping[str, Mapping[str, float]], path: Path, label: 
     """Draw one bar for each training run or prediction, stacked from the times of the training phases.
 
     Args:
-        bars: Seconds of ``forward``, ``backward`` and ``step``, by the name of the run or prediction.
+        bars: Seconds of ``forward``, ``backward``, ``step`` and ``iteration``, by the name of the run or prediction.
         label: Second line of the title: the model and the machine.
         verdict: First line of the title: are the losses, parameters and moments of all runs bit-identical?
     """
@@ -123,18 +123,17 @@ def draw_comparison(bars: Mapping[str, Mapping[str, float]], path: Path, label: 
 
 
 def _draw_bars(ax: Axes, bars: Mapping[str, Mapping[str, float]]) -> None:
-    totals = {name: sum(row[phase] for phase in PHASES) for name, row in bars.items()}
-    longest = max(totals.values())
+    longest = max(sum(row[phase] for phase in PHASES) for row in bars.values())
     for position, (name, row) in enumerate(bars.items()):
         left = 0.0
         for phase in PHASES:
             _bar(ax, position, left, row[phase], phase, longest, 0.5 if "predicted" in name else 1.0)
             left += row[phase] * 1e3
-        ax.text(left, position, f" {totals[name] * 1e3:.0f} ms", va="center", fontsize=10)
+        ax.text(left, position, f" {row['iteration'] * 1e3:.0f} ms", va="center", fontsize=10)
     ax.set_yticks(range(len(bars)), list(bars))
     ax.invert_yaxis()
     ax.set_xlim(0, longest * 1e3 * 1.12)
-    ax.set_xlabel("median time of each phase of an iteration (ms)")
+    ax.set_xlabel("median time of each phase, and of the whole iteration (ms)")
     ax.legend(handles=_phase_handles(), frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1), fontsize=9)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)

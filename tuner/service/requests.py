@@ -305,6 +305,7 @@ class WhatIf(Scenario):
     @model_validator(mode="after")
     def _in_memory(self) -> Self:
         self._needs("in other requests, because this table has no plans with state on drives", False, "storage_bytes")
+        self._needs("without gpu_memory_bytes", self.gpu_memory_bytes is None, "device_memory_bytes")
         return self
 
     @property

@@ -101,6 +101,7 @@ CASES = [
     ("/what-if", {**LLAMA, "changes": {"wings": [1]}}, "changes.wings"),
     ("/what-if", {**LLAMA, "changes": {"h2d_bytes_per_s": [1]}}, "changes.h2d_bytes_per_s"),
     ("/what-if", {**LLAMA, "strategies": ["magic"]}, "strategies"),
+    ("/what-if", {**LLAMA, "gpu_memory_bytes": [4e10], "device_memory_bytes": 8e10}, "device_memory_bytes"),
     ("/goodput", {"iteration_s": 1, "mtbf_s": 0}, "mtbf_s"),
     ("/goodput", {"iteration_s": 1, "mtbf_s": 10, "persist_s": 1e9, "interval_steps": 1}, "persist_s"),
     ("/jobs/search", {**LLAMA, "model": None, "workload": "x"}, "model"),
