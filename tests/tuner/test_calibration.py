@@ -327,3 +327,12 @@ def test_a_plan_has_the_interval_that_was_judged(name, ranks):
     known = work.model_copy(update={"provenance": "measured"})
     low, high = workload_interval_s(lambda w: build_strategy("zero3_offload", w, iterations=1), known, machine)
     assert math.log(high / low) < widths[1]
+
+
+def test_the_threads_of_a_run_matter_beside_its_profiled_workload(tmp_path):
+    work, runs, out = (tmp_path / n for n in ("work.json", "runs.csv", "machine.json"))
+    workload_from_model(GPT, preset("h100-node"), {"zero_optimization": {"stage": 3}}).save(work)
+    runs.write_text("step_ms\n5000\n")
+    arguments = ("calibrate", "h100-node", "--runs", runs, "--workload", work, "-o", out, "--json")
+    errors = [json.loads(run(*arguments, *more).output)["before_pct"] for more in ((), ("--omp-threads", "1"))]
+    assert errors[0] > 2 * errors[1]

@@ -93,7 +93,7 @@ def _described(source: dict[str, Any], strategy: str | None, ratio: float | None
 
     if source["workload"] is not None and source["model"] is not None:
         raise BadInputError("only one of --workload and --model may be given, but got both")
-    about = (k for k in source if k not in ("workload", "model"))
+    about = (k for k in source if k not in ("workload", "model", "launcher", "omp_threads"))
     needs("without --workload, which has its own", source["workload"] is None, *about)
     shape = model_shape(source)
     profiled = source["workload"]
