@@ -39,8 +39,6 @@ class Session:
         before_switch: Functions to call before subgroups move to other buffers. Each one waits until some
             reader of the old buffers, such as a checkpoint, has finished.
         stored: The optimizer state on drives, which a checkpoint commits there without a copy.
-        watch: The `ebbtide.runtime.replan.watch.Watch` that compares measured times of the plan with
-            predicted ones. None if they are not compared.
         set_aside: The plan to return to, while a temporary plan runs that leaves more GPU memory free.
             Steps under the temporary plan are not measured for planning.
         overlaps: True if a plan's updates may continue during the next forward.
@@ -58,7 +56,6 @@ class Session:
         self.recorder = Recorder(device)
         self.after_step: list[Callable[[], None]] = []
         self.before_switch: list[Callable[[], object]] = []
-        self.watch: Any = None
         self.set_aside: Plan | None = None
         self.closed = False
         self._lost: Exception | None = None  # reason why the session can run no plan any more

@@ -7,19 +7,22 @@ and the steps give the times of forward and backward.
 
 import logging
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.stored import free_host_bytes
+from ebbtide.runtime.execution.switching import SwitchError
 from ebbtide.runtime.replan.measuring import measured_machine
 from ebbtide.runtime.replan.observed import WATCHED_STEPS, as_observed, observed_workload
 from ebbtide.runtime.replan.ranks import by_the_first, gathered, nodes_and_ranks
-from ebbtide.runtime.replan.watch import Show, attempted, measured_rates, switch_together, watch, with_observed
+from ebbtide.runtime.replan.rates import measured_rates, with_observed
+from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import ParameterLocation, Plan, Way
+from ebbtide.simulator.plan import ParameterLocation, Plan, PlanError, Way
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.simulator.workload import Workload
 
@@ -30,6 +33,8 @@ logger = logging.getLogger("ebbtide")
 
 EFFORT = 0.2  # share of a full search's evaluations, because training waits for the search once
 DEVICE_MEMORY_MARGIN = 0.1  # share of GPU memory that is left for activations that grow later
+
+Planned = TypeVar("Planned")
 
 
 def host_plan(
@@ -53,7 +58,7 @@ def host_plan(
     )
 
 
-def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
+def plan_later(session: Session, machine: Machine | None) -> None:
     """Arrange that the first `WATCHED_STEPS` training steps are measured, and that a better plan is then made and used.
 
     Args:
@@ -64,7 +69,7 @@ def plan_later(session: Session, machine: Machine | None, show: Show) -> None:
         session.executor.prepare_device()
     session.recorder.watch()
     # First, so that it runs before a checkpoint begins.
-    session.after_step.insert(0, _Automatic(session, machine, show).on_step)
+    session.after_step.insert(0, _Automatic(session, machine).on_step)
 
 
 @dataclass
@@ -75,7 +80,6 @@ class _Automatic:
 
     session: Session
     machine: Machine
-    show: Show
     steps: int = 0
 
     def on_step(self) -> None:
@@ -112,7 +116,49 @@ class _Automatic:
             )
             current = result.plan
         switch_together(own, current)
-        watch(own, machine, workload, replan=False, show=self.show)
+
+
+def attempted(plan: Callable[[], Planned]) -> Planned | None:
+    """Return the result of ``plan()``, a function that makes a plan. If the function fails, log the error
+    and return None.
+
+    Training must go on even if no plan can be made.
+    """
+    try:
+        return plan()
+    except Exception:  # an error while observing must not end training
+        logger.warning(
+            "ebbtide: planning from observed steps failed. Training goes on with the current plan. Please report this.",
+            exc_info=True,
+        )
+        return None
+
+
+def switch_together(session: Session, plan: Plan) -> bool:
+    """Switch all ranks to their new plans, or none of them, and return whether they have switched. This is a collective
+    call.
+
+    If a rank cannot start its plan, for example because its memory is short, all ranks continue with the plans that ran
+    before, and the rank logs a warning. Only ``overlap_forward`` is then the new plan's.
+
+    Raises:
+        BackgroundError, CheckpointError, DamagedError, LostPlanError: Training on this rank cannot continue.
+    """
+    back = session.plan.model_copy(update={"overlap_forward": plan.overlap_forward})
+    failed = False
+    try:
+        session.switch(plan)
+    except BaseException as error:
+        failed = isinstance(error, SwitchError | StorageError | PlanError) and not isinstance(error, DamagedError)
+        if not failed:
+            session.engine.any_rank(True)  # the other ranks wait for this rank's answer
+            raise
+        logger.warning("ebbtide: training continues under the plan so far, because the new one cannot start: %s", error)
+    if not session.engine.any_rank(failed):
+        return True
+    if not failed or session.plan.overlap_forward != back.overlap_forward:
+        session.switch(back)
+    return False
 
 
 def better_plan(workload: Workload, machine: Machine, current: Plan, free_device: int, free_host: int) -> "QuickPlan":

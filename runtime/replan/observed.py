@@ -8,7 +8,7 @@ from itertools import accumulate
 
 from ebbtide.runtime.devices.passes import Pass
 from ebbtide.runtime.execution.engine import TrainingEngine
-from ebbtide.runtime.replan.watch import measured_rates, with_observed
+from ebbtide.runtime.replan.rates import measured_rates, with_observed
 from ebbtide.simulator.engines.compiled import CompiledSchedule, compile_schedule, simulate_fast, timeline
 from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.machine import Machine

@@ -1,10 +1,10 @@
 """The functions that apply a plan to a DeepSpeed engine."""
 
 import inspect
+import itertools
 import json
 import logging
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,10 @@ from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
 from ebbtide.simulator.schedules.buckets import planned_bucket
-from ebbtide.simulator.timeline import Timeline
-from ebbtide.simulator.workload import Workload
 
 logger = logging.getLogger("ebbtide")
+
+MONITOR_PERIOD_STEPS = 10
 
 PlanLike = Plan | str | Path | dict[str, Any]
 
@@ -165,22 +165,12 @@ def _check_dir(checkpoint: CheckpointPlan | None) -> None:
         )
 
 
-def _check_replan(replan: bool, machine: Machine | None, workload: Workload | None) -> None:
-    if replan and (machine is None or workload is None):
-        raise ConfigError(
-            "replan=True needs machine= and workload= (the files that the plan was made from), "
-            f"but got machine={machine and machine.name}, workload={workload and workload.name}"
-        )
-
-
 def attach(
     engine: Any,
     plan: PlanLike,
     *,
     device: str | Device = "auto",
-    replan: bool = False,
     machine: Machine | None = None,
-    workload: Workload | None = None,
     checkpoint: CheckpointPlan | None = None,
     overlap_forward: bool = True,
 ) -> Any:
@@ -192,11 +182,8 @@ def attach(
     subgroup at a time.
 
     Args:
-        replan: If True, measure in training how fast updates and copies of optimizer state run, and switch to a better
-            plan between steps, on all ranks together. Requires ``machine`` and ``workload``.
-        machine: The machine that the plan was made for. If it is given with ``workload``, predicted and measured times
-            go to DeepSpeed's monitor.
-        workload: The workload that the plan was made for.
+        machine: The machine that the plan was made for. If another machine runs the plan, a warning names the
+            difference. With ``"auto"``, a plan is made for the given machine, and nothing is measured before training.
         checkpoint: Checkpoint settings that replace the plan's.
         overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code that reads
             ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
@@ -205,7 +192,6 @@ def attach(
         ConfigError: A plan cannot be applied to the engine.
         PlanError: The plan is for another model or sub_group_size.
     """
-    _check_replan(replan, machine, workload)
     _check_dir(checkpoint)
     if not hasattr(engine, "optimizer"):
         raise ConfigError(
@@ -228,17 +214,8 @@ def attach(
     warn_of_other_steps(plan, session.engine.wire_dtype(), engine)
     warn_of_late_gradients(plan, engine)
     warn_of_mismatch(session, engine.optimizer.gradient_accumulation_dtype.itemsize, machine)
-    _watch_steps(engine, session, machine, workload, replan=replan)
+    _monitor_steps(engine, session)
     return engine
-
-
-def _watch_steps(
-    engine: Any, session: Session, machine: Machine | None, workload: Workload | None, *, replan: bool
-) -> None:
-    if machine is not None and workload is not None:
-        from ebbtide.runtime.replan.watch import watch
-
-        watch(session, machine, workload, replan=replan, show=_to_monitor(engine))
 
 
 def _checked_plan(plan: Plan, engine: Any, rule: UpdateRule) -> tuple[Plan, int]:
@@ -280,7 +257,7 @@ def _attach_automatically(
         return engine  # there is no other placement to choose
     stages = private.pipeline_stages(engine)
     if stages == 1:
-        plan_later(session_of(engine), machine, _to_monitor(engine))
+        plan_later(session_of(engine), machine)
     elif rank() == 0:  # the stages have different subgroups, but one rank plans for all ranks
         logger.warning(
             "plan='auto' makes no plan for a model of %d pipeline stages: the CPU updates every subgroup. Checkpoints "
@@ -317,19 +294,27 @@ def switch_plan(engine: Any, plan: Plan) -> None:
     session_of(engine).switch(plan)
 
 
-def _to_monitor(engine: Any) -> Callable[[Timeline, Plan], None]:
-    held = weakref.proxy(engine)
+def _monitor_steps(engine: Any, session: Session) -> None:
+    """Send the measured and the predicted seconds of a step to the engine's monitor, if it has one.
 
-    def show(timeline: Timeline, plan: Plan) -> None:
-        monitor = getattr(held, "monitor", None)
-        if monitor is None or not monitor.enabled:
+    They are sent every `MONITOR_PERIOD_STEPS` steps. Steps under a temporary plan do not count (see
+    `Session.set_aside`).
+    """
+    if not engine.monitor.enabled:
+        return
+    held, steps = weakref.proxy(engine), itertools.count(1)
+
+    def on_step() -> None:
+        if session.set_aside is not None or next(steps) % MONITOR_PERIOD_STEPS:
             return
-        times = {"Train/ebbtide/iteration_s": timeline.iteration_s}
-        if plan.prediction is not None:
-            times["Train/ebbtide/predicted_iteration_s"] = plan.prediction.iteration_s
-        monitor.write_events([(name, value, held.global_samples) for name, value in times.items()])
+        # Without the latest step: waiting for its updates would end their overlap with the next forward.
+        times = {"Train/ebbtide/iteration_s": session.timeline(wait=False).iteration_s}
+        if session.plan.prediction is not None:
+            times["Train/ebbtide/predicted_iteration_s"] = session.plan.prediction.iteration_s
+        held.monitor.write_events([(name, value, held.global_samples) for name, value in times.items()])
 
-    return show
+    # First, so that it runs before a checkpoint begins, which it would have to wait for.
+    session.after_step.insert(0, on_step)
 
 
 def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overlap_forward: bool, size: int) -> Session:

@@ -32,18 +32,22 @@ def contained(folder):
 
 def main(folder, stage):
     stage = int(stage)
-    asked, better = [], auto.better_plan
+    asked, better, workloads, agreed = [], auto.better_plan, [], auto._agreed
 
     def note(workload, machine, current, device_bytes, host_bytes):
         found = better(workload, machine, current, device_bytes, host_bytes)
         asked.append([workload.ranks_per_node, workload.clip_rate, host_bytes])
         return found
 
+    def note_workload(*mine):
+        workloads.append(agreed(*mine))
+        return workloads[-1]
+
     away = {"offload_param": {"device": "cpu"}} if stage == 3 else {}
     engine = start(stage=stage, clipping=0.5, **away)
     rank = torch.distributed.get_rank()
     contained(folder / f"root{rank}")
-    auto.better_plan = note
+    auto.better_plan, auto._agreed = note, note_workload
     auto._free_device_bytes = lambda device: 10**8 * (1 + rank)
     # All measured values differ between the ranks.
     device = slowed(1e9 / (1 + rank), 1e9, 1e9)
@@ -51,7 +55,7 @@ def main(folder, stage):
     engine.module.register_forward_hook(lambda *_: time.sleep(0.02 * rank))
     losses, _ = train(engine, 6, batches=Batches(2, SIZES["tiny"].sequence, rank=rank))
     session = engine.optimizer._ebbtide
-    workload = session.watch.workload
+    [workload] = workloads
     found = {
         "ways": [list(way) for way in session.plan.ways],
         "order": str(session.plan.order),

@@ -1,8 +1,4 @@
-"""Tests of a change of an engine's plan during training: by a call in the training script, by the runtime's
-watch, and with ``plan="auto"``.
-
-The watch measures the speeds of copies and updates in training, and searches for a faster plan with them.
-"""
+"""Tests of a change of an engine's plan during training: by a call in the training script, and with ``plan="auto"``."""
 
 import functools
 import time
@@ -15,7 +11,8 @@ import torch
 from ebbtide.runtime.devices.lane import BackgroundError
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.switching import LostPlanError, SwitchError
-from ebbtide.runtime.replan.watch import measured_rates, switch_together, with_observed
+from ebbtide.runtime.replan.auto import switch_together
+from ebbtide.runtime.replan.rates import measured_rates, with_observed
 from ebbtide.runtime.storage.errors import DamagedError, StorageError
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.runtime.zero.cuts import subgroups_of
@@ -55,13 +52,6 @@ def new_engine(stage=3, **zero):
     model = ByteGPT(SIZES["tiny"])
     config = ds_config(2, SUBGROUP, learning_rate=1e-3, stage=stage, **zero)
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-
-
-def workload_of(engine, forward_s=0.001):
-    """Return a workload with one layer for each of the engine's subgroups, and a backward that takes twice as long."""
-    sizes = tuple(int(n) for n in engine.optimizer.fp16_partitioned_groups_flat_numel)
-    layers = tuple(Layer(params=n, forward_s=forward_s, backward_s=2 * forward_s) for n in sizes)
-    return Workload(name="w", layers=layers, subgroups=sizes, subgroup_size=SUBGROUP)
 
 
 def train(engine, steps=STEPS, after_step=lambda number: None):
@@ -156,39 +146,31 @@ def test_a_rate_that_no_machine_has_is_left_out(rate):
 
 
 @pytest.mark.parametrize("strange", [{"host_adam_params_per_s": 1.0}, {"h2d_bytes_per_s": float("nan")}, {"no": 1.0}])
-@pytest.mark.parametrize("watched", [False, True])
-def test_what_was_observed_ends_no_run(stock, monkeypatch, strange, watched):
+def test_what_was_observed_ends_no_run(stock, monkeypatch, strange):
     """Check that training goes on, with stock DeepSpeed's results, if the runtime measures an impossible speed of
     an update or a copy.
 
     In an earlier version such a speed ended a run in its fourth step. The speed was wrong because the operating
     system had paused the thread of an op for too long.
     """
-    for module in ("auto", "watch"):
-        monkeypatch.setattr(f"ebbtide.runtime.replan.{module}.measured_rates", lambda *_: strange)
+    monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_rates", lambda *_: strange)
     engine = new_engine()
-    if watched:
-        replanned(engine)
-    else:
-        ebbtide.runtime.attach(engine, "auto", machine=machine())
+    ebbtide.runtime.attach(engine, "auto", machine=machine())
     assert_same_bits(train(engine), stock)
 
 
-FAILING = {
-    "search": ("ebbtide.tuner.placements.quick.quick_plan", [False, True]),
-    "observed workload": ("ebbtide.runtime.replan.auto.observed_workload", [False]),
-    "times of passes": ("ebbtide.runtime.devices.passes.WatchedPasses.passes", [False]),
-}
+FAILING = [
+    "ebbtide.tuner.placements.quick.quick_plan",
+    "ebbtide.runtime.replan.auto.observed_workload",
+    "ebbtide.runtime.devices.passes.WatchedPasses.passes",
+]
 
 
-@pytest.mark.parametrize(("place", "watched"), [(place, w) for place, both in FAILING.values() for w in both])
-def test_a_failed_observation_ends_no_run(stock, monkeypatch, caplog, place, watched):
+@pytest.mark.parametrize("place", FAILING)
+def test_a_failed_observation_ends_no_run(stock, monkeypatch, caplog, place):
     monkeypatch.setattr(place, fail)
     engine = new_engine()
-    if watched:
-        replanned(engine)
-    else:
-        ebbtide.runtime.attach(engine, "auto", machine=machine())
+    ebbtide.runtime.attach(engine, "auto", machine=machine())
     own, ended = engine.optimizer._ebbtide, []
     assert_same_bits(train(engine, after_step=lambda _: ended.append(own.device.watched is None)), stock)
     assert "planning from observed steps failed" in caplog.text
@@ -197,8 +179,7 @@ def test_a_failed_observation_ends_no_run(stock, monkeypatch, caplog, place, wat
     assert own.plan.overlap_forward
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_a_new_plan_that_cannot_start_leaves_the_plan_before(stock, monkeypatch, caplog, watched):
+def test_a_new_plan_that_cannot_start_leaves_the_plan_before(stock, monkeypatch, caplog):
     """Check that training goes on under the old plan if memory is too short for the new one."""
     begun = []
 
@@ -211,13 +192,7 @@ def test_a_new_plan_that_cannot_start_leaves_the_plan_before(stock, monkeypatch,
 
     monkeypatch.setattr("ebbtide.runtime.execution.session.Executor", OnlyOnce)
     engine = new_engine()
-    if watched:
-        found = SimpleNamespace(iteration_s=1.0, current_s=2.0)
-        monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", lambda *_: found)
-        replanned(engine)
-        found.plan = plan_of(["resident"], engine.optimizer._ebbtide.plan.subgroup_count)
-    else:
-        ebbtide.runtime.attach(engine, "auto", machine=machine())
+    ebbtide.runtime.attach(engine, "auto", machine=machine())
     own = engine.optimizer._ebbtide
     before, kept = own.plan.ways, []
     assert_same_bits(train(engine, after_step=lambda number: kept.append(own.plan.ways == before)), stock)
@@ -306,86 +281,6 @@ def test_auto_plans_nothing_while_states_are_offloaded(stock, monkeypatch):
         assert placements[7] == placements[6]
 
 
-@pytest.mark.skipif(not EMULATED, reason="the speed of a real link cannot be set")
-def test_a_watch_replans_when_the_link_is_slower_than_planned(stock):
-    engine = new_engine()
-    # Given, not observed, because on a busy machine the forward of even this model hides all copies.
-    workload = workload_of(engine)
-    ebbtide.runtime.attach(
-        engine,
-        plan_of(["device"], len(workload.subgroups)),
-        device=slowed(1e7, 1e7, 1e9),
-        replan=True,
-        machine=machine(),
-        workload=workload,
-    )
-    session = engine.optimizer._ebbtide
-    session.watch.period_steps = 3
-    ours = train(engine)
-    assert_same_bits(ours, stock)
-    # Copying 12 bytes per parameter at 10 MB/s is slow, so the host must update some subgroups.
-    assert "host" in session.plan.placements
-
-
-@pytest.mark.parametrize(
-    ("factors", "searches", "fails"),
-    [
-        ([1.0, 1.0, 1.0], 0, False),
-        ([0.97, 1.04, 0.96], 0, False),
-        ([0.9, 0.9, 0.91], 1, False),
-        ([1.0, 1.2, 1.0], 2, False),
-        ([0.98, 0.94, 0.9, 0.86], 2, False),
-        ([0.9, 0.9, 0.9], 3, True),
-    ],
-)
-def test_a_watch_searches_only_after_a_rate_has_changed(stock, monkeypatch, factors, searches, fails):
-    """Check that the runtime's watch searches for a plan only if a measured rate differs from the rate that the
-    latest search assumed, which at first is the rate that the plan was made with. A search that fails is tried again.
-
-    Args:
-        factors: Measured rate of a copy at each look of the watch, relative to the rate of the plan's machine.
-        fails: True if each search raises an error.
-    """
-    own, seen = machine(), iter(factors)
-    searched = []
-    monkeypatch.setattr(
-        "ebbtide.runtime.replan.watch.measured_rates",
-        lambda *_: {"h2d_bytes_per_s": own.h2d_bytes_per_s.median * next(seen)},
-    )
-
-    def quick_plan(*_):
-        searched.append(1)
-        if fails:
-            raise ValueError("planted")
-        session.plan = session.plan.model_copy()  # as after a switch that returned to the former plan
-        return SimpleNamespace(iteration_s=1.0, current_s=1.0)
-
-    monkeypatch.setattr("ebbtide.tuner.placements.quick.quick_plan", quick_plan)
-    engine = new_engine()
-    replanned(engine)
-    session = engine.optimizer._ebbtide
-    session.watch.period_steps = 2
-    train(engine, 2 * len(factors))
-    assert next(seen, None) is None
-    assert len(searched) == searches
-
-
-def replanned(engine):
-    """Attach a plan to an engine, and let the runtime's watch consider another plan after every third step.
-
-    The watch measures the speeds of copies and updates in training, and searches for a faster plan with them.
-    """
-    workload = workload_of(engine)
-    plan = plan_of(["host"], len(workload.subgroups))
-    ebbtide.runtime.attach(engine, plan, replan=True, machine=machine(), workload=workload)
-    engine.optimizer._ebbtide.watch.period_steps = 3
-
-
-def test_replan_without_what_the_plan_was_made_from_is_refused(only_rank):
-    with pytest.raises(ValueError, match="replan=True needs machine= and workload="):
-        ebbtide.runtime.attach(object(), plan_of(["host"], 1), replan=True)
-
-
 def test_rates_come_from_the_spans():
     spans = [
         Span(OpKind.UPDATE_HOST, Lane.HOST, 0.0, 2.0, subgroup=0),
@@ -411,43 +306,6 @@ def test_rates_come_from_the_spans():
     )
 
 
-def test_predicted_and_measured_times_go_to_deepspeeds_monitor(only_rank, tmp_path):
-    """Check the predicted and measured step times that DeepSpeed's own CSV monitor writes."""
-    import deepspeed
-    from ebbtide.simulator import Prediction
-
-    torch.manual_seed(0)
-    model = ByteGPT(SIZES["tiny"])
-    config = ds_config(2, SUBGROUP, learning_rate=1e-3)
-    config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
-    workload = workload_of(engine, 0.01)
-    prediction = Prediction(
-        strategy="ebbtide",
-        iteration_s=0.123,
-        iteration_low_s=0.1,
-        iteration_high_s=0.2,
-        forward_s=0.04,
-        backward_s=0.08,
-        step_s=0.0,
-        update_s=0.04,
-        device_peak_bytes=1,
-        host_peak_bytes=1,
-    )
-    plan = plan_of(["host"], len(workload.subgroups), 0, 0).model_copy(update={"prediction": prediction})
-    ebbtide.runtime.attach(engine, plan, device="auto", machine=machine(), workload=workload)
-    engine.optimizer._ebbtide.watch.period_steps = 2
-    train(engine, 4)
-    rows = {
-        path.stem: [line.split(",") for line in path.read_text().splitlines()[1:]] for path in tmp_path.rglob("*.csv")
-    }
-    predicted = rows["Train_ebbtide_predicted_iteration_s"]
-    assert [float(row[1]) for row in predicted] == [0.123, 0.123]
-    measured = rows["Train_ebbtide_iteration_s"]
-    assert len(measured) == 2
-    assert all(float(row[1]) > 0 for row in measured)
-
-
 def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank, tmp_path):
     from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints
 
@@ -464,47 +322,6 @@ def test_checkpoints_carry_the_digest_of_the_plan_they_were_made_under(only_rank
     assert saved == dict(zip(("first", "second"), digests, strict=True))
     assert len(set(digests)) == 2
     engine.destroy()
-
-
-def test_a_watch_does_not_wait_for_the_step_just_launched(only_rank, monkeypatch):
-    """Check that the runtime's watch, which measures the speeds of copies and updates, does not wait for the
-    updates of the step just launched.
-
-    If the watch waited, these updates could not overlap with the next forward.
-
-    Also check that the watch measures nothing while the state is offloaded, between the calls of DeepSpeed's
-    `offload_states` and `reload_states`.
-    """
-    engine = new_engine()
-    workload = workload_of(engine, 0.01)
-    ebbtide.runtime.attach(
-        engine,
-        plan_of(["host"], len(workload.subgroups)),
-        machine=machine(),
-        workload=workload,
-        device=list(DEVICES.values())[-1](),
-    )
-    watch = engine.optimizer._ebbtide.watch
-    watch.period_steps = 1
-    looked, waited = [], []
-    look = watch._look
-
-    def noted():
-        with monkeypatch.context() as patch:
-            patch.setattr(Executor, "wait_all", waited.append)
-            look()
-        looked.append(1)
-
-    def aside(number):
-        if number == 0:
-            engine.offload_states()
-        if number == 1:
-            engine.reload_states()
-
-    monkeypatch.setattr(watch, "_look", noted)
-    train(engine, 4, aside)
-    assert len(looked) == 3
-    assert waited == []
 
 
 def test_what_is_recorded_of_forward_breaks_no_compiled_graph(dynamo):
