@@ -13,7 +13,6 @@ from ebbtide.runtime.execution.bodies import OpBodies
 from ebbtide.runtime.execution.early_updates import EarlyUpdate, StagedUpdate, SubgroupJob
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.issued_ops import IssuedOps, StepRecord
-from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.storage.store import ExtentStore
@@ -43,15 +42,12 @@ class Executor(IssuedOps):
         made: Allocated,
         threads: int,
         rule: UpdateRule,
-        gradients: Sequence[GradientOp] = (),
         store: ExtentStore | None = None,
         arrival: Sequence[int] | None = None,
     ) -> None:
         """Start the threads and streams that run the copies and updates of a plan.
 
         Args:
-            gradients: The operations on gradients that the micro-batches of each step run, such as copies to host
-                memory.
             store: Store of the subgroups that have their state on a drive. The state passes through the host buffers
                 of ``made``.
             arrival: Order in which the subgroups' gradients become complete in backward. None for the order from the
@@ -79,7 +75,7 @@ class Executor(IssuedOps):
         self._begun = False
         # Last, because allocations above may fail, and then no code would end the lanes' threads.
         self.lanes: dict[LaneName, Lane] = device.lanes()
-        self.gradients = GradientOps(device, self.lanes, gradients)
+        self.gradients = GradientOps(device, self.lanes)
         self.bodies = OpBodies(device, self.lanes, states, rule, threads, store)
 
     def prepare_device(self) -> None:

@@ -1,19 +1,43 @@
-"""The copies of gradients between GPU and host memory, in the order of the plan's simulated schedule."""
+"""The copies of gradients between GPU and host memory, in the order of the plan's simulated schedule.
+
+The order is checked by tests/runtime/test_executed_dag.py.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion, Lane
-from ebbtide.runtime.execution.step_template import GradientOp
 from ebbtide.simulator.schedule import Lane as LaneName
 from ebbtide.simulator.schedule import Op, OpKind
 from ebbtide.simulator.update.holding import GRADIENTS_UNDER_WAY_BYTES
 
 KEPT_PARTS = 65536  # most gradient parts of a step that are kept for the measured timeline
+
+
+@dataclass(frozen=True, slots=True)
+class GradientCopy:
+    """A kind of copy of a subgroup's gradient, or of a part of it.
+
+    Attributes:
+        reduced: True if the copy waits until the gradient is reduced among ranks.
+        after: Kinds of the copies of this gradient that must end first.
+    """
+
+    kind: OpKind
+    lane: LaneName
+    reduced: bool
+    after: tuple[OpKind, ...] = ()
+
+
+SEND = GradientCopy(OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, reduced=True)
+# The sum of earlier micro-batches' gradients, to which the GPU adds a gradient.
+FETCH_SUM = GradientCopy(OpKind.GRADIENT_H2D, LaneName.H2D_GRADIENTS, reduced=True, after=(OpKind.GRADIENT_D2H,))
+SEND_SUM = GradientCopy(OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, reduced=False, after=(OpKind.GRADIENT_H2D,))
 
 
 class GradientOps:
@@ -28,12 +52,11 @@ class GradientOps:
         latest: The most recently started copy from GPU to host memory. It may belong to any subgroup.
     """
 
-    def __init__(self, device: Device, lanes: Mapping[LaneName, Lane], template: Sequence[GradientOp]) -> None:
+    def __init__(self, device: Device, lanes: Mapping[LaneName, Lane]) -> None:
         self.parts: deque[tuple[Op, Completion]] = deque(maxlen=KEPT_PARTS)
         self.latest: Completion | None = None
         self.before_op: Callable[[Op], None] | None = None  # called before each op. Tests inject faults and delays here
         self._device, self._lanes = device, lanes
-        self._template = {(t.op.kind, t.op.subgroup, t.summed): t for t in template}
         # The latest op of each kind by subgroup and offset of the part, and the latest copy to the host by subgroup.
         self._ends: dict[tuple[OpKind, int, int], Completion] = {}
         self._arrivals: dict[int, Completion] = {}
@@ -49,7 +72,7 @@ class GradientOps:
                 overwrites the gradient's memory.
             summed: True if ``source`` is the sum of several micro-batches' gradients that `fetch_sum` has returned.
         """
-        self._send(self._template[OpKind.GRADIENT_D2H, subgroup, summed], offset, buffer, source)
+        self._send(SEND_SUM if summed else SEND, subgroup, offset, buffer, source)
 
     def set_aside(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
         """Copy a parameter's gradient of the previous optimizer step to host memory, before the present step overwrites
@@ -58,18 +81,14 @@ class GradientOps:
         Stock DeepSpeed applies this old gradient again if the present step's last micro-batch gives the parameter no
         gradient. The copy lets ebbtide do the same. The simulated schedule has no such copy.
         """
-        op = Op(-1, OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, 0, subgroup=subgroup)
-        self._send(GradientOp(op, summed=False, reduced=True, after=()), offset, buffer, source)
+        self._send(SEND, subgroup, offset, buffer, source)
 
-    def _send(self, item: GradientOp, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
+    def _send(self, how: GradientCopy, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
         self._make_room(source.nbytes)
-        lane = item.op.lane
-        stream = self._lanes[lane].stream
+        stream = self._lanes[how.lane].stream
         leaving = self._device.leaving(source, stream)
-        self.latest = self._submit(
-            item, offset, source.nbytes, lambda: self._device.copy(buffer, leaving, lane, stream)
-        )
-        self._arrivals[item.op.subgroup] = self.latest
+        copy = lambda: self._device.copy(buffer, leaving, how.lane, stream)
+        self.latest = self._arrivals[subgroup] = self._submit(how, subgroup, offset, source.nbytes, copy)
         self._under_way.append((self.latest, source.nbytes))
 
     def _make_room(self, size_bytes: int) -> None:
@@ -92,21 +111,22 @@ class GradientOps:
         plan has no such copy. There are two reasons: an earlier plan has left the sum in host memory, or the first
         micro-batch gave the parameter no gradient, so that GPU memory has no sum yet.
         """
-        item = self._template.get((OpKind.GRADIENT_H2D, subgroup, True), _fetched_once(subgroup))
-        stream = self._lanes[item.op.lane].stream
+        stream = self._lanes[FETCH_SUM.lane].stream
         total = self._device.empty_on(gradient.device, base)
         copy = lambda: self._device.fetch_sum(total, base, gradient, stream)
-        completion = self._submit(item, offset, base.nbytes, copy)
+        completion = self._submit(FETCH_SUM, subgroup, offset, base.nbytes, copy)
         self._device.training_waits([completion])
         return total
 
-    def _submit(self, item: GradientOp, offset: int, size_bytes: int, copy: Callable[[], None]) -> Completion:
-        op = item.op._replace(work=size_bytes)
+    def _submit(
+        self, how: GradientCopy, subgroup: int, offset: int, size_bytes: int, copy: Callable[[], None]
+    ) -> Completion:
+        op = Op(-1, how.kind, how.lane, size_bytes, subgroup=subgroup)
         # Everything that the training stream has been given so far, such as the reduction and the last use of the
         # memory.
-        waits = [Completion.done(self._device.current_event())] if item.reduced else []
-        ends, part = self._ends, (op.subgroup, offset)
-        waits += [ends[k, *part] for k in item.after if (k, *part) in ends]
+        waits = [Completion.done(self._device.current_event())] if how.reduced else []
+        ends, part = self._ends, (subgroup, offset)
+        waits += [ends[before, *part] for before in how.after if (before, *part) in ends]
 
         def body() -> None:
             if self.before_op is not None:
@@ -145,8 +165,3 @@ class GradientOps:
         taken = list(self.parts)
         self.parts.clear()
         return taken
-
-
-def _fetched_once(subgroup: int) -> GradientOp:
-    op = Op(-1, OpKind.GRADIENT_H2D, LaneName.H2D_GRADIENTS, 0, subgroup=subgroup)
-    return GradientOp(op, summed=True, reduced=True, after=(OpKind.GRADIENT_D2H,))

@@ -16,7 +16,6 @@ from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradients import GradientBuffers
 from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
-from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.stored import grown_store, open_store, stored_sizes
 from ebbtide.runtime.execution.subgroup_state import SubgroupState
 from ebbtide.runtime.execution.switching import LockedBuffers, LostPlanError, SwitchError, release_frames
@@ -130,9 +129,8 @@ class Session:
             self._store = open_store(plan, stored_sizes(plan, sizes), 1 + len(rule.moments))
             engine.prepare(device)
         made = allocate(plan, engine, device, self._store, states)
-        template = gradient_template(sizes, engine.wire_dtype(), made.plan)
         threads, arrival = threads_of(made.plan, device), arrival_of(made.plan, engine)
-        return made.plan, Executor(device, made, threads, rule, template, self._store, arrival)
+        return made.plan, Executor(device, made, threads, rule, self._store, arrival)
 
     def _account_for(self, plan: Plan) -> None:
         times = plan.prediction.step_times if plan.prediction else None

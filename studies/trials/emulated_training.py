@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice
-from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.step_template import GradientOp
+from ebbtide.runtime.execution.gradient_ops import FETCH_SUM, GradientCopy, GradientOps
 from ebbtide.simulator import Plan, Way, Workload
-from ebbtide.simulator.schedule import OpKind
 from ebbtide.simulator.timeline import Timeline
 
 from studies.trials.paced_model import ROWS, PacedModel, Setting
@@ -94,15 +92,15 @@ class ReducedBeside(GradientOps):
     immediately, and emulated copies of dummy data take the time of the real copies.
     """
 
-    def _send(self, item: GradientOp, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
+    def _send(self, how: GradientCopy, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
         buffer.copy_(source)
-        super()._send(item, offset, torch.empty_like(buffer), source)
+        super()._send(how, subgroup, offset, torch.empty_like(buffer), source)
 
     def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        item = self._template[OpKind.GRADIENT_H2D, subgroup, True]
-        there, lane = torch.empty_like(base), item.op.lane
+        there, lane = torch.empty_like(base), FETCH_SUM.lane
         stream = self._lanes[lane].stream
-        self._submit(item, offset, base.nbytes, lambda: self._device.copy(there, torch.empty_like(there), lane, stream))
+        copy = lambda: self._device.copy(there, torch.empty_like(there), lane, stream)
+        self._submit(FETCH_SUM, subgroup, offset, base.nbytes, copy)
         return base + gradient
 
 

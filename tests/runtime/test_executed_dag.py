@@ -15,8 +15,8 @@ from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.allocated import Allocated
 from ebbtide.runtime.execution.early_updates import EarlyUpdates, SubgroupJob
 from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.execution.gradients import GradientBuffers, ParameterSlice
-from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.execution.subgroup_state import StagingSlot
 from ebbtide.runtime.zero.windows import Windows, ZeroSlice
 from ebbtide.simulator import Layer, OpKind, Plan, Workload, build_schedule
@@ -86,14 +86,13 @@ def executor_for(workload, plan):
             zip(workload.subgroups, plan.placements, plan.parameter_locations, plan.summed_on_device, strict=True)
         )
     ]
-    gradients = gradient_template(workload.subgroups, workload.wire_dtype, plan)
     rule = SimpleNamespace(forms=list, moments=())
     device = Recording()
     early_updates = EarlyUpdates(device, states, plan.updated_early)
     count = sum(p in STAGED for p in plan.placements)
     slots = [StagingSlot(()) for _ in range(min(plan.staging_slots, count))]
     stored = [StagingSlot(()) for _ in range(plan.host_slots)]
-    return Executor(device, Allocated(plan, states, slots, stored, early_updates), 1, rule, gradients)
+    return Executor(device, Allocated(plan, states, slots, stored, early_updates), 1, rule)
 
 
 def executed(workload, plan):
@@ -114,7 +113,7 @@ def executed(workload, plan):
         backward(executor, workload)
         gradients = len(executor.device.notes)
         executor.launch([None] * len(executor.states))
-        kinds = {op.label: (op.kind, op.subgroup) for op in ops_of(executor)}
+        kinds = {op.label: (op.kind, op.subgroup) for op, _ in executor.history[-1].ops}
         seen = Counter()
         for number, (lane, completion, given_waits, layer) in enumerate(executor.device.notes):
             kind = kinds[completion.label]
@@ -177,11 +176,6 @@ def delivered(slices, size):
             bucket = []
         bucket.append(key)
     yield sorted(bucket), layer
-
-
-def ops_of(executor):
-    issued = (op for op, _ in (*executor._own, *executor._ahead))
-    return [*issued, *(t.op for t in executor.gradients._template.values())]
 
 
 def simulated(workload, plan):
@@ -308,10 +302,10 @@ def test_a_forgotten_wait_is_seen(forgotten, monkeypatch):
     )
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 4), staging_slots=0)
     assert executed(workload, plan)[0] == simulated(workload, plan)[0]
-    add, whole = Executor._add, gradient_template(workload.subgroups, "bf16", plan)
+    add, submit = Executor._add, GradientOps._submit
     if forgotten in ("after", "reduced"):
-        less = [dataclasses.replace(t, **{forgotten: ()}) for t in whole]
-        monkeypatch.setitem(globals(), "gradient_template", lambda *_: less)
+        less = lambda own, how, *rest: submit(own, dataclasses.replace(how, **{forgotten: ()}), *rest)
+        monkeypatch.setattr(GradientOps, "_submit", less)
     elif forgotten == "arrival":
         monkeypatch.setattr(Executor, "_arrived", lambda *_: [])
     else:

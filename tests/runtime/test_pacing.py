@@ -10,8 +10,6 @@ import torch
 from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from ebbtide.runtime.devices.pacing import FluidPacer
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.step_template import gradient_template
-from ebbtide.simulator import Plan
 from ebbtide.simulator.schedule import Lane
 
 
@@ -92,7 +90,7 @@ def test_gradients_cross_in_the_background_in_order():
     device = Gated()
     locations = [torch.zeros(2000) for _ in range(3)]
     sources = [torch.full((2000,), float(i)) for i in range(3)]
-    ops = gradient_ops(device, [2000] * 3)
+    ops = GradientOps(device, device.lanes())
     for subgroup in range(3):
         ops.send(subgroup, 0, locations[subgroup], sources[subgroup], summed=False)
     (latest,) = ops.arrived(2)
@@ -105,11 +103,6 @@ def test_gradients_cross_in_the_background_in_order():
     total = ops.fetch_sum(2, 0, locations[2], torch.ones(2000))
     assert total.data_ptr() != locations[2].data_ptr()
     assert float(total[-1]) == 3.0
-
-
-def gradient_ops(device, sizes):
-    plan = Plan(subgroup_size=max(sizes), placement=Plan.runs(["host"] * len(sizes)))
-    return GradientOps(device, device.lanes(), gradient_template(tuple(sizes), "bf16", plan))
 
 
 def test_both_ways_share_the_link():

@@ -15,7 +15,6 @@ from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.execution.executor import Executor
 from ebbtide.runtime.execution.gradient_ops import GradientOps
-from ebbtide.runtime.execution.step_template import gradient_template
 from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.runtime.zero.attach import switch_plan
 from ebbtide.simulator.schedule import Lane, OpKind
@@ -328,18 +327,14 @@ def no_updates(*_):
     return []
 
 
-def without_waits(*args):
-    return [dataclasses.replace(t, after=()) for t in gradient_template(*args)]
+def without_waits(self, how, *args, submit=GradientOps._submit):
+    return submit(self, dataclasses.replace(how, after=()), *args)
 
 
 RACES = {
     "an update does not wait for its gradient": (GradientOps, "arrived", lambda *args: []),
     "forward does not wait for its parameters": (Completion, "wait_on", no_wait),
-    "the next sum is fetched before it is on the host": (
-        ebbtide.runtime.execution.session,
-        "gradient_template",
-        without_waits,
-    ),
+    "the next sum is fetched before it is on the host": (GradientOps, "_submit", without_waits),
     "offloaded parameters come in before their update": (Executor, "updates_of", no_updates),
 }
 

@@ -15,7 +15,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime.devices.cuda import CudaDevice
-from ebbtide.runtime.execution.step_template import gradient_template
+from ebbtide.runtime.execution.allocated import threads_of
 from ebbtide.runtime.execution.switching import LostPlanError, SwitchError
 
 from studies.bench.byte_gpt import SIZES, Batches, train_step
@@ -305,7 +305,7 @@ def test_states_that_could_not_be_offloaded_are_not_set_aside(stage, monkeypatch
     ebbtide.runtime.attach(engine, plan_for(engine, ["resident", "host"]), device=device_of(DEVICE))
     own, losses = engine.optimizer._ebbtide, [micro_batch(engine, 0)]
     before = own.plan
-    monkeypatch.setattr("ebbtide.runtime.execution.session.gradient_template", planted_once())
+    monkeypatch.setattr("ebbtide.runtime.execution.session.threads_of", planted_once())
     with pytest.raises(SwitchError):
         engine.optimizer.offload_states()
     assert own.set_aside is None
@@ -321,7 +321,7 @@ def test_the_plan_before_overlaps_forward_as_the_new_plan_says(monkeypatch):
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device_of(DEVICE))
     own, before = engine.optimizer._ebbtide, engine.optimizer._ebbtide.plan
     assert before.overlap_forward
-    monkeypatch.setattr("ebbtide.runtime.execution.session.gradient_template", planted_once())
+    monkeypatch.setattr("ebbtide.runtime.execution.session.threads_of", planted_once())
     with pytest.raises(SwitchError):
         own.switch(plan_for(engine, ["resident"], overlap_forward=False))
     assert own.plan == before.model_copy(update={"overlap_forward": False})
@@ -329,16 +329,16 @@ def test_the_plan_before_overlaps_forward_as_the_new_plan_says(monkeypatch):
 
 
 def planted_once():
-    """Return a stand-in for `gradient_template` that fails at its first call."""
+    """Return a stand-in for `threads_of` that fails at its first call."""
     calls = []
 
-    def template(*args):
+    def once(*args):
         calls.append(1)
         if len(calls) == 1:
             raise Planted
-        return gradient_template(*args)
+        return threads_of(*args)
 
-    return template
+    return once
 
 
 def test_half_way_what_is_on_a_drive_already_is_checked_when_it_is_read():

@@ -144,8 +144,8 @@ def test_gradients_under_way_are_bounded(monkeypatch):
     expected = outcome(start(accumulation=2), 4)
     engine, sent, seen = start(accumulation=2), deque(), []
 
-    def noted(ops, item, offset, location, source, send=GradientOps._send):
-        send(ops, item, offset, location, source)
+    def noted(ops, how, subgroup, offset, location, source, send=GradientOps._send):
+        send(ops, how, subgroup, offset, location, source)
         sent.append((ops.latest, source.nbytes))
         under_way = [n for arrival, n in sent if not arrival.ended]
         seen.append((sum(under_way), len(under_way), source.nbytes))

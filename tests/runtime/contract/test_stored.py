@@ -317,7 +317,7 @@ def planted(*_, **__):
     raise Planted
 
 
-@pytest.mark.parametrize("broken", ["execution.session.gradient_template", "zero.planned.PlannedZero.gradient_buffers"])
+@pytest.mark.parametrize("broken", ["execution.session.threads_of", "zero.planned.PlannedZero.gradient_buffers"])
 def test_a_failed_attach_lets_go_of_the_folder(broken, tmp_path, monkeypatch):
     """Check that a failed attach ends all threads and lets go of the folder for optimizer state."""
     engine, before = start(), {*threading.enumerate()}
