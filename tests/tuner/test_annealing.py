@@ -13,7 +13,7 @@ from ebbtide.simulator.update.order import UpdateOrder, issue_order
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, Way, of_codes
 from ebbtide.tuner.candidates.candidate import Candidate
-from ebbtide.tuner.candidates.moves import CHOICES, QUEUES, STAGED, Freedom, Moved
+from ebbtide.tuner.candidates.moves import CHOICES, QUEUES, STAGED, Freedom
 from ebbtide.tuner.placements.annealing import CLOSE, anneal, settings
 from ebbtide.tuner.placements.first_plans import try_first
 from ebbtide.tuner.placements.search import Search
@@ -76,7 +76,7 @@ def codes(count):
 @pytest.mark.parametrize("parameters", [False, True])
 def test_moves_turn_the_bits_that_they_may_turn_and_make_ways_that_there_are(early, sums, parameters):
     free = Freedom(CHOICES, early, sums, parameters)
-    rng, state, seen = Random(3), Moved.of(codes(9), None, 2, 1, free), set()
+    rng, state, seen = Random(3), Candidate(bytes(codes(9)), 2, 1).movable(free), set()
     for _ in range(500):
         state = state.moved(rng)
         ways = of_codes(state.codes)
@@ -94,7 +94,7 @@ def test_moves_turn_the_bits_that_they_may_turn_and_make_ways_that_there_are(ear
 
 def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
     """Check that each random change of annealing keeps every subgroup once, in its placement's queue."""
-    rng, state = Random(1), Moved.of(codes(9), None, 2, 1)
+    rng, state = Random(1), Candidate(bytes(codes(9)), 2, 1).movable(Freedom())
     seen = set()
     for _ in range(500):
         state = state.moved(rng)
@@ -108,7 +108,7 @@ def test_every_move_keeps_each_subgroup_once_in_its_recipes_queue():
 
 
 def test_what_is_issued_is_the_order_of_the_plan_that_it_becomes():
-    rng, state = Random(2), Moved.of(codes(9), None, 2, 1)
+    rng, state = Random(2), Candidate(bytes(codes(9)), 2, 1).movable(Freedom())
     for _ in range(50):
         state = state.moved(rng)
         placed, issue = state.arrays()

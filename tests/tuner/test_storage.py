@@ -17,7 +17,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.storage import StorageRates, shares
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.tuner.candidates.candidate import Candidate, evenly
-from ebbtide.tuner.candidates.moves import CHOICES, STORED, Freedom, Moved, choices
+from ebbtide.tuner.candidates.moves import CHOICES, STORED, Freedom, choices
 from ebbtide.tuner.placements import locations
 from ebbtide.tuner.placements.annealing import anneal
 from ebbtide.tuner.placements.decision import Question
@@ -242,7 +242,7 @@ def test_a_search_stores_no_other_subgroups_than_it_may():
 
 def test_moves_choose_host_slots_only_where_something_may_be_stored():
     some = ((*CHOICES, "stored"), CHOICES)
-    stores, plain = (Moved.of([0] * 6, None, 1, 0, Freedom(each)) for each in some)  # code 0 is host
+    stores, plain = (Candidate(bytes(6), 1, 0).movable(Freedom(each)) for each in some)  # code 0 is host
     rng = Random(1)
     for _ in range(200):
         stores, plain = stores.moved(rng), plain.moved(rng)

@@ -23,6 +23,8 @@ from ebbtide.tuner.candidates.moves import (
     QUEUES,
     STAGED,
     Codes,
+    Freedom,
+    Moved,
     placements_of,
 )
 from numpy.typing import NDArray
@@ -116,6 +118,20 @@ class Candidate:
             **self.settings,
         }
         return Plan.model_validate({**made, **fields})
+
+    def movable(self, free: Freedom) -> Moved:
+        """Return this plan in the form that simulated annealing changes.
+
+        Args:
+            free: Changes that the search may make.
+        """
+        order = self.order or FORWARD
+        sequences = [
+            order.of(queue, [s for s, code in enumerate(self.ways) if QUEUE_NUMBERS[code] == number])
+            for number, queue in enumerate(QUEUES)
+        ]
+        slots, prefetch = self.staging_slots, self.prefetch
+        return Moved([*self.ways], sequences, slots, prefetch, free, self.host_slots, self.threads)
 
     def with_placements(self, placements: Sequence[Placement]) -> Self:
         """Return a copy of this plan with other placements, one per subgroup.

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Placement
-from ebbtide.simulator.update.order import FORWARD, UpdateOrder
+from ebbtide.simulator.update.order import UpdateOrder
 from ebbtide.simulator.update.recipes import RECIPES
 from ebbtide.simulator.update.steps import HOST_SLOTS, Queue, Slot
 from ebbtide.simulator.update.way import EARLY, PARAMETERS_ON_HOST, PLACEMENT_CODES, SUMMED, plain_ways
@@ -125,35 +125,6 @@ class Moved:
     free: Freedom = Freedom()
     host_slots: int = HOST_SLOTS
     threads: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        codes: Iterable[int],
-        order: UpdateOrder | None,
-        slots: int,
-        prefetch: int,
-        free: Freedom = Freedom(),
-        host_slots: int = HOST_SLOTS,
-        threads: int = 0,
-    ) -> Self:
-        """Build a training plan in the form that simulated annealing changes.
-
-        Args:
-            codes: Code of each subgroup's placement, parameter location and flags (`Way.code`).
-            order: Order of the subgroups' updates. If None, the order in which forward needs them.
-            slots: Number of staging buffers. Each is GPU memory for one subgroup's optimizer state.
-            prefetch: Number of staging buffers that are filled during backward.
-            free: Changes that the search may make.
-            host_slots: Number of buffers in host memory for subgroups with optimizer state on a drive.
-            threads: Number of CPU threads for updates, or 0 for the default.
-        """
-        codes = [int(code) for code in codes]
-        sequences = [
-            (order or FORWARD).of(queue, [s for s, code in enumerate(codes) if QUEUE_NUMBERS[code] == number])
-            for number, queue in enumerate(QUEUES)
-        ]
-        return cls(codes, sequences, slots, prefetch, free, host_slots, threads)
 
     def moved(self, rng: Random) -> Self:
         """Return a copy of this training plan with one random change."""

@@ -104,8 +104,7 @@ class _Walk:
 
     def __init__(self, search: Search, base: Candidate) -> None:
         self.search, self.base = search, base
-        numbers = base.host_slots, base.threads
-        self.state = Moved.of(base.ways, base.order, base.staging_slots, base.prefetch, search.free, *numbers)
+        self.state = base.movable(search.free)
         self.state_s = self.best_s = search.score(base).iteration_s
 
     def cool(self, heat_s: float, evaluations: int, rng: Random) -> None:
