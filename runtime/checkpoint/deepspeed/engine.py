@@ -13,8 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import (
     wait_for_jobs,
 )
 from ebbtide.runtime.hardware.background import fail_at_the_end
+from ebbtide.simulator.page import versions
 from ebbtide.simulator.plan import BLOCK_BYTES, CheckpointPlan
 
 logger = logging.getLogger("ebbtide.checkpoint")
@@ -258,8 +258,8 @@ class LazyCheckpointEngine(CheckpointEngine):
 
     def _attempt(self, folder: Path, name: str, nonce: str, save_latest: bool) -> Attempt:
         step, peers = self._engine.global_steps, self._peers
-        digest = self._plan_digest()
-        return Attempt(folder, name, nonce, step, peers.rank, peers.world_size, save_latest, digest, _versions())
+        digest, installed = self._plan_digest(), versions("torch", "ebbtide", "deepspeed")
+        return Attempt(folder, name, nonce, step, peers.rank, peers.world_size, save_latest, digest, installed)
 
     def _save_in_background(self, attempt: Attempt, write: Callable[[], Any], begin: float) -> Note:
         in_place = self._returns_in_place()
@@ -351,8 +351,13 @@ class LazyCheckpointEngine(CheckpointEngine):
             self._save.add(state_dict, target)
             return
         temporary = target.with_name(f".{target.name}.tmp")
-        torch.save(state_dict, temporary)
-        self._files.rename(temporary, target)
+        try:
+            torch.save(state_dict, temporary)
+            self._files.rename(temporary, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.unlink(temporary)  # it would take space on a disk that may be full
+            raise
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Return the content of a checkpoint's file, as ``torch.load`` would.
@@ -417,17 +422,6 @@ def _by_an_error() -> bool:
         return True
     error = sys.exc_info()[1] if multiprocessing.parent_process() is not None else None
     return error is not None and not (isinstance(error, SystemExit) and not error.code)
-
-
-@cache
-def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    for package in ("ebbtide", "deepspeed"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    return found
 
 
 def _weak_close(lazy: LazyCheckpointEngine) -> Callable[[], None]:

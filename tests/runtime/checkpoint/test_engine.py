@@ -695,6 +695,18 @@ def test_16_bit_export_is_written_at_once(engines, tmp_path):
     assert any(tmp_path.iterdir())
 
 
+def test_a_failed_16_bit_export_leaves_no_file(engines, tmp_path, monkeypatch):
+    def fill(state_dict, path):
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "planted")
+
+    engine, _, lazy = engines(CheckpointPlan(), stage3_gather_16bit_weights_on_model_save=True)
+    monkeypatch.setattr(torch, "save", fill)
+    with pytest.raises(OSError, match="planted"):
+        engine.save_16bit_model(str(tmp_path))
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_what_every_checkpoint_holds_needs_no_closer_look(engines, tmp_path, monkeypatch):
     """Check that a save does not load the checkpoint's file as a trial, if the client state (the user's own
     entries) has only usual types.
