@@ -27,7 +27,7 @@ class StoredTensor:
     """
 
     file: str
-    path: tuple[Any, ...]
+    path: tuple[str | int, ...]
     subgroup: int
     index: int
 

@@ -71,7 +71,7 @@ def _stored(source: Path) -> Iterator[Mapping[Path, Tensors]]:
             readers.append(reader)
             for one in page.tensors:
                 tensors = found.setdefault(source / one.file, {})
-                tensors[tuple(one.path)] = reader.tensor(one.subgroup, one.index)
+                tensors[one.path] = reader.tensor(one.subgroup, one.index)
         yield found
         for reader in readers:
             reader.check_there()

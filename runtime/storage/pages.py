@@ -7,6 +7,7 @@ from itertools import count, takewhile
 from pathlib import Path
 
 from ebbtide.runtime.checkpoint.format.manifest import Hash, Page, parse, stored_name
+from ebbtide.runtime.checkpoint.live_state import StoredTensor
 from pydantic import Field
 
 
@@ -65,22 +66,6 @@ class StepsPage(Page):
     steps: list[StepRecord]
 
 
-class TensorRecord(Page):
-    """A description of one tensor that a checkpoint's file contains only as a shape, because the data is on a drive.
-
-    Attributes:
-        file: The checkpoint's file.
-        path: Keys that lead to the tensor in the nested dicts of this file.
-        subgroup: Subgroup that the tensor belongs to.
-        index: Index of the tensor among the tensors of this subgroup.
-    """
-
-    file: str
-    path: list[str | int]
-    subgroup: int
-    index: int = Field(ge=0)
-
-
 class CheckpointPage(Page):
     """A JSON document in a checkpoint that locates one rank's optimizer state on drives.
 
@@ -95,7 +80,7 @@ class CheckpointPage(Page):
     step: int = Field(ge=0)
     rank: int = Field(ge=0)
     directories: list[str]
-    tensors: list[TensorRecord]
+    tensors: list[StoredTensor]
 
 
 def stored_pages(checkpoint: Path) -> Iterator[Path]:

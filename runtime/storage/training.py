@@ -16,7 +16,7 @@ from ebbtide.runtime.checkpoint.errors import ManifestError
 from ebbtide.runtime.checkpoint.format.manifest import GLOBAL_NAME, GlobalManifest, dump, parse
 from ebbtide.runtime.checkpoint.live_state import StoredTensor
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.pages import CheckpointPage, StepRecord, TensorRecord
+from ebbtide.runtime.storage.pages import CheckpointPage, StepRecord
 from ebbtide.runtime.storage.reader import StepReader
 from ebbtide.runtime.storage.store import ExtentStore
 
@@ -109,7 +109,7 @@ class StoredSteps:
                 yield {}
                 return
             with closing(StepReader(asked)) as reader:
-                yield {tuple(t.path): reader.tensor(t.subgroup, t.index) for t in wanted}
+                yield {t.path: reader.tensor(t.subgroup, t.index) for t in wanted}
                 reader.check_there()
         finally:
             self.loading = False
@@ -139,9 +139,7 @@ class StoredStep:
                 step=self.step,
                 rank=self.store.rank,
                 directories=[str(d.absolute()) for d in self.store.directories],
-                tensors=[
-                    TensorRecord(file=t.file, path=list(t.path), subgroup=t.subgroup, index=t.index) for t in tensors
-                ],
+                tensors=list(tensors),
             )
         )
 

@@ -5,7 +5,6 @@ from itertools import product
 from typing import get_args
 
 from ebbtide.runtime.execution.session import Session
-from ebbtide.simulator.layer import Layer
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.update.optimizer import OPTIMIZERS
@@ -13,6 +12,7 @@ from ebbtide.simulator.workload import WireDtype, Workload, ZeroStage
 
 logger = logging.getLogger("ebbtide")
 
+_TRAINING = "ZeRO-{}, {}, {} parameters with {}-byte gradients"
 _NAMES = {
     "device_kind": "kind of device",
     "device_name": "device",
@@ -53,32 +53,17 @@ def warn_of_mismatch(session: Session, gradient_bytes: int, machine: Machine | N
 def _workload_difference(plan: Plan, session: Session, gradient_bytes: int) -> str:
     if not plan.workload_fingerprint:
         return ""
-    sizes, wire = session.engine.sizes(), session.engine.wire_dtype()
-    stage, optimizer = session.engine.zero_stage(), session.engine.update_rule().name
-    here = f"ZeRO-{stage}, {optimizer}, {wire} parameters with {gradient_bytes}-byte gradients"
-    kinds = product(get_args(ZeroStage), OPTIMIZERS, get_args(WireDtype), (2, 4))
-    for kind in kinds:
-        if _fingerprint(sizes, *kind) == plan.workload_fingerprint:
-            if kind == (stage, optimizer, wire, gradient_bytes):
-                return ""
-            there = "ZeRO-{}, {}, {} parameters with {}-byte gradients".format(*kind)
-            return f"{there}, but this engine has {here}"
+    engine, sizes = session.engine, session.engine.sizes()
+    here = _TRAINING.format(engine.zero_stage(), engine.update_rule().name, engine.wire_dtype(), gradient_bytes)
+    for stage, optimizer, wire, width in product(get_args(ZeroStage), OPTIMIZERS, get_args(WireDtype), (2, 4)):
+        # A fingerprint needs only these fields, and `model_construct` accepts a workload without the others.
+        made = Workload.model_construct(
+            subgroups=sizes, zero_stage=stage, optimizer=optimizer, wire_dtype=wire, grad_bytes_per_param=width
+        )
+        if made.fingerprint == plan.workload_fingerprint:
+            there = _TRAINING.format(stage, optimizer, wire, width)
+            return "" if there == here else f"{there}, but this engine has {here}"
     return f"another model than this one ({len(sizes)} subgroups of {sum(sizes)} elements in all, {here})"
-
-
-def _fingerprint(
-    sizes: tuple[int, ...], zero_stage: ZeroStage, optimizer: str, wire: WireDtype, gradient_bytes: int
-) -> str:
-    layer = Layer(params=sum(sizes), forward_s=1.0, backward_s=1.0)
-    return Workload(
-        name="attached",
-        layers=(layer,),
-        subgroups=sizes,
-        wire_dtype=wire,
-        grad_bytes_per_param=gradient_bytes,
-        zero_stage=zero_stage,
-        optimizer=optimizer,
-    ).fingerprint
 
 
 def _machine_difference(plan: Plan, cuda: bool, machine: Machine | None) -> str:
