@@ -175,8 +175,8 @@ class RecordingFiles(Files):
 
 
 def crash_states(ops, seed, durable="committed"):
-    """Yield (disk, number of saves so far that a crash may not undo) for each state in which a crash may leave the
-    disk.
+    """Yield (disk, number of saves so far that a crash may not undo) for each different state in which a crash may
+    leave the disk.
 
     A crash may come after any of the recorded system calls. All earlier calls that were synced have reached the
     disk. Of the earlier calls that were not synced, many different subsets are tried as those that have reached it.
@@ -184,7 +184,7 @@ def crash_states(ops, seed, durable="committed"):
     Args:
         durable: Named point of a save at which a crash may not undo the save any more.
     """
-    rng = random.Random(seed)
+    rng, seen = random.Random(seed), set()
     for end in range(len(ops) + 1):
         prefix = ops[:end]
         synced = set()
@@ -211,7 +211,10 @@ def crash_states(ops, seed, durable="committed"):
                         disk.apply(prefix[i])
             except KeyError:  # the swapped name never reached the disk, which no file system allows
                 continue
-            yield disk, commits
+            key = (disk.digest(), commits)
+            if key not in seen:
+                seen.add(key)
+                yield disk, commits
 
 
 @contextmanager

@@ -59,17 +59,12 @@ def test_every_crash_state_opens(tmp_path, memory, scenario):
     for number in (1, 2):
         tag = "t" if "same" in scenario else f"t{number}"
         bench.save(some_state(number, elements=64), tag, files=files, keep=1)
-    seen = set()
-    for number, (disk, commits) in enumerate(crash_states(files.ops, seed=1)):
-        key = (disk.digest(), commits)
-        if key in seen:
-            continue
-        seen.add(key)
-        folder = memory / f"state{number}"
-        disk.build(folder)
-        check(folder / "ck", commits)
-        shutil.rmtree(folder)
-    assert len(seen) > 100
+    tried = 0
+    for tried, (disk, commits) in enumerate(crash_states(files.ops, seed=1)):  # noqa: B007
+        disk.build(memory / "state")
+        check(memory / "state/ck", commits)
+        shutil.rmtree(memory / "state")
+    assert tried > 100
 
 
 def test_a_checkpoint_that_was_made_durable_behind_its_name_survives_every_crash(tmp_path, memory):
@@ -80,14 +75,14 @@ def test_a_checkpoint_that_was_made_durable_behind_its_name_survives_every_crash
     for number in (1, 2):
         bench.save(some_state(number, elements=64), f"t{number}", files=Deferred(files), durably=files)
     tried = 0
-    for number, (disk, durable) in enumerate(crash_states(files.ops, seed=1, durable="done")):
+    for disk, durable in crash_states(files.ops, seed=1, durable="done"):
         if durable:
             tried += 1
-            disk.build(memory / f"state{number}")
-            newest = newest_whole([memory / f"state{number}/new/ck"])
+            disk.build(memory / "state")
+            newest = newest_whole([memory / "state/new/ck"])
             assert newest is not None
             assert newest.manifest.step >= durable
-            shutil.rmtree(memory / f"state{number}")
+            shutil.rmtree(memory / "state")
     assert tried > 100
 
 
@@ -106,14 +101,11 @@ def test_the_replay_finds_a_missing_fsync(tmp_path, memory):
     files = Careless(tmp_path / "world")
     files.root.mkdir()
     Bench(files.root / "ck", writers=1).save(some_state(1, elements=64), "t", files=files)
-    failed = 0
-    for number, (disk, commits) in enumerate(crash_states(files.ops, seed=1)):
-        disk.build(memory / f"s{number}")
+    for disk, commits in crash_states(files.ops, seed=1):
+        disk.build(memory / "state")
         try:
-            check(memory / f"s{number}/ck", commits)
+            check(memory / "state/ck", commits)
         except AssertionError:
-            failed += 1
-            break
-        finally:
-            shutil.rmtree(memory / f"s{number}")
-    assert failed > 0
+            return
+        shutil.rmtree(memory / "state")
+    pytest.fail("no crash state showed the missing fsync")

@@ -62,15 +62,6 @@ def check(root, commits, keep):
         store.close()
 
 
-def states(files):
-    seen = set()
-    for disk, commits in crash_states(files.ops, seed=1):
-        key = (disk.digest(), commits)
-        if key not in seen:
-            seen.add(key)
-            yield disk, commits
-
-
 @pytest.mark.parametrize("keep", [1, 2])
 def test_every_crash_state_has_every_committed_step(tmp_path, keep):
     files = RecordingFiles(tmp_path / "world")
@@ -78,7 +69,7 @@ def test_every_crash_state_has_every_committed_step(tmp_path, keep):
     run(files, keep)
     number = 0
     with in_memory(tmp_path) as memory:
-        for number, (disk, commits) in enumerate(states(files)):  # noqa: B007
+        for number, (disk, commits) in enumerate(crash_states(files.ops, seed=1)):  # noqa: B007
             disk.build(memory / "state")
             check(memory / "state", commits, keep)
             shutil.rmtree(memory / "state")
@@ -113,7 +104,7 @@ def test_the_replay_finds_a_missing_sync(tmp_path, kind):
     files.root.mkdir()
     run(files, keep=1)
     with in_memory(tmp_path) as memory:
-        for disk, commits in states(files):
+        for disk, commits in crash_states(files.ops, seed=1):
             disk.build(memory / "state")
             try:
                 check(memory / "state", commits, keep=1)
