@@ -163,10 +163,11 @@ def test_a_checkpoint_is_loaded_while_state_is_away(tmp_path):
     train(saving, 2)
     saving.save_checkpoint(str(tmp_path))
     saving.destroy()
-    engine, _ = pausing(MIXED)
+    engine, _ = pausing(MIXED, locations=["device", "host"])
     train(engine, 3, first=7)
     assert away(engine)
     engine.load_checkpoint(str(tmp_path))
+    assert not any(w.numel() for w in engine.optimizer.__dict__["fp16_partitioned_groups_flat"])
     state, losses, norms = stock(outcome, MIXED)
     assert_same(outcome(engine, 2, first=2), (state, losses[2:], norms[2:]))
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from studies.bench.bits import differences, state_of
-from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ByteGPTConfig
+from studies.bench.byte_gpt import SIZES, ByteGPT, ByteGPTConfig
 from tests.machines import node
 from tests.runtime.checkpoint.conftest import bytes_of_tensors
 from tests.runtime.contract.test_bits import CASES, trainable, two_groups
@@ -140,18 +140,6 @@ def test_parameters_that_are_apart_are_shown_whole():
     ours.destroy()
 
 
-def test_a_checkpoint_of_stocks_is_loaded_into_pieces(tmp_path):
-    saving = coarse()
-    train(saving, 3)
-    saving.save_checkpoint(str(tmp_path))
-    saving.destroy()
-    ours = cut(coarse(), locations=["device", "host"])
-    train(ours, 1)
-    ours.load_checkpoint(str(tmp_path))
-    assert not any(w.numel() for w in ours.optimizer.__dict__["fp16_partitioned_groups_flat"])
-    assert_same(outcome(ours, 1, first=3), (stock()[0], stock()[1][3:], stock()[2][3:]))
-
-
 def look(engine, number):
     """Append to ``engine.seen`` the training state, the gradients and the fp32 partitions that DeepSpeed's
     attributes and getters show after a step.
@@ -186,23 +174,6 @@ def test_what_is_shown_and_what_is_written_between_steps(each):
     assert_same(results[1], results[0])
     shown = [getattr(engine, "seen", []) for engine in engines]
     assert all(not differences(a, b) for a, b in zip(*shown, strict=True))
-
-
-def test_what_is_written_between_backward_and_step():
-    def steps(engine):
-        batches = Batches(2, SIZES["tiny"].sequence)
-        for number in range(5):
-            engine.backward(engine(*batches.at(number, engine.device)))
-            if number % 2:
-                flat = engine.optimizer.fp32_partitioned_groups_flat
-                flat[number // 2 % 2].data.mul_(0.5)
-                engine.optimizer.state[flat[0]]["exp_avg"].mul_(1.5)
-            engine.step()
-        state = state_of(engine)
-        engine.destroy()
-        return state
-
-    assert not differences(steps(cut(coarse(), prefetch=2)), steps(coarse()))
 
 
 @pytest.mark.skipif(
