@@ -6,12 +6,13 @@ import subprocess
 import sys
 from threading import Event
 
+import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
-from ebbtide.simulator import Plan
+from ebbtide.simulator import Plan, preset, workload_from_model
 from ebbtide.simulator.limits import size
+from ebbtide.tuner.advice.shadow import shadow_prices
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.placements import planning
 from ebbtide.tuner.quantities import duration_s, size_bytes
 from rich.progress import Progress
 
@@ -54,13 +55,13 @@ def test_plan_show_and_simulate(files):
     assert plot.read_bytes()[:4] == b"\x89PNG"
 
 
-def test_why_compares_plans_that_write_checkpoints_alike(files, monkeypatch):
-    """Check that `tune plan --mtbf --why` reserves the writers' host memory in the plans that it compares with."""
-    search, found = planning.plan, []
-    monkeypatch.setattr(planning, "plan", lambda *a, **k: found.append(search(*a, **k)) or found[-1])
-    told = run("plan", *inputs(files), "--quick", "-o", files / "plan.json", "--mtbf", "4h", "--why")
-    assert told.exit_code == 0, told.output
-    assert [bool(plan.checkpoint.interval_steps) for plan in found] == [True] * 3
+@pytest.mark.parametrize(("device_gib", "saves"), [(24, True), (400, False)])
+def test_why_tells_what_more_memory_saves_if_memory_is_short(device_gib, saves):
+    machine = preset("rtx4090").model_copy(update={"device_memory_bytes": device_gib * 2**30})
+    work = workload_from_model("examples/llama-3-8b.json", machine, sequence=1024).recut(5 * 10**8)
+    found = ebbtide.tuner.plan(work, machine, effort=0.02, subgroup_sizes=())
+    memory, link = shadow_prices(work, machine, found)
+    assert ("0.0 ms (0.0%)" not in memory, "0.0 ms (0.0%)" not in link) == (saves, saves)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     "--quick", is_flag=True, help="Search with a tenth of the evaluations: faster, but the plan may be slower."
 )
 @click.option("--seed", default=0, show_default=True, help="Random seed of the search.")
-@click.option("--why", is_flag=True, help="Also report the gain from more memory or bandwidth.")
+@click.option("--why", is_flag=True, help="Also estimate the gain from more GPU memory or a faster link.")
 @JSON
 @guarded
 @without_garbage_collection()
@@ -127,6 +127,7 @@ def plan(
     from ebbtide.tuner.advice.shadow import shadow_prices
     from ebbtide.tuner.answer.report import show_plan, wide_console
     from ebbtide.tuner.placements.planning import QUICK
+    from ebbtide.tuner.placements.storage import with_storage
 
     needs("with --mtbf", mtbf is not None, "restart", "checkpoint_rate")
     check_folder("--output", output)
@@ -162,7 +163,7 @@ def plan(
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, failures, options)
     if why:
-        told = shadow_prices(work, measured, result, options | failures)
+        told = shadow_prices(work, with_storage(work, measured, options["storage"])[1], result)
         result = result.model_copy(update={"reasons": (*result.reasons, *told)})
     with written("--output", output):
         result.save(output)
