@@ -31,7 +31,7 @@ class Files:
         return function(*args)
 
     def point(self, name: str) -> None:
-        """Mark a named moment of a checkpoint's commit (one of `POINTS`). This method does nothing.
+        """Mark a named moment of a checkpoint's commit. This method does nothing.
 
         Tests override it, for example to end the process at this moment.
         """
@@ -208,41 +208,6 @@ class Files:
             else:
                 self.unlink(Path(entry.path))
         self.rmdir(folder)
-
-
-# The named points of the protocol in their order, for crash tests. Points after "votes_seen" are reached by rank 0
-# only. The rename before "tag_renamed" commits the checkpoint.
-POINTS = (
-    "save_begun",
-    "staging_made",
-    "skeleton_made",
-    "job_started",
-    "first_block",
-    "half_written",
-    "last_block",
-    "payload_fsynced",
-    "staging_fsynced",
-    "vote_written",
-    "vote_renamed",
-    "voted",
-    "votes_seen",
-    "manifest_written",
-    "manifest_renamed",
-    "sealed",
-    "tag_renamed",
-    "parent_fsynced",
-    "latest_written",
-    "latest_renamed",
-    "committed",
-    "trash_renamed",
-    "trash_deleted",
-    "done",
-)
-# Points that only some runs reach: a subgroup was copied before its update, the tag was saved before, or two names were
-# swapped by two renames.
-RARE_POINTS = ("copied_on_update", "tag_set_aside")
-# Points of a run with optimizer state on a drive. The points of a step are in `ebbtide.runtime.storage.folder`.
-STORED_POINTS = ("stored_prepared", "stored_settled")
 
 
 def _renamed(one: Path, other: Path, flag: int) -> None:

@@ -31,8 +31,6 @@ class Drive:
     weight: float = 1.0
 
 
-# The named points of a commit in their order, for crash tests. The rename before "steps_renamed" commits.
-POINTS = ("extents_synced", "steps_written", "steps_renamed", "steps_committed")
 EXTENTS, STORE, STEPS = "extents", "store.json", "steps.json"  # names of a rank's files
 
 

@@ -17,6 +17,42 @@ from studies.bench.console import publish
 
 ATTEMPTS = 4
 
+# The named points of a checkpoint's commit in their order (see `Files.point`). Points after "votes_seen" are reached by
+# rank 0 only. The rename before "tag_renamed" commits the checkpoint.
+POINTS = (
+    "save_begun",
+    "staging_made",
+    "skeleton_made",
+    "job_started",
+    "first_block",
+    "half_written",
+    "last_block",
+    "payload_fsynced",
+    "staging_fsynced",
+    "vote_written",
+    "vote_renamed",
+    "voted",
+    "votes_seen",
+    "manifest_written",
+    "manifest_renamed",
+    "sealed",
+    "tag_renamed",
+    "parent_fsynced",
+    "latest_written",
+    "latest_renamed",
+    "committed",
+    "trash_renamed",
+    "trash_deleted",
+    "done",
+)
+# Points that only some runs reach: a subgroup was copied before its update, the tag was saved before, or two names were
+# swapped by two renames.
+RARE_POINTS = ("copied_on_update", "tag_set_aside")
+# Points of a run with optimizer state on a drive.
+STORED_POINTS = ("stored_prepared", "stored_settled")
+# Points of the commit of a step's state on a drive. The rename before "steps_renamed" commits it.
+STEP_POINTS = ("extents_synced", "steps_written", "steps_renamed", "steps_committed")
+
 
 @dataclass(frozen=True)
 class Kill:

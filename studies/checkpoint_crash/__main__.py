@@ -28,16 +28,23 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
-from ebbtide.runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
 from ebbtide.runtime.checkpoint.protocol.inspect import list_checkpoints, verify
 from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
-from ebbtide.runtime.storage.folder import POINTS as STEP_POINTS
 from ebbtide.runtime.storage.reader import stored_problems
 from rich.console import Console
 
 from studies.bench import killed
 from studies.bench.console import kill_parser
-from studies.bench.killed import campaign, concluded, counted, until_fired
+from studies.bench.killed import (
+    POINTS,
+    RARE_POINTS,
+    STEP_POINTS,
+    STORED_POINTS,
+    campaign,
+    concluded,
+    counted,
+    until_fired,
+)
 from studies.bench.many_engines import answer_once
 from studies.bench.rank import become_only_rank
 from studies.checkpoints.run import GUESSED, STEPS, STORED, Kill, Run, reap, recorded, start, warm_up

@@ -31,7 +31,7 @@ from ebbtide.runtime.checkpoint.format.manifest import block_hash
 from ebbtide.runtime.kernels.host import host_update
 from ebbtide.runtime.kernels.rules import AdamRule
 from ebbtide.runtime.storage.errors import StorageError
-from ebbtide.runtime.storage.folder import POINTS, Drive
+from ebbtide.runtime.storage.folder import Drive
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.view import page_aligned
 from rich.console import Console
@@ -39,7 +39,7 @@ from rich.console import Console
 from studies.bench import killed
 from studies.bench.console import kill_parser
 from studies.bench.forked import Forked
-from studies.bench.killed import Kill, campaign, concluded, counted, until_fired
+from studies.bench.killed import STEP_POINTS, Kill, campaign, concluded, counted, until_fired
 
 STEPS = 8
 ELEMENTS = (300_000, 200_001, 5)  # of the subgroups
@@ -240,7 +240,7 @@ def kill_of(number: int, rng: random.Random) -> Kill:
     Two of three trials kill at a named point of the code: in the commit of a step, or while a block is written.
     All named points are taken in turn. Every third trial kills at a random moment.
     """
-    points = (*POINTS, "write")
+    points = (*STEP_POINTS, "write")
     if number % 3 == 2:
         return Kill(delay_s=rng.random() * LENGTH_S)
     point = points[(number - number // 3) % len(points)]

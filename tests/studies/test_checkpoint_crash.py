@@ -31,9 +31,7 @@ def test_kills(tmp_path, child_environment):
 def test_every_named_point_comes_up():
     from itertools import islice
 
-    from ebbtide.runtime.checkpoint.files import POINTS, RARE_POINTS, STORED_POINTS
-    from ebbtide.runtime.storage.folder import POINTS as STEP_POINTS
-
+    from studies.bench.killed import POINTS, RARE_POINTS, STEP_POINTS, STORED_POINTS
     from studies.checkpoint_crash.__main__ import TRAINED, kills
 
     planned = list(islice(kills(0), 600))

@@ -11,19 +11,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 from ebbtide.runtime.checkpoint.deepspeed.restore import newest_whole
-from ebbtide.runtime.checkpoint.files import POINTS as CHECKPOINT_POINTS
-from ebbtide.runtime.checkpoint.files import STORED_POINTS, Files
+from ebbtide.runtime.checkpoint.files import Files
 from ebbtide.runtime.checkpoint.format.manifest import stored_name
 from ebbtide.runtime.checkpoint.live_state import StoredTensor
-from ebbtide.runtime.storage.folder import POINTS, Drive
+from ebbtide.runtime.storage.folder import Drive
 from ebbtide.runtime.storage.store import ExtentStore
 from ebbtide.runtime.storage.training import StoredSteps, stands
 
+from studies.bench.killed import POINTS, STEP_POINTS, STORED_POINTS
 from tests.runtime.checkpoint.conftest import Bench
 from tests.runtime.storage.conftest import BLOCK, ELEMENTS, SIZES, equal, read, state, write_all
 
 STEPS = 4
-IN_JOB = CHECKPOINT_POINTS[CHECKPOINT_POINTS.index("job_started") :]
+IN_JOB = POINTS[POINTS.index("job_started") :]
 
 
 class Killing(Files):
@@ -131,8 +131,8 @@ def killed(place, kill, keep):
     return struct.unpack("2q", memory) if os.WIFSIGNALED(status) else None
 
 
-CASES = [(point, 1) for point in (*POINTS, *STORED_POINTS, *IN_JOB)]
-CASES += [(point, 2) for point in (*POINTS, "stored_prepared")]
+CASES = [(point, 1) for point in (*STEP_POINTS, *STORED_POINTS, *IN_JOB)]
+CASES += [(point, 2) for point in (*STEP_POINTS, "stored_prepared")]
 
 
 @pytest.mark.parametrize(("point", "keep"), CASES)
