@@ -17,7 +17,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.devices.lane import Completion, Lane
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.fetches import Fetch, Fetches
@@ -29,6 +28,7 @@ from studies.bench.bits import differences
 from studies.bench.console import publish, study_parser
 from studies.bench.rank import become_only_rank
 from studies.trials.emulated_training import WARMUP, Bench, Measured, kernels_of
+from studies.trials.paced_device import PacedDevice
 from studies.trials.paced_model import Setting
 
 HEADROOM_SHARE = 0.5  # GPU memory beside activations and buffers, as a share of all parameters
@@ -120,7 +120,7 @@ class StockBench(Bench):
 
     def __init__(self, setting: Setting, **zero: Any) -> None:
         super().__init__(setting, **zero)
-        self.device = EmulatedDevice(setting.rates())
+        self.device = PacedDevice(setting.rates())
         self._lane = Lane("stock's gathers")
         self._kernels = kernels_of(self.engine, self.device)
         parameters = self.engine.module.parameters()

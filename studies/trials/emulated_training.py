@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.execution.gradient_ops import FETCH_SUM, GradientCopy, GradientOps
 from ebbtide.simulator import Plan, Way, Workload
 from ebbtide.simulator.timeline import Timeline
 
+from studies.trials.paced_device import PacedDevice
 from studies.trials.paced_model import ROWS, PacedModel, Setting
 
 WARMUP = 2  # steps: DeepSpeed records its trace in the first one, and after a switch the slots fill in one
@@ -50,7 +50,7 @@ class Kernels:
     which the thread waits does not shorten the sleep, because a GPU would wait too.
     """
 
-    def __init__(self, device: EmulatedDevice) -> None:
+    def __init__(self, device: PacedDevice) -> None:
         self._device = device
         self._ended_s: float | None = None  # CPU time of the training thread
 
@@ -78,7 +78,7 @@ def attach(engine: Any, setting: Setting, plan: Plan) -> Kernels:
     """
     import ebbtide.runtime
 
-    device = EmulatedDevice(setting.rates())
+    device = PacedDevice(setting.rates())
     ebbtide.runtime.attach(engine, plan, device=device)
     return kernels_of(engine, device)
 
@@ -121,7 +121,7 @@ def reduced_beside() -> Iterator[None]:
         vars(executor)["GradientOps"] = kept
 
 
-def kernels_of(engine: Any, device: EmulatedDevice) -> Kernels:
+def kernels_of(engine: Any, device: PacedDevice) -> Kernels:
     """Make each layer of an engine's model take its emulated seconds of forward and backward on ``device``.
 
     Each layer was created with these seconds (`PacedLayer`). Until this call, the layers run at full speed. Return the

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from ebbtide.runtime.devices.emulated import EmulatedRates
 from ebbtide.simulator import Layer, Machine, Quantity, Workload
 from ebbtide.simulator.machine import OUT_OF_PLACE
 from ebbtide.simulator.update.optimizer import ADAM
 from torch import nn
 
 from studies.bench.products import product
+from studies.trials.paced_device import EmulatedRates
 
 RATES = ("host_adam_params_per_s", "device_adam_params_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s")
 ROWS = 4  # samples per batch: few, so that real computation is short compared with the given times

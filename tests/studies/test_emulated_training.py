@@ -11,11 +11,11 @@ import sys
 from contextlib import nullcontext
 
 import pytest
-from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.simulator.update.pausing import PauseRule
 
 from studies.guessed_overlap.__main__ import _Steps
 from studies.trials.emulated_training import Kernels
+from studies.trials.paced_device import PacedDevice
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def run(only_rank, monkeypatch):
 
 
 def test_what_prepares_a_kernel_is_done_beside_the_one_before(monkeypatch):
-    device, clock = EmulatedDevice(), itertools.count()
+    device, clock = PacedDevice(), itertools.count()
     given = []
     monkeypatch.setattr(device, "compute", lambda s: given.append(s) or nullcontext())
     monkeypatch.setattr("time.thread_time", lambda: float(next(clock)))  # each reading of the clock adds one second

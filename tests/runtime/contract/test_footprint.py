@@ -8,7 +8,6 @@ from collections import deque
 import ebbtide.runtime
 import pytest
 import torch
-from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
 from ebbtide.runtime.execution import gradient_ops
 from ebbtide.runtime.execution.gradient_ops import GradientOps
 from ebbtide.runtime.zero.cuts import cuts_of
@@ -23,6 +22,7 @@ from ebbtide.simulator.update.way import Way
 from ebbtide.simulator.workload import Workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from studies.trials.paced_device import EmulatedRates, PacedDevice
 from tests.conftest import without_a_rank
 from tests.prepared import run
 from tests.runtime.contract.test_bits import two_groups
@@ -151,7 +151,7 @@ def test_gradients_under_way_are_bounded(monkeypatch):
         seen.append((sum(under_way), len(under_way), source.nbytes))
 
     monkeypatch.setattr(GradientOps, "_send", noted)
-    device = EmulatedDevice(EmulatedRates(d2h_bytes_per_s=20e6))
+    device = PacedDevice(EmulatedRates(d2h_bytes_per_s=20e6))
     ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=device)
     ours = outcome(engine, 4)
     assert_same(ours, expected)
@@ -160,7 +160,7 @@ def test_gradients_under_way_are_bounded(monkeypatch):
     monkeypatch.setattr(GradientOps, "_make_room", lambda *_: None)
     engine = start(accumulation=2)
     seen.clear()
-    ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=EmulatedDevice(EmulatedRates(None, 20e6)))
+    ebbtide.runtime.attach(engine, plan_for(engine, ["host"]), device=PacedDevice(EmulatedRates(None, 20e6)))
     train(engine, 4)
     engine.destroy()
     assert max(seen)[0] > 2 * most, "only the limit may bound the copies in progress"

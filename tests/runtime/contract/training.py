@@ -17,7 +17,7 @@ import ebbtide.runtime
 import pytest
 import torch
 from ebbtide.runtime.devices.base import Device
-from ebbtide.runtime.devices.emulated import EmulatedDevice, EmulatedRates
+from ebbtide.runtime.devices.emulated import EmulatedDevice
 from ebbtide.runtime.zero.checks.private import BELOW_STAGE_3
 from ebbtide.runtime.zero.cuts import subgroups_of
 from ebbtide.simulator import Plan
@@ -25,6 +25,7 @@ from ebbtide.simulator.update.order import order_of
 
 from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches, ds_config, train_step
+from studies.trials.paced_device import EmulatedRates, PacedDevice
 from tests.runtime.contract.small_model import SmallModel
 
 SUBGROUP = 10_000
@@ -49,7 +50,7 @@ def slowed(*rates: float) -> Device:
     Args:
         rates: Values of the fields of `EmulatedRates`, in order.
     """
-    return EmulatedDevice(EmulatedRates(*rates)) if EMULATED else DEVICES["cuda"]()
+    return PacedDevice(EmulatedRates(*rates)) if EMULATED else DEVICES["cuda"]()
 
 
 def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: bool = False, **fields: Any) -> Plan:
