@@ -56,9 +56,14 @@ def _workload_difference(plan: Plan, session: Session, gradient_bytes: int) -> s
     engine, sizes = session.engine, session.engine.sizes()
     here = _TRAINING.format(engine.zero_stage(), engine.update_rule().name, engine.wire_dtype(), gradient_bytes)
     for stage, optimizer, wire, width in product(get_args(ZeroStage), OPTIMIZERS, get_args(WireDtype), (2, 4)):
-        # A fingerprint needs only these fields, and `model_construct` accepts a workload without the others.
-        made = Workload.model_construct(
-            subgroups=sizes, zero_stage=stage, optimizer=optimizer, wire_dtype=wire, grad_bytes_per_param=width
+        made = Workload.model_construct(  # without validation, since a fingerprint needs no layers
+            name="attached",
+            layers=(),
+            subgroups=sizes,
+            zero_stage=stage,
+            optimizer=optimizer,
+            wire_dtype=wire,
+            grad_bytes_per_param=width,
         )
         if made.fingerprint == plan.workload_fingerprint:
             there = _TRAINING.format(stage, optimizer, wire, width)
