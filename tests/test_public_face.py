@@ -216,10 +216,11 @@ def test_what_a_python_call_cannot_use_is_named_in_one_line(call, says, nouns, t
     assert "\n" not in str(caught.value)
 
 
-def test_numbers_of_numpy_are_arguments_too(nouns):
-    made = [ebbtide.plan(nouns["workload"], nouns["machine"], seed=seed, effort=0.02) for seed in (3, np.int64(3))]
+def test_numbers_of_numpy_are_arguments_too():
+    job = (workload(4), machine())
+    made = [ebbtide.plan(*job, seed=seed, effort=0.02) for seed in (3, np.int64(3))]
     assert made[0] == made[1]
-    size, job = 0.8 * nouns["machine"].device_memory_bytes + 0.5, (nouns["workload"], nouns["machine"])
+    size = 0.8 * job[1].device_memory_bytes + 0.5
     plans = [ebbtide.plan(*job, device_memory_bytes=size, effort=0.02) for size in (size, int(size))]
     assert plans[0] == plans[1]
     with pytest.raises(ValueError, match="device_memory_bytes must be of type int"):

@@ -80,10 +80,10 @@ def run_both(op, n, steps=4, weight_decay=0.0, adamw=True, dtype=torch.bfloat16,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("weight_decay", "adamw"), [(0.0, True), (0.1, True), (0.1, False)])
-@pytest.mark.parametrize("n", [1, 15, 16, 27, 129, 100_003, 1_100_017])
+@pytest.mark.parametrize("n", [1, 15, 16, 27, 129, 100_003])
 def test_bits_of_deepspeed_adam(op, n, weight_decay, adamw, dtype):
     """Check the bits of the op that DeepSpeed builds here. `test_rules` checks the builds for other CPUs."""
-    assert run_both(op, n, 3 if n > 10**6 else 12, weight_decay, adamw, dtype)
+    assert run_both(op, n, 12, weight_decay, adamw, dtype)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

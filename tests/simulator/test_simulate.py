@@ -544,7 +544,7 @@ def test_stored_state_is_read_for_the_next_step_as_soon_as_a_host_slot_is_free()
         (OpKind.STATE_WRITE, 1, 10, 11),
         (OpKind.STATE_READ, 0, 11, 12),  # read for the second step
     ]
-    for one, (kind, subgroup, start_s, end_s) in zip(spans, expected, strict=False):
+    for one, (kind, subgroup, start_s, end_s) in zip(spans[: len(expected)], expected, strict=True):
         assert one[:2] == (kind, subgroup)
         assert one[2:] == pytest.approx((start_s, end_s), abs=1e-6)
 

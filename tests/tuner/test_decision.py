@@ -72,13 +72,6 @@ def test_a_plan_of_larger_subgroups_is_one_of_smaller_ones():
     assert made.plan(fine).subgroup_count == len(fine.subgroups)
 
 
-def test_a_full_answer_is_never_slower_than_a_quick_one():
-    work, have = job("Llama 3.2 1B", "rtx4090", micro_batch=2)
-    asked = {"device_memory_bytes": 12 * 2**30}
-    quick, full = (decide(Question.of(work, have, effort=effort, **asked)) for effort in (decision.QUICK, LITTLE))
-    assert full.iteration_s <= quick.iteration_s
-
-
 def test_a_faster_link_does_not_choose_subgroups_that_are_fast_only_while_parameters_stay():
     """Check a job whose best subgroup size depends on whether parameters may move to host memory."""
     work, have = job("Llama 3 8B", "rtx4090")

@@ -37,12 +37,6 @@ def front_door(only_rank, libraries):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", trainers.TRAINERS)
-def test_same_bits_and_losses(front_door, name):
-    assert trainers.compare(name) == []
-
-
-@pytest.mark.slow
 def test_same_bits_and_losses_on_two_ranks(child_environment, tmp_path, deepspeed_ops):
     words = ["-m", "tests.runtime.frontdoor.trainers", tmp_path, *trainers.TRAINERS]
     done = prepared.run(words, env=child_environment, cwd=ROOT, timeout=500)
