@@ -21,10 +21,30 @@ LLAMA = "Llama 3.2 1B"
 TYPE_NAMES = {"Any", "TYPE_CHECKING", "Path", "importlib"}
 
 
-def test_importing_it_loads_nothing_heavy():
-    script = "import ebbtide, sys; print(sorted({'torch', 'numpy', 'pydantic', 'deepspeed'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+HELP_AND_PROFILES = """
+from click.testing import CliRunner
+from ebbtide.tuner.cli import main
+for command in ([], ["plan"], ["simulate"], ["search"]):
+    assert CliRunner().invoke(main, [*command, "--help"]).exit_code == 0
+import ebbtide.profiler.launch, ebbtide.tuner.commands.profiling
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "heavy"),
+    [
+        ("import ebbtide", {"torch", "numpy", "pydantic", "deepspeed"}),
+        ("import ebbtide.runtime.checkpoint.protocol.inspect", {"torch"}),
+        ("import ebbtide.tuner.placements.quick", {"pandas", "matplotlib", "torch"}),
+        ("import tests.runtime.plain_engine", {"deepspeed"}),
+        (HELP_AND_PROFILES, {"numba", "scipy", "pandas", "torch"}),
+    ],
+    ids=["ebbtide", "inspect", "quick", "plain engine", "help and profiles"],
+)
+def test_what_is_imported_loads_nothing_heavy(code, heavy):
+    code = f"import sys\n{code}\nprint(*{heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == ""
 
 
 @pytest.mark.parametrize("name", ebbtide.__all__)

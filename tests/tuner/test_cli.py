@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from threading import Event
 
 import ebbtide.tuner
@@ -205,16 +203,3 @@ def test_a_bar_appears_while_one_part_of_the_work_takes_long(monkeypatch, capsys
         progress(0.0, "subgroup sizes")
         assert begun.wait(60), "the progress bar never started"
     assert "subgroup sizes" in capsys.readouterr().err
-
-
-def test_help_and_profiles_of_scripts_load_no_compiler():
-    """Check that ``--help`` and `tune profile` load none of the slow modules numba, scipy, pandas and torch."""
-    code = (
-        "import sys\nfrom click.testing import CliRunner\nfrom ebbtide.tuner.cli import main\n"
-        "for command in ([], ['plan'], ['simulate'], ['search']):\n"
-        "    assert CliRunner().invoke(main, [*command, '--help']).exit_code == 0\n"
-        "import ebbtide.profiler.launch, ebbtide.tuner.commands.profiling\n"
-        "print(sorted({'numba', 'scipy', 'pandas', 'torch'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

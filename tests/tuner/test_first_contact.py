@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from click.shell_completion import ShellComplete
-from click.testing import CliRunner
 from ebbtide.profiler import measure_machine
 from ebbtide.simulator import Machine, Plan, simulate
 from ebbtide.simulator.schedules.strategies import build_strategy
@@ -21,13 +20,8 @@ from ebbtide.tuner.cli import main
 from ebbtide.tuner.quantities import told_seconds
 
 from tests.runtime.checkpoint.conftest import Bench, some_state
+from tests.tuner.test_cli import run
 from tests.tuner.test_search import machine, workload
-
-
-def run(*arguments):
-    result = CliRunner().invoke(main, [str(a) for a in arguments])
-    assert "Traceback" not in result.output
-    return result
 
 
 @pytest.mark.parametrize("command", [("verify",), ("prune", "--keep", "1")])

