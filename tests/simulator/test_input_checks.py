@@ -30,7 +30,6 @@ def estimated(**arguments):
         ({"sequence": True}, "sequence must be a whole number >= 1, but got True"),
         ({"data_parallel": True}, "data_parallel must be a whole number >= 1, but got True"),
         ({"tensor_parallel": 16}, "tensor_parallel must divide the 8 attention heads, but got 16"),
-        ({"tensor_parallel": 6}, "tensor_parallel must divide the 8 attention heads, but got 6"),
     ],
 )
 def test_arguments_of_a_workload(arguments, says):

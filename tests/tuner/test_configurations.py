@@ -50,45 +50,27 @@ def test_every_configuration_has_the_global_batch():
     assert len(every) == len(set(every))
 
 
-def test_a_global_batch_that_nothing_can_have_is_refused():
-    with pytest.raises(ValueError, match=r"but 8 is not: .*search micro_batch or accumulation too"):
-        Space.of(Configuration(gpus=4), ("recompute",), 8)
-
-
-def test_gpus_that_do_not_divide_the_global_batch_are_named_as_the_cause():
-    with pytest.raises(ValueError, match=r"multiple of the 4 GPUs, but got 999983: .*--gpus"):
-        Space.of(Configuration(gpus=4), ("micro_batch", "accumulation"), 999_983)
-
-
-def test_accumulation_that_no_simulation_ends_with_is_refused():
-    with pytest.raises(ValueError, match="accumulation must be at most 1024 micro-batches"):
-        Space.of(Configuration(gpus=4), KNOBS, 10**9)
-
-
-def test_offload_that_needs_another_stage_is_refused():
-    with pytest.raises(ValueError, match="offload nvme needs ZeRO-3, but got zero_stage 2"):
-        Space.of(Configuration(zero_stage=2, offload="nvme"), ("micro_batch",))
-
-
-@pytest.mark.parametrize(("free", "got"), [(("colour",), "colour"), ((), "nothing")])
-def test_unknown_knobs_are_refused(free, got):
-    with pytest.raises(ValueError, match=rf"the settings to search \(--free\) must be some of .*, but got {got}"):
-        Space.of(Configuration(), free)
-
-
 @pytest.mark.parametrize(
-    ("base", "free", "batch"),
+    ("base", "free", "batch", "says"),
     [
-        (Configuration(), ("colour",), None),
-        (Configuration(), ("recompute",), 0),
-        (Configuration(gpus=4), ("recompute",), 7),
-        (Configuration(micro_batch=3), ("recompute",), 8),
-        (Configuration(), ("accumulation",), 10**6),
+        (Configuration(gpus=4), ("recompute",), 8, r"but 8 is not: .*search micro_batch or accumulation too"),
+        (Configuration(gpus=4), ("recompute",), 7, r"multiple of the 4 GPUs, but got 7: .*--gpus"),
+        (Configuration(), ("recompute",), 0, r"the global batch .*must be >= 1"),
+        (Configuration(micro_batch=3), ("recompute",), 8, r"micro_batch or accumulation too"),
+        (Configuration(gpus=4), KNOBS, 10**9, "accumulation must be at most 1024 micro-batches"),
+        (
+            Configuration(zero_stage=2, offload="nvme"),
+            ("micro_batch",),
+            None,
+            "offload nvme needs ZeRO-3, but got zero",
+        ),
+        (Configuration(), ("colour",), None, r"the settings to search \(--free\) must be some of .*, but got colour"),
+        (Configuration(), (), None, r"the settings to search \(--free\) must be some of .*, but got nothing"),
     ],
 )
-def test_a_refused_search_is_told_in_words_that_the_page_shows_too(base, free, batch):
-    """Check that refusals, which are also shown on the page of the service, name flags in parentheses only."""
-    with pytest.raises(ValueError, match=r"must (be|have)") as caught:
+def test_a_space_that_cannot_be_is_refused(base, free, batch, says):
+    """Check the message, which is also shown on the page of the service, so it names flags in parentheses only."""
+    with pytest.raises(ValueError, match=says) as caught:
         Space.of(base, free, batch)
     assert "--" not in re.sub(r" \(--[^)]*\)", "", str(caught.value))
 
@@ -174,13 +156,20 @@ def test_the_search_finds_what_simulating_everything_finds():
     assert found.fitting[0].tokens_per_s >= 0.99 * fastest
     for knob, shares in reference.costs().items():
         assert found.costs()[knob] == pytest.approx(shares, abs=0.01), knob
+    assert_front(found, reference)
+    assert _kinds(found.remarks()) == _kinds(reference.remarks())
+
+
+def assert_front(found, reference):
+    """Check that a search found an outcome near each one of the front of all configurations."""
+    fastest = reference.fitting[0].tokens_per_s
+    assert reference.front
     for other in reference.front:
         assert any(
             o.tokens_per_s >= other.tokens_per_s - 0.031 * fastest
             and o.device_peak_bytes <= 1.031 * other.device_peak_bytes
             for o in found.front
         ), other
-    assert _kinds(found.remarks()) == _kinds(reference.remarks())
 
 
 def _kinds(remarks):
@@ -197,14 +186,7 @@ def test_without_a_global_batch_the_front_is_that_of_all_accumulations():
     asked = question(device_memory_bytes=12 * 2**30)
     space = Space.of(Configuration(gpus=2, micro_batch=2), ("accumulation", "recompute"))
     found = explore(asked, space)
-    reference = Answer(space, tuple(asked.answer(c) for c in space), complete=True)
-    fastest = reference.fitting[0].tokens_per_s
-    for other in reference.front:
-        assert any(
-            o.tokens_per_s >= other.tokens_per_s - 0.031 * fastest
-            and o.device_peak_bytes <= 1.031 * other.device_peak_bytes
-            for o in found.front
-        ), other
+    assert_front(found, Answer(space, tuple(asked.answer(c) for c in space), complete=True))
 
 
 def test_what_is_missing_is_the_least_of_all():
@@ -360,9 +342,7 @@ def test_the_command_writes_what_it_prints(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--free", "colour"], "the settings to search (--free) must be some of"),
         (["--global-batch", "7", "--free", "recompute", "--gpus", "4"], "multiple of the 4 GPUs"),
-        (["--global-batch", "1000000000", "--free", "micro_batch,accumulation"], "at most 1024"),
         (["--gpu-memory", "900GiB"], "must be at most what the machine has"),
         (["--host-memory", "90TiB"], "must be at most the share of one rank"),
         (["--gpu-memory", "1GiB"], "nothing fits"),
@@ -405,15 +385,12 @@ def searched(tmp_path, config, *words):
     ("config", "rule"),
     [
         ({"zero_optimization": {"sub_group_size": -5}}, "sub_group_size must be"),
-        ({"zero_optimization": {"sub_group_size": 0}}, "sub_group_size must be >= 1"),
-        ({"zero_optimization": {"sub_group_size": "x"}}, "sub_group_size must be"),
         ('{"zero_optimization": {"sub_group_size": 1e400}}', "sub_group_size must be"),
         ({"optimizer": {"type": "SGD"}}, "optimizer.type must be"),
         ({"zero_optimization": {"stage": 0}}, "stage .*must be 1, 2 or 3"),
         ({"zero_optimization": [1]}, "zero_optimization must be an object"),
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, "offload_optimizer must be an obj"),
         ({"train_micro_batch_size_per_gpu": "4"}, "train_micro_batch_size_per_gpu must be"),
-        ({"train_batch_size": "32"}, "train_batch_size must be"),
         ({"train_batch_size": 32.0}, "train_batch_size must be"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param"),
     ],

@@ -254,7 +254,7 @@ def move(engine):
     switch_plan(engine, plan_for(engine, ["host"]))
 
 
-@pytest.mark.parametrize("use", [step_on, look, all_state, move])
+@pytest.mark.parametrize("use", [step_on, look, move])
 def test_a_flipped_bit_of_a_moment_is_found_before_it_is_used(use, flipped_moment):
     """Check that a flipped bit of a stored moment raises an error when an update first reads the moment."""
     engine = stored(flipped_moment)
