@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from ebbtide.profiler.hardware import Hardware, look
@@ -17,7 +16,7 @@ from ebbtide.profiler.neighbours import HostWatch
 from ebbtide.profiler.nvml import GpuWatch
 from ebbtide.profiler.rates import adam, contention, copies, dram, products, saving, storage
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
-from ebbtide.profiler.rates.sampling import unstable
+from ebbtide.profiler.rates.sampling import Part, unstable
 from ebbtide.profiler.rates.sharing import differences, with_writer_cost
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.engines.cache import cache_dir
@@ -25,7 +24,6 @@ from ebbtide.simulator.machine import Machine, ShareName
 from ebbtide.simulator.quantity import Quantity
 
 Progress = Callable[[int, int, str], object]
-_Part = tuple[dict[str, Any], list[str]]  # fields of a Machine, and warnings
 ELEMENTS = 32_000_000  # elements of a measured subgroup, which is far larger than any cache
 MOST_SECONDS = 60.0
 STAGES = (
@@ -195,28 +193,22 @@ def _measure(wanted: _Wanted) -> Machine:
     return with_writer_cost(machine)
 
 
-def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
+def _device_rates(wanted: _Wanted, tell: Callable[[], None]) -> Part:
     elements, share_s = wanted.elements, wanted.share_s
     tell()
-    copied = copies.measure_copies(wanted.cuda, elements * 4, share_s)
+    rates, doubts = copies.measure_copies(wanted.cuda, elements * 4, share_s)
     tell()
     on_device = adam.device_adam(elements, share_s, wanted.cuda)
     tell()
-    rates = {
-        "h2d_bytes_per_s": copied.h2d,
-        "d2h_bytes_per_s": copied.d2h,
-        "duplex_factor": copied.duplex_factor,
-        "pageable_h2d_bytes_per_s": copied.pageable_h2d,
-        "pageable_d2h_bytes_per_s": copied.pageable_d2h,
-        "copy_latency_s": copied.latency_s,
+    rates |= {
         "device_adam_params_per_s": on_device,
         "device_flops_per_s": products.products(wanted.cuda, share_s * 0.7),
         "device_memory_bytes_per_s": products.device_memory(wanted.cuda, elements, share_s * 0.3),
     }
-    return rates, list(copied.doubts)
+    return rates, doubts
 
 
-def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
+def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> Part:
     cores, elements, share_s = wanted.facts.cores, wanted.elements, wanted.share_s
     own = wanted.facts.update_threads
     tell()
@@ -239,27 +231,18 @@ def _host_rates(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
     return rates, notes + triad_notes
 
 
-def _storage(wanted: _Wanted, tell: Callable[[], None]) -> _Part:
+def _storage(wanted: _Wanted, tell: Callable[[], None]) -> Part:
     tell()
     with _folder(wanted.folder) as folder:
-        disk = storage.measure_storage(folder, wanted.elements * 4, wanted.share_s)
+        rates, doubts = storage.measure_storage(folder, wanted.elements * 4, wanted.share_s)
         drives = {
             str(drive.absolute()): storage.measure_drive(drive, storage.PARTS * wanted.elements * 4, wanted.share_s)
             for drive in wanted.drives
         }
         tell()
         matrix = _contention(wanted, folder)
-    rates = {
-        "storage_write_bytes_per_s": disk.write,
-        "storage_read_bytes_per_s": disk.read,
-        "storage_duplex_factor": disk.duplex_factor,
-        "storage_fsync_s": disk.fsync_s,
-        "drives": drives,
-        "writer_s_per_byte": disk.writer_s_per_byte,
-        "save_s_per_tensor": saving.measure_save(wanted.share_s / 4),
-        "contention": matrix,
-    }
-    return rates, list(disk.doubts)
+    save_s = saving.measure_save(wanted.share_s / 4)
+    return rates | {"drives": drives, "save_s_per_tensor": save_s, "contention": matrix}, doubts
 
 
 def _build_kernels(cuda: bool) -> None:

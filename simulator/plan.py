@@ -385,20 +385,12 @@ class Plan(Shown, Page):
         return self.placements.count(placement)
 
     @staticmethod
-    def runs(placements: Sequence[Placement]) -> list[dict[str, Any]]:
-        """Return the placements of subgroups as plan files of schema 2 store them: as a list of dicts.
+    def runs(values: Sequence[str], key: Literal["placement", "home"] = "placement") -> list[dict[str, Any]]:
+        """Return placements, or parameter locations (``home``), of subgroups as plan files of schema 2 store them.
 
-        Each dict stands for consecutive subgroups with the same ``placement``, and ``count`` is their number.
+        Each dict stands for consecutive subgroups with the same value, and ``count`` is their number.
         """
-        return [{"placement": key, "count": sum(1 for _ in group)} for key, group in groupby(placements)]
-
-    @staticmethod
-    def location_runs(locations: Sequence[ParameterLocation]) -> list[dict[str, Any]]:
-        """Return the parameter locations of subgroups as plan files of schema 2 store them: as a list of dicts.
-
-        Each dict stands for consecutive subgroups with parameters in the same memory, and ``count`` is their number.
-        """
-        return [{"home": key, "count": sum(1 for _ in group)} for key, group in groupby(locations)]
+        return [{key: value, "count": sum(1 for _ in group)} for value, group in groupby(values)]
 
     def limits_on(self, workload: Workload, machine: Machine) -> Limits:
         """Return the memory limits that the plan was made with, if it was made for the given workload and machine.

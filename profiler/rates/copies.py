@@ -3,29 +3,15 @@
 import statistics
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from ebbtide.profiler.rates.sampling import doubts, rate, repeat_s, timed_s
+from ebbtide.profiler.rates.sampling import Part, doubts, rate, repeat_s, timed_s
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.quantity import Quantity, Source
 
 SIZES_BYTES = tuple(2**n for n in (16, 18, 20, 22, 24, 26))
-
-
-@dataclass(frozen=True)
-class CopyRates:
-    """Measured bandwidths of copies between host and GPU, in bytes/s."""
-
-    h2d: Quantity
-    d2h: Quantity
-    duplex_factor: Quantity
-    pageable_h2d: Quantity | None
-    pageable_d2h: Quantity | None
-    latency_s: float
-    doubts: tuple[str, ...]
 
 
 def fit_latency(sizes_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -73,10 +59,13 @@ class Endpoints:
             to.copy_(source, non_blocking=True)
 
 
-def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
+def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> Part:
     """Measure the bandwidths and the latency of copies between host and GPU.
 
     Without CUDA the GPU's buffer is in host memory too, and the results are marked ``emulated``.
+
+    Returns:
+        Fields of a `Machine`, and sentences that name unstable measurements.
     """
     source: Source = "measured" if cuda else "emulated"
     clock = cuda_clock if cuda else timed_s
@@ -94,7 +83,14 @@ def measure_copies(cuda: bool, size_bytes: int, budget_s: float) -> CopyRates:
     pageable_h2d, pageable_d2h = _pageable(size_bytes, share_s) if cuda else (None, None)
     notes = [*doubts("H2D bandwidth", up), *doubts("D2H bandwidth", down)]
     notes += doubts("bandwidth of both directions at once", both)
-    return CopyRates(h2d, d2h, duplex, pageable_h2d, pageable_d2h, _latency_s(cuda, clock), tuple(notes))
+    return {
+        "h2d_bytes_per_s": h2d,
+        "d2h_bytes_per_s": d2h,
+        "duplex_factor": duplex,
+        "pageable_h2d_bytes_per_s": pageable_h2d,
+        "pageable_d2h_bytes_per_s": pageable_d2h,
+        "copy_latency_s": _latency_s(cuda, clock),
+    }, notes
 
 
 def _latency_s(cuda: bool, clock: Callable[[Callable[[], object]], float]) -> float:

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from ebbtide.simulator.quantity import UNSTABLE_IQR, Quantity, Source
 
+Part = tuple[dict[str, Any], list[str]]  # fields of a Machine, and sentences that name unstable measurements
 LEAST_REPEATS = 5
 MOST_REPEATS = 40
 # Multiple of the time budget (or seconds, if that is more) after which a slow measurement ends with fewer repeats.

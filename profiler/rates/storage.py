@@ -10,14 +10,13 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
-from ebbtide.profiler.rates.sampling import doubts, rate, repeat_s, timed_s
-from ebbtide.simulator import storage as drives
+from ebbtide.profiler.rates.sampling import Part, doubts, rate, repeat_s, timed_s
 from ebbtide.simulator.plan import BLOCK_BYTES
 from ebbtide.simulator.quantity import Quantity
+from ebbtide.simulator.storage import StorageRates
 
 PLANNED_WRITERS = 2  # writers of the runtime's checkpoints (`ebbtide.simulator.plan.CheckpointPlan.writers`)
 DEPTH = 4  # blocks of stored state in flight, in each direction: `ebbtide.runtime.storage.store.DEPTH`
@@ -29,33 +28,14 @@ GATHERED_BYTES = 128 * 2**20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-@dataclass(frozen=True)
-class StorageRates:
-    """Measured rates of a checkpoint folder's storage in bytes/s. Writes include fsync, which forces data to disk.
-
-    Attributes:
-        write: Write rate with `PLANNED_WRITERS` threads.
-        read: Read rate.
-        duplex_factor: Rate of concurrent reads and writes, divided by the sum of both rates alone, as in
-            `Machine.storage_duplex_factor`.
-        fsync_s: Seconds of an fsync without new data.
-        writer_s_per_byte: CPU seconds per byte that a writer takes to gather, hash and write.
-        doubts: Sentences that name unstable measurements.
-    """
-
-    write: Quantity
-    read: Quantity
-    duplex_factor: Quantity
-    fsync_s: float
-    writer_s_per_byte: Quantity
-    doubts: tuple[str, ...]
-
-
-def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRates:
+def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> Part:
     """Measure how fast checkpoints can be written to and read from a folder, with a temporary file there.
 
     O_DIRECT is used if the filesystem accepts it, so that the disk is measured and not the page cache. The file
-    of up to ``size_bytes`` is always removed, also after an error.
+    of up to ``size_bytes`` is always removed, also after an error. Writes include fsync, which forces data to disk.
+
+    Returns:
+        Fields of a `Machine`, and sentences that name unstable measurements.
 
     Raises:
         OSError: The folder cannot be written to.
@@ -70,24 +50,23 @@ def measure_storage(folder: Path, size_bytes: int, budget_s: float) -> StorageRa
         at_once = repeat_s(lambda: _at_once(file.read, lambda: file.write(PLANNED_WRITERS)), share_s)
         fsyncs = repeat_s(file.touch_and_sync, share_s)
         cpu_s = _cpu_seconds(file, share_s)
-    notes = [*doubts("storage write", writes), *doubts("storage read", reads)]
-    return StorageRates(
-        write=rate(file.size_bytes, writes, "measured", f"{PLANNED_WRITERS} writers, {detail}"),
-        read=rate(file.size_bytes, reads, "measured", detail),
-        duplex_factor=Quantity.from_samples(
+    rates = {
+        "storage_write_bytes_per_s": rate(file.size_bytes, writes, "measured", f"{PLANNED_WRITERS} writers, {detail}"),
+        "storage_read_bytes_per_s": rate(file.size_bytes, reads, "measured", detail),
+        "storage_duplex_factor": Quantity.from_samples(
             [duplex_factor(s, writes, reads) for s in at_once], "measured", f"read and written at once, {detail}"
         ),
-        fsync_s=sorted(fsyncs)[len(fsyncs) // 2],
-        writer_s_per_byte=Quantity.from_samples(
+        "storage_fsync_s": sorted(fsyncs)[len(fsyncs) // 2],
+        "writer_s_per_byte": Quantity.from_samples(
             [s / file.size_bytes for s in cpu_s],
             "measured",
             f"CPU time of one thread that gathers, hashes and writes {detail}",
         ),
-        doubts=tuple(notes),
-    )
+    }
+    return rates, [*doubts("storage write", writes), *doubts("storage read", reads)]
 
 
-def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.StorageRates:
+def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> StorageRates:
     """Measure the read and write speed of a drive that would hold optimizer state during training.
 
     The number of concurrent reads or writes is the same as in ebbtide's runtime. Written blocks come from different
@@ -109,7 +88,7 @@ def measure_drive(folder: Path, size_bytes: int, budget_s: float) -> drives.Stor
         reads = repeat_s(parts.read, share_s)
         at_once = repeat_s(parts.both, share_s)
         detail = f"{DEPTH} blocks under way, of {file.size_bytes} bytes, fsync, {file.mode}"
-    return drives.StorageRates(
+    return StorageRates(
         write_bytes_per_s=rate(parts.size_bytes, writes, "measured", detail),
         read_bytes_per_s=rate(parts.size_bytes, reads, "measured", detail),
         duplex_factor=Quantity.from_samples([duplex_factor(s, writes, reads) for s in at_once], "measured", detail),

@@ -180,7 +180,7 @@ def best_setting(
         compile_: Function that builds a schedule from the strategy's name, the workload and the setting.
     """
     one = _Strategy(name, workload, machine, limits, compile_)
-    options = [setting] if setting else list(settings(name, len(workload.subgroups)))
+    options = [setting] if setting else settings(name, len(workload.subgroups))
     if len(options) > 1 and workload.gradient_accumulation_steps > FEW_MICRO_BATCHES:
         few = workload.model_copy(update={"gradient_accumulation_steps": FEW_MICRO_BATCHES})
         options = [replace(one, workload=few).best(options).setting]

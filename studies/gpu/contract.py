@@ -232,7 +232,7 @@ def plan_of(engine: Any, pattern: list[str], subgroup: int = 20_000, **fields: A
     homes = fields.pop("homes", ())
     values = {"staging_slots": slots, "prefetch": min(1, slots)} | fields
     if homes:
-        values["parameter_home"] = Plan.location_runs([homes[i % len(homes)] for i in range(count)])
+        values["parameter_home"] = Plan.runs([homes[i % len(homes)] for i in range(count)], "home")
     return Plan.from_fields({"subgroup_size": subgroup, "placement": Plan.runs(placements), **values})
 
 

@@ -79,11 +79,11 @@ def test_latency_and_bandwidth_are_found_again():
 
 
 def test_copies_without_a_gpu_say_that_they_are_emulated():
-    found = copies.measure_copies(cuda=False, size_bytes=1 << 20, budget_s=0.01)
-    assert {found.h2d.source, found.d2h.source, found.duplex_factor.source} == {"emulated"}
-    assert found.pageable_h2d is None
-    assert found.latency_s >= 0
-    assert 0.3 < found.duplex_factor.median <= 1.2
+    found, _ = copies.measure_copies(cuda=False, size_bytes=1 << 20, budget_s=0.01)
+    assert {found[name].source for name in ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_factor")} == {"emulated"}
+    assert found["pageable_h2d_bytes_per_s"] is None
+    assert found["copy_latency_s"] >= 0
+    assert 0.3 < found["duplex_factor"].median <= 1.2
 
 
 def test_adam_rates(deepspeed_ops):
@@ -121,12 +121,12 @@ def test_contention_is_measured_both_ways_for_what_runs_side_by_side(tmp_path):
 
 
 def test_storage_leaves_nothing_behind(tmp_path):
-    found = storage.measure_storage(tmp_path / "new", storage.BLOCK_BYTES, 0.01)
-    assert found.write.median > 0
-    assert found.fsync_s > 0
-    assert 0 < found.duplex_factor.median <= 1
-    assert 0 < found.writer_s_per_byte.median < 1e-7
-    assert found.writer_s_per_byte.source == "measured"
+    found, _ = storage.measure_storage(tmp_path / "new", storage.BLOCK_BYTES, 0.01)
+    assert found["storage_write_bytes_per_s"].median > 0
+    assert found["storage_fsync_s"] > 0
+    assert 0 < found["storage_duplex_factor"].median <= 1
+    assert 0 < found["writer_s_per_byte"].median < 1e-7
+    assert found["writer_s_per_byte"].source == "measured"
     assert list((tmp_path / "new").iterdir()) == []
 
 

@@ -41,7 +41,7 @@ def plan_of(pattern, count, slots=2, prefetch=1, locations=("device",)):
         placement=Plan.runs(placements),
         staging_slots=slots,
         prefetch=prefetch,
-        parameter_home=Plan.location_runs([locations[i % len(locations)] for i in range(count)]),
+        parameter_home=Plan.runs([locations[i % len(locations)] for i in range(count)], "home"),
     )
 
 

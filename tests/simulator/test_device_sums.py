@@ -22,7 +22,7 @@ def test_the_first_ones_that_leave_the_device_stay():
     stay = [planned(n).summed_on_device for n in range(5)]
     assert [[i for i, s in enumerate(some) if s] for some in stay] == [[], [0], [0, 2], [0, 2, 3], [0, 2, 3]]
     assert "device_sums" not in planned(0).model_dump()
-    locations = Plan.location_runs(["host"] * 4)
+    locations = Plan.runs(["host"] * 4, "home")
     assert planned(9, parameter_home=locations).summed_on_device == planned(9).summed_on_device
 
 

@@ -100,7 +100,7 @@ def random_plan(work, rng):
         subgroup_size=max(work.subgroups),
         placement=Plan.runs(placements),
         staging_slots=slots,
-        parameter_home=Plan.location_runs(locations),
+        parameter_home=Plan.runs(locations, "home"),
         prefetch=rng.randint(0, slots),
         threads=rng.choice([0, 1, 2]),
         host_slots=host_slots,

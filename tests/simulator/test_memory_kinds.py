@@ -53,7 +53,7 @@ def test_kinds_of_a_plan_worked_out_by_hand():
     plan = Plan(
         subgroup_size=40,
         placement=Plan.runs(["host", "device", "resident", "stored"]),
-        parameter_home=Plan.location_runs(["host", "device", "device", "device"]),
+        parameter_home=Plan.runs(["host", "device", "device", "device"], "home"),
         staging_slots=1,
     )
     peaks = by_kind(build_schedule(work, plan), machine())

@@ -186,7 +186,7 @@ def test_what_cannot_be_updated_early_is_not():
         assert not any(planned(4, placement).updated_early)
     for placement in ("host", "resident", "stored"):
         assert not any(planned(0, placement, speculate_visits=4).updated_early)
-    locations = Plan.location_runs(["host"] * 4)
+    locations = Plan.runs(["host"] * 4, "home")
     assert not any(planned(4, parameter_home=locations).updated_early)
     assert not any(planned(0, "device", parameter_home=locations, speculate_visits=4).updated_early)
     assert planned(0, "device", speculate_visits=3).updated_early == (False, True, True, True)

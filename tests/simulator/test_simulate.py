@@ -121,7 +121,7 @@ def test_parameters_on_the_host_come_in_for_each_pass():
     The copy of a layer takes 20 s. In the next iteration, the copy of layer 0 for forward starts as soon as layer 0's
     update has ended.
     """
-    plan = plan_of(["host"] * 2, parameter_home=Plan.location_runs(["host"] * 2))
+    plan = plan_of(["host"] * 2, parameter_home=Plan.runs(["host"] * 2, "home"))
     found = simulate(build_schedule(workload((10, 10)), plan), machine())
     assert spans(found, OpKind.PARAMETER_FETCH) == [(0, 20), (20, 40), (40, 60), (60, 80)]
     assert spans(found, OpKind.FORWARD) == [(20, 21), (40, 41)]
@@ -140,14 +140,14 @@ def test_what_the_device_updates_goes_to_the_host_in_two_buffers_in_turn():
     The copies use two buffers in GPU memory in turn. An update takes 10 s and a copy 20 s, so the third update waits
     until the first copy has freed its buffer.
     """
-    plan = plan_of(["resident"] * 3, parameter_home=Plan.location_runs(["host"] * 3))
+    plan = plan_of(["resident"] * 3, parameter_home=Plan.runs(["host"] * 3, "home"))
     found = simulate(build_schedule(workload((10, 10, 10)), plan), machine())
     norm = spans(found, OpKind.NORM)[0][0]
     shown = [(a - norm, b - norm) for a, b in spans(found, OpKind.UPDATE_DEVICE)]
     assert shown == [(0, 10), (10, 20), (30, 40)]
     location = [(a - norm, b - norm) for a, b in spans(found, OpKind.PARAMETER_D2H)]
     assert location == [(10, 30), (30, 50), (50, 70)]
-    mixed = plan_of(["resident"] * 3, parameter_home=Plan.location_runs(["device", "host", "host"]))
+    mixed = plan_of(["resident"] * 3, parameter_home=Plan.runs(["device", "host", "host"], "home"))
     found = simulate(build_schedule(workload((10, 10, 10)), mixed), machine())
     assert [s.layer for s in found.spans if s.kind == OpKind.PARAMETER_FETCH][:4] == [1, 2, 2, 1]
     norm = spans(found, OpKind.NORM)[0][0]

@@ -77,7 +77,7 @@ def plan_for(engine: Any, pattern: list[str], subgroup: int = SUBGROUP, pieces: 
         values |= {"staging_slots": 0, "prefetch": 0}
     there = ["host" if getattr(engine.optimizer, "offload_param", False) else "device"]
     locations = values.pop("locations", None) or there
-    values["parameter_home"] = Plan.location_runs([locations[i % len(locations)] for i in range(count)])
+    values["parameter_home"] = Plan.runs([locations[i % len(locations)] for i in range(count)], "home")
     shuffled = values.pop("order_seed", None)
     if shuffled is not None:
         issue = random.Random(shuffled).sample(range(count), count)
