@@ -68,22 +68,15 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
     """
     if zero_stage == 3:
         return
-    if any(way.early for way in plan.ways):
+    found = {
+        "sets early updates (before the gradient norm is known)": any(way.early for way in plan.ways),
+        "puts 16-bit parameters into host memory": "host" in plan.parameter_locations,
+        "puts optimizer state on a drive (placement 'stored')": plan.stores,
+    }
+    for what in (name for name, there in found.items() if there):
         raise PlanError(
-            "plan.ways sets early updates (before the gradient norm is known), which need ZeRO-3, but training uses "
-            f"ZeRO-{zero_stage}. Plan again with `tune plan`, or train with zero_optimization.stage 3",
-            key="plan.ways",
-        )
-    if "host" in plan.parameter_locations:
-        raise PlanError(
-            "plan.ways puts 16-bit parameters into host memory, which needs ZeRO-3, but training uses "
-            f"ZeRO-{zero_stage}. Plan again with `tune plan`, or train with zero_optimization.stage 3",
-            key="plan.ways",
-        )
-    if plan.stores:
-        raise PlanError(
-            "plan.ways puts optimizer state on a drive (placement 'stored'), which needs ZeRO-3, but training uses "
-            f"ZeRO-{zero_stage}. Train with zero_optimization.stage 3",
+            f"plan.ways {what}, which needs ZeRO-3, but training uses ZeRO-{zero_stage}. Plan again with `tune plan`, "
+            "or train with zero_optimization.stage 3",
             key="plan.ways",
         )
 
