@@ -4,6 +4,7 @@ Of each kind of change, the smallest sufficient one is returned. The cheapest ki
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -192,11 +193,7 @@ class _Tried:
         """Return those changes with which the bytes of a training job fit into memory, the smallest change first."""
         if not steps or not self.fits(steps[-1]):
             return []
-        low, high = 0, len(steps) - 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self.fits(steps[middle]) else (middle + 1, high)
-        return steps[high:]
+        return steps[bisect_left(steps[:-1], True, key=lambda step: self.fits(step) is not None) :]
 
 
 def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = None, **limits: Any) -> list[WayOut]:

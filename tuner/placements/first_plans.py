@@ -1,6 +1,7 @@
 """The simple plans that a plan search tries first."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations_with_replacement, product
@@ -67,12 +68,9 @@ def _least_stored(search: Search) -> float:
             some = {**numbers, HOST: numbers[HOST] - n, stored: n}
             return replace(search.evenly(some, FEW_SLOTS), host_slots=slots)
 
-        low, high = 0, numbers[HOST] + 1
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if search.holds(spilled(middle)) else (middle + 1, high)
-        if low <= numbers[HOST]:
-            best_s = min(best_s, search.try_(spilled(low)))
+        fewest = bisect_left(range(numbers[HOST] + 1), True, key=lambda n: search.holds(spilled(n)))
+        if fewest <= numbers[HOST]:
+            best_s = min(best_s, search.try_(spilled(fewest)))
     return best_s
 
 

@@ -6,6 +6,7 @@ Training results are bit-identical. The chosen subgroups are evenly spaced, so t
 """
 
 import math
+from bisect import bisect_left
 from functools import partial
 from typing import Any
 
@@ -116,11 +117,7 @@ def _fewest(search: Search, count: int) -> int:
     The plan stores optimizer state on a drive if a drive is allowed. If no number of subgroups is
     enough, return the number of all subgroups.
     """
-    low, high = 0, count
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _hold(search, count, middle) else (middle, high)
-    return high
+    return bisect_left(range(count), True, 1, key=lambda away: _hold(search, count, away))
 
 
 def _hold(search: Search, count: int, away: int) -> bool:
