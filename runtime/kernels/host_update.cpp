@@ -30,29 +30,57 @@ struct Float {
     static inline float store(float x) { return x; }
 };
 
+inline uint32_t bits_of(float x)
+{
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+inline float with_bits(uint32_t bits)
+{
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
 struct BFloat16 {
     using storage = uint16_t;
     static inline float load(uint16_t x)
     {
-        const uint32_t bits = uint32_t(x) << 16;
-        float value;
-        std::memcpy(&value, &bits, 4);
-        return value;
+        return with_bits(uint32_t(x) << 16);
     }
     // Round to nearest even. A NaN stays a (quiet) NaN, as in c10::BFloat16.
     static inline uint16_t store(float x)
     {
-        uint32_t bits;
-        std::memcpy(&bits, &x, 4);
+        const uint32_t bits = bits_of(x);
         const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         return (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t(0x7fc0) : uint16_t(rounded);
     }
 };
 
+// fp16 in integer arithmetic, which g++ vectorizes. It converts _Float16 one element at a time.
 struct Half {
-    using storage = _Float16;
-    static inline float load(_Float16 x) { return float(x); }
-    static inline _Float16 store(float x) { return _Float16(x); }
+    using storage = uint16_t;
+    static inline float load(uint16_t x)
+    {
+        const uint32_t magnitude = x & 0x7fffu, shifted = magnitude << 13;
+        const uint32_t rebased = shifted + (magnitude < 0x7c00u ? 0x38000000u : 0x70000000u);
+        const uint32_t subnormal = bits_of(float(int32_t(magnitude)) * 0x1p-24f);
+        return with_bits((magnitude < 0x400u ? subnormal : rebased) | uint32_t(x & 0x8000u) << 16);
+    }
+    // Round to nearest even. A NaN stays a (quiet) NaN with its leading bits, as on x86.
+    static inline uint16_t store(float x)
+    {
+        const uint32_t bits = bits_of(x), magnitude = bits & 0x7fffffffu;
+        const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+        // The last bit of 0.5f is worth as much as that of a subnormal fp16 number, so the sum is rounded there.
+        const uint32_t subnormal = bits_of(with_bits(magnitude) + 0.5f) - 0x3f000000u;
+        uint32_t result = magnitude < 0x38800000u ? subnormal : normal;
+        result = magnitude < 0x47800000u ? result : 0x7c00u;  // 2^16 or more
+        result = magnitude > 0x7f800000u ? 0x7e00u | ((magnitude >> 13) & 0x3ffu) : result;
+        return uint16_t(result | (bits >> 16 & 0x8000u));
+    }
 };
 
 struct Nothing {
@@ -355,7 +383,7 @@ double norm_of(const void* g, int dtype, int64_t n)
     switch (dtype) {
         case kFloat: return norm<Float, lanes>(static_cast<const float*>(g), n);
         case kBFloat16: return norm<BFloat16, lanes>(static_cast<const uint16_t*>(g), n);
-        case kHalf: return norm<Half, lanes>(static_cast<const _Float16*>(g), n);
+        case kHalf: return norm<Half, lanes>(static_cast<const uint16_t*>(g), n);
     }
     return -1.0;
 }

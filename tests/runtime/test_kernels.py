@@ -243,6 +243,31 @@ def test_resume_replays_the_running_product():
     assert jumped_differs, "a jump uses pow, which is why resume must replay"
 
 
+def test_every_fp16_gradient_is_read_exactly():
+    grad = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    state = [torch.zeros(2**16) for _ in range(3)]
+    host.host_update(state, grad, None, AdamStep(0.0, 0.0, 0.999, EPS, 0.0, 1.0, 1.0))
+    momentum = state[1]  # with beta1 = 0, the gradient itself
+    assert torch.equal(momentum.isnan(), grad.isnan())
+    number = ~grad.isnan()
+    assert torch.equal(momentum[number], grad.float()[number])
+
+
+def test_parameters_are_rounded_to_fp16_as_by_torch():
+    """Check the rounding of parameters at each fp16 number, half-way between two of them, and beside both."""
+    numbers = torch.arange(0x7C01, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    half_way = (numbers[:-1] + numbers[1:]) / 2
+    half_way[-1] = 65520.0  # between the largest number and 2^16, which is infinity in fp16
+    some = torch.cat([numbers, half_way, torch.tensor([1e-45, 1e-38, 65536.0, 1e38, float("nan")])])
+    beside = [torch.nextafter(some, torch.tensor(limit)) for limit in (float("inf"), 0.0)]
+    p = torch.cat([some, *beside])
+    p = torch.cat([p, -p])
+    out = torch.empty(len(p), dtype=torch.float16)
+    state = [p.clone(), torch.zeros_like(p), torch.zeros_like(p)]
+    host.host_update(state, torch.zeros_like(p), out, AdamStep(0.0, *BETAS, EPS, 0.0, 0.1, 1.0))
+    assert torch.equal(out.view(torch.int16), p.to(torch.float16).view(torch.int16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 7, 1003, 250_001])
 def test_norm_has_torchs_bits(n, dtype):
