@@ -134,8 +134,8 @@ NEVER, ALWAYS, UNTIL_PAUSED = [0] * 4, [1] * 4, [1, 1, 0, 0]
     ("name", "begun"),
     [
         *((name, NEVER) for name in ("mixed", "pieces mixed")),
-        *((name, UNTIL_PAUSED) for name in PATTERNS),
-        *((name, ALWAYS) for name in PIECES),
+        *((name, UNTIL_PAUSED) for name in ("mixed", "beside stored", "all")),
+        ("pieces mixed", ALWAYS),
     ],
 )
 def test_wrong_early_updates_are_redone_and_then_left_out(name, begun):
@@ -266,7 +266,7 @@ IN_PLACE = [another_master_in_place, another_moment_in_place]  # writes to a vie
     ("name", "change"),
     [
         *((name, change) for name in ("all", "pieces mixed") for change in SAID),
-        *((name, change) for name in ("host", "staged", "mixed", *PIECES) for change in IN_PLACE),
+        *((name, change) for name in ("mixed", "pieces mixed") for change in IN_PLACE),
     ],
 )
 def test_what_changes_between_backward_and_step(name, change):
