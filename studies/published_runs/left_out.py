@@ -5,6 +5,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from ebbtide.simulator.quantity import Quantity
+from ebbtide.tuner.calibrate.calibration import LEAST_LOOP_S
 
 from studies.bench.offload_runs import Run, testbeds
 from studies.published_runs.judging import Pair, by_testbed, errors, intervals, predictions
@@ -59,7 +61,9 @@ def random_draws(runs: Sequence[Run], count: int, size: int = RUNS) -> dict[str,
 
     The runs to calibrate on are drawn at random, ``count`` times, ``size`` at a time. They come from the same campaign
     (series of runs) as the predicted runs, from other campaigns, or from all runs. The result is a dict of prediction
-    errors by this origin and by testbed. It also has the errors for the same predicted runs with nothing fitted.
+    errors by this origin and by testbed. It also has the errors for the same predicted runs with nothing fitted, and
+    with ``no_loop``: without the time that the runs' script is known to spend between two iterations. A user who has
+    not calibrated does not know this time.
     """
     return {whence: {name: _over_draws(runs, name, whence, count, size) for name in testbeds(runs)} for whence in FROM}
 
@@ -68,14 +72,18 @@ def _over_draws(runs: Sequence[Run], testbed: str, whence: str, count: int, size
     own = [run for run in runs if run.testbed == testbed and len(run.measured) > 1]
     pairs: list[Pair] = []
     unfitted: list[Pair] = []
+    unaware: list[Pair] = []
+    shipped = machine_of(testbed)
+    no_loop = shipped.model_copy(update={"loop_s": Quantity.exact(LEAST_LOOP_S)})
     each: list[dict[str, float]] = []
     held: list[float] = []
     rng = random.Random(f"{testbed} {whence}")
     for picked, left in _draws(own, whence, count, size, rng):
-        machines = {testbed: calibrated({testbed: machine_of(testbed)}, picked)[testbed].machine}
+        machines = {testbed: calibrated({testbed: shipped}, picked)[testbed].machine}
         judged = predictions(machines, left, picked)
         pairs += judged
-        unfitted += predictions({testbed: machine_of(testbed)}, left, picked)
+        unfitted += predictions({testbed: shipped}, left, picked)
+        unaware += predictions({testbed: no_loop}, left, picked)
         each.append(errors(judged)["iteration"])
         some = rng.sample(left, min(JUDGED_INTERVALS, len(left)))
         held.append(intervals(machines, some, picked)[testbed]["held_pct"])
@@ -91,6 +99,7 @@ def _over_draws(runs: Sequence[Run], testbed: str, whence: str, count: int, size
         "triples": len(each),
         "runs_left_out": errors(pairs)["iteration"],
         "nothing_fitted": errors(unfitted)["iteration"],
+        "no_loop": errors(unaware)["iteration"],
         "over_triples": spread,
         "intervals_held_pct": float(np.mean(held)),
     }
