@@ -13,6 +13,7 @@ from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
 from ebbtide.simulator.update.pausing import ASSUMED_CLIP_RATE
 from ebbtide.simulator.update.subgroups import Cut, cut, cut_flat, grouped, pieces_of
+from ebbtide.simulator.update.tiers import adds_on_device
 from pydantic import Field, NonNegativeInt, model_validator
 
 SCHEMA_VERSION = 2
@@ -445,12 +446,3 @@ class Workload(Shown, Page):
         if self.zero_stage != 3:  # the same holds for ZeRO-3
             facts["zero_stage"] = self.zero_stage
         return digest_of(facts)
-
-
-def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> bool:
-    """Return True if DeepSpeed, without a plan, accumulates the gradients of micro-batches on the GPU.
-
-    ZeRO-1 does, because it reduces gradients once per step. ZeRO-2 does if gradients are accumulated in a
-    wider data type than they are reduced in.
-    """
-    return zero_stage == 1 or (zero_stage == 2 and gradient_bytes > wire_bytes)

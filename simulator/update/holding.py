@@ -18,9 +18,9 @@ from ebbtide.simulator.schedule import KINDS, Kind
 from ebbtide.simulator.update.optimizer import FP32_BYTES, OptimizerState
 from ebbtide.simulator.update.recipes import Recipe, slot_limit
 from ebbtide.simulator.update.steps import HOST_SLOTS, Slot
-from ebbtide.simulator.update.tiers import TIERS, Memory
+from ebbtide.simulator.update.tiers import TIERS, Memory, adds_on_device
 from ebbtide.simulator.update.way import plain_ways
-from ebbtide.simulator.workload import Workload, adds_on_device
+from ebbtide.simulator.workload import Workload
 
 # Limit for gradients that are being copied from the GPU to the host, which the runtime enforces. At 25 GB/s this is 10
 # ms of copies, which backward need not wait for.

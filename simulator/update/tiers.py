@@ -60,3 +60,12 @@ TIERS: Mapping[Memory, Tier] = {
         out_of=Way(Lane.STORAGE_READ, "storage_read_bytes_per_s"),
     ),
 }
+
+
+def adds_on_device(zero_stage: int, gradient_bytes: int, wire_bytes: int) -> bool:
+    """Return True if DeepSpeed, without a plan, accumulates the gradients of micro-batches on the GPU.
+
+    ZeRO-1 does, because it reduces gradients once per step. ZeRO-2 does if gradients are accumulated in a
+    wider data type than they are reduced in.
+    """
+    return zero_stage == 1 or (zero_stage == 2 and gradient_bytes > wire_bytes)

@@ -6,7 +6,6 @@ Every result is JSON data or text.
 import csv
 import io
 import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -25,7 +24,6 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.analysis.what_if import evaluate, grid, usual_strategies
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
-from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
@@ -35,7 +33,7 @@ from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import even_plan, quick_or_roomiest
 from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
-from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, WayOut, another_gpu, config_values
+from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.answer.roles import BY_KIND, Role
 from ebbtide.tuner.answer.rows import Row, alternatives, compare, figures, stock_beside
@@ -61,12 +59,14 @@ from ebbtide.tuner.service.requests import (
 from ebbtide.tuner.service.responses import MachineFacts
 from ebbtide.tuner.service.scenario import (
     check_plannable,
+    fields_of,
     job_of,
     machine_of,
     model_of,
     offload_of,
     resolve,
     shape_of,
+    space_of,
     storage_of,
 )
 
@@ -179,7 +179,7 @@ def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
     ways = [
         {
             "label": way.label,
-            "changes": _of_scenario(way, job, request.ds_config),
+            "changes": fields_of(way, job, request.ds_config),
             "iteration_s": way.iteration_s,
             "tokens_per_s": way.tokens_per_s,
         }
@@ -187,28 +187,6 @@ def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
     ]
     elsewhere = "" if ways else another_gpu(job, machine, _freedom(request), storage=storage)
     return {"ways": ways, "another_way": ". ".join(filter(None, [elsewhere, ANOTHER_WAY]))}
-
-
-def _of_scenario(way: WayOut, job: Job, config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return changes to a training job as fields of a request. If the request's DeepSpeed config has other values for
-    them, the fields include the config with the new values.
-    """
-    words: dict[str, Any] = {**way.changes}
-    if new := config_values(way, job):
-        words["ds_config"] = _with_values(config or {}, new)
-    if "data_parallel" in words:
-        words["gpus"] = words.pop("data_parallel")
-    if words.pop("recompute", False):
-        words["keep_activations"] = False
-    return words
-
-
-def _with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    made = dict(config)
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        made |= {section: {**made[section], name: value}} if section else {name: value}
-    return made
 
 
 def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Told) -> Plan:
@@ -403,34 +381,6 @@ def search_job(request: SearchJob, progress: Told) -> dict[str, Any]:
     if not answer.fitting:
         raise RuleError(answer.remarks()[0], "device_memory_bytes")
     return as_json(answer)
-
-
-def space_of(request: SearchJob, machine: Machine) -> Any:
-    """Return the set of training configurations that a background job of the planning service searches.
-
-    Raises:
-        ValueError: No possible configuration has the requested global batch (samples per optimizer step).
-    """
-    from ebbtide.tuner.configurations.fixed import fixed_knobs
-    from ebbtide.tuner.configurations.space import Configuration, Space
-
-    fixed = fixed_knobs({}, request.ds_config or {}, request.global_batch)
-    asked = {
-        "micro_batch": request.micro_batch,
-        "accumulation": request.accumulation,
-        "zero_stage": request.zero_stage,
-        "sub_group_size": request.subgroup_size,
-        "offload": None if request.offload else "none",
-        "gpus": request.gpus if "gpus" in request.model_fields_set else None,
-    }
-    # As in `tune search`: a DeepSpeed config without offload keys does not offload.
-    offloads = request.offload if "offload" in request.model_fields_set else request.ds_config is None
-    usual = Configuration(
-        gpus=max(1, machine.gpus_per_node // request.tensor_parallel), offload="optimizer" if offloads else "none"
-    )
-    set_by_request = {knob: value for knob, value in asked.items() if value is not None}
-    base = usual.changed(**{**fixed.values, **set_by_request, "recompute": not request.keep_activations})
-    return Space.of(base, request.free, fixed.global_batch)
 
 
 def goodput(request: Goodput, progress: Told) -> dict[str, Any]:

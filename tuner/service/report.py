@@ -13,7 +13,7 @@ from dataclasses import asdict
 from datetime import datetime
 from hashlib import sha256
 from importlib.resources import files
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator.engines.reference import simulate
 from ebbtide.simulator.machine import Machine
@@ -26,15 +26,62 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.progress import Told
-from ebbtide.tuner.service.requests import Planned, Run, Scenario
+from ebbtide.tuner.service.requests import Name, Planned, PostedPlan, Request, Scenario, Seconds
 from ebbtide.tuner.service.scenario import resolve
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-# Order of the modules in the report's single script.
 SHORTEST_S = 1e-6  # shorter measured iterations cannot be drawn
+# Order of the modules in the report's single script.
 SCRIPTS = ("format.js", "timeline.js", "kinds.js", "memory.js", "table.js", "report.js")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
+
+
+class PostedSpan(Request):
+    """One operation in the measured timeline of a training run that a client uploads to the planning service.
+
+    See `ebbtide.simulator.timeline.Span`.
+    """
+
+    kind: OpKind
+    lane: Lane
+    start_s: Seconds
+    end_s: Seconds
+    subgroup: int = -1
+    layer: int = -1
+    iteration: int = 0
+
+    @model_validator(mode="after")
+    def _ends_later(self) -> Self:
+        if self.end_s < self.start_s:
+            raise RuleError(
+                f"a span must end after it starts, but got start_s={self.start_s} and end_s={self.end_s}", key="end_s"
+            )
+        return self
+
+
+class PostedSample(Request):
+    """One sample of memory use in a training run that a client uploads to the planning service. See
+    `ebbtide.simulator.timeline.MemorySample`.
+    """
+
+    t_s: Seconds
+    device_bytes: Annotated[int, Field(ge=0, le=2**60)]
+    host_bytes: Annotated[int, Field(ge=0, le=2**60)]
+
+
+class Run(Request):
+    """A training run that a client uploads to the planning service: the measured timeline, and the plan of
+    the run if there is one.
+    """
+
+    name: Name
+    spans: Annotated[list[PostedSpan], Field(min_length=1, max_length=20_000)]
+    memory: Annotated[list[PostedSample], Field(max_length=20_000)] = Field(default_factory=list)
+    source: Literal["predicted", "measured"] = "measured"
+    strategy: Name = "ebbtide"
+    plan: PostedPlan | None = None
+    measured_on: Annotated[str, Field(max_length=200)] = ""
 
 
 class ReportCall(BaseModel):

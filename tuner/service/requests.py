@@ -12,7 +12,6 @@ from ebbtide.simulator.estimates.launchers import Launcher
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError, shortened
-from ebbtide.simulator.schedule import Lane, OpKind
 from ebbtide.simulator.workload import Workload
 from pydantic import (
     AfterValidator,
@@ -393,53 +392,6 @@ class Goodput(Request):
     persist_s: Seconds = 0.0
     restart_s: Seconds = 60.0
     interval_steps: Annotated[int, Field(ge=1, le=10**9)] | None = None
-
-
-class PostedSpan(Request):
-    """One operation in the measured timeline of a training run that a client uploads to the planning service.
-
-    See `ebbtide.simulator.timeline.Span`.
-    """
-
-    kind: OpKind
-    lane: Lane
-    start_s: Seconds
-    end_s: Seconds
-    subgroup: int = -1
-    layer: int = -1
-    iteration: int = 0
-
-    @model_validator(mode="after")
-    def _ends_later(self) -> Self:
-        if self.end_s < self.start_s:
-            raise RuleError(
-                f"a span must end after it starts, but got start_s={self.start_s} and end_s={self.end_s}", key="end_s"
-            )
-        return self
-
-
-class PostedSample(Request):
-    """One sample of memory use in a training run that a client uploads to the planning service. See
-    `ebbtide.simulator.timeline.MemorySample`.
-    """
-
-    t_s: Seconds
-    device_bytes: Annotated[int, Field(ge=0, le=2**60)]
-    host_bytes: Annotated[int, Field(ge=0, le=2**60)]
-
-
-class Run(Request):
-    """A training run that a client uploads to the planning service: the measured timeline, and the plan of
-    the run if there is one.
-    """
-
-    name: Name
-    spans: Annotated[list[PostedSpan], Field(min_length=1, max_length=20_000)]
-    memory: Annotated[list[PostedSample], Field(max_length=20_000)] = Field(default_factory=list)
-    source: Literal["predicted", "measured"] = "measured"
-    strategy: Name = "ebbtide"
-    plan: PostedPlan | None = None
-    measured_on: Annotated[str, Field(max_length=200)] = ""
 
 
 class Planned(Request):

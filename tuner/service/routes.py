@@ -16,7 +16,7 @@ from ebbtide.tuner.service import requests as ask
 from ebbtide.tuner.service import responses as told
 from ebbtide.tuner.service.pool import Result
 from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
-from ebbtide.tuner.service.report import read_run, summary_of
+from ebbtide.tuner.service.report import Run, read_run, summary_of
 from ebbtide.tuner.service.resources import Names, Service
 from ebbtide.tuner.service.scenario import MODELS
 from fastapi import APIRouter, Path, Query, Request, Response, Security
@@ -371,7 +371,7 @@ async def _job_events(service: Service, job: str) -> AsyncIterator[bytes]:
 
 def _runs(router: APIRouter, service: Service, names: Names) -> None:
     @router.post("/runs", status_code=201)
-    async def post_run(run: ask.Run) -> told.RunSummary:
+    async def post_run(run: Run) -> told.RunSummary:
         """Store the measured timeline of a training run, and the plan to compare it with if one is given."""
         summary = await asyncio.to_thread(summary_of, run)
         stored = await asyncio.to_thread(service.store.add_run, run.name, summary, run.model_dump_json())

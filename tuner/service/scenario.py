@@ -21,6 +21,7 @@ from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
 from ebbtide.simulator.rules import RuleError, broken, shortened, spelled
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.advice.ways_out import WayOut, config_values
 from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
 from pydantic import ValidationError
 
@@ -258,3 +259,53 @@ def resolve(scenario: Scenario) -> tuple[Machine, Workload]:
     """
     machine = machine_of(scenario)
     return machine, workload_of(scenario, machine)
+
+
+def space_of(request: SearchJob, machine: Machine) -> Any:
+    """Return the set of training configurations that a background job of the planning service searches.
+
+    Raises:
+        ValueError: No possible configuration has the requested global batch (samples per optimizer step).
+    """
+    from ebbtide.tuner.configurations.fixed import fixed_knobs
+    from ebbtide.tuner.configurations.space import Configuration, Space
+
+    fixed = fixed_knobs({}, request.ds_config or {}, request.global_batch)
+    asked = {
+        "micro_batch": request.micro_batch,
+        "accumulation": request.accumulation,
+        "zero_stage": request.zero_stage,
+        "sub_group_size": request.subgroup_size,
+        "offload": None if request.offload else "none",
+        "gpus": request.gpus if "gpus" in request.model_fields_set else None,
+    }
+    # As in `tune search`: a DeepSpeed config without offload keys does not offload.
+    offloads = request.offload if "offload" in request.model_fields_set else request.ds_config is None
+    usual = Configuration(
+        gpus=max(1, machine.gpus_per_node // request.tensor_parallel), offload="optimizer" if offloads else "none"
+    )
+    set_by_request = {knob: value for knob, value in asked.items() if value is not None}
+    base = usual.changed(**{**fixed.values, **set_by_request, "recompute": not request.keep_activations})
+    return Space.of(base, request.free, fixed.global_batch)
+
+
+def fields_of(way: WayOut, job: Job, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return changes to a training job as fields of a request. If the request's DeepSpeed config has other values for
+    them, the fields include the config with the new values.
+    """
+    words: dict[str, Any] = {**way.changes}
+    if new := config_values(way, job):
+        words["ds_config"] = _with_values(config or {}, new)
+    if "data_parallel" in words:
+        words["gpus"] = words.pop("data_parallel")
+    if words.pop("recompute", False):
+        words["keep_activations"] = False
+    return words
+
+
+def _with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    made = dict(config)
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        made |= {section: {**made[section], name: value}} if section else {name: value}
+    return made

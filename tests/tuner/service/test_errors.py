@@ -17,7 +17,8 @@ from ebbtide.simulator.rules import SHOWN, RuleError, broken, cut, explain
 from ebbtide.tuner.placements.search import LONG
 from ebbtide.tuner.service.pool import Lane, WorkerError
 from ebbtide.tuner.service.quota import Quota, check_ops, check_search_ops, estimated_ops
-from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Run, Scenario, Simulate
+from ebbtide.tuner.service.report import Run
+from ebbtide.tuner.service.requests import Answer, Goodput, PlanJob, Scenario, Simulate
 from ebbtide.tuner.service.scenario import resolve
 from pydantic import BaseModel, ValidationError
 

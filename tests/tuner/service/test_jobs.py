@@ -16,7 +16,7 @@ from ebbtide.tuner.service import answers, jobs, responses
 from ebbtide.tuner.service.pool import Pool, Result
 from ebbtide.tuner.service.quota import Quota
 from ebbtide.tuner.service.requests import SearchJob, Simulate
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.service.scenario import MODELS, space_of
 from ebbtide.tuner.service.store import Store
 
 from tests.tuner.service.conftest import Server
@@ -415,4 +415,4 @@ def test_a_server_that_ends_ends_its_streams(mortal):
 )
 def test_a_search_offloads_as_its_deepspeed_config_says(fields, offload):
     asked = SearchJob(machine="h100-node", model="Llama 3.2 1B", free=["micro_batch"], **fields)
-    assert answers.space_of(asked, preset("h100-node")).base.offload == offload
+    assert space_of(asked, preset("h100-node")).base.offload == offload
