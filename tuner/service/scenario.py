@@ -5,7 +5,7 @@ the planner.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
 from ebbtide.simulator.estimates.job import Job, plan_refusal
@@ -21,9 +21,11 @@ from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
 from ebbtide.simulator.rules import RuleError, broken, shortened, spelled
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.advice.ways_out import WayOut, config_values
 from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
 from pydantic import ValidationError
+
+if TYPE_CHECKING:
+    from ebbtide.tuner.advice.ways_out import WayOut
 
 ITERATIONS = 3  # iterations that a prediction simulates
 _SHAPE = {
@@ -289,10 +291,12 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     return Space.of(base, request.free, fixed.global_batch)
 
 
-def fields_of(way: WayOut, job: Job, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def fields_of(way: "WayOut", job: Job, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return changes to a training job as fields of a request. If the request's DeepSpeed config has other values for
     them, the fields include the config with the new values.
     """
+    from ebbtide.tuner.advice.ways_out import config_values  # the server's own process does not load it
+
     words: dict[str, Any] = {**way.changes}
     if new := config_values(way, job):
         words["ds_config"] = _with_values(config or {}, new)
