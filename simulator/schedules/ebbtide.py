@@ -68,12 +68,13 @@ def check_locations(plan: Plan, zero_stage: int) -> None:
     """
     if zero_stage == 3:
         return
-    found = {
-        "sets early updates (before the gradient norm is known)": any(way.early for way in plan.ways),
-        "puts 16-bit parameters into host memory": "host" in plan.parameter_locations,
-        "puts optimizer state on a drive (placement 'stored')": plan.stores,
-    }
-    for what in (name for name, there in found.items() if there):
+    only_zero3 = (
+        (any(way.early for way in plan.ways), "sets early updates (before the gradient norm is known)"),
+        ("host" in plan.parameter_locations, "puts 16-bit parameters into host memory"),
+        (plan.stores, "puts optimizer state on a drive (placement 'stored')"),
+    )
+    what = next((words for there, words in only_zero3 if there), None)
+    if what is not None:
         raise PlanError(
             f"plan.ways {what}, which needs ZeRO-3, but training uses ZeRO-{zero_stage}. Plan again with `tune plan`, "
             "or train with zero_optimization.stage 3",

@@ -5,11 +5,12 @@ with a faster link to the GPU.
 from dataclasses import replace
 
 from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.analysis.expected import expected
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.quantities import told_seconds
 
 LINK_STEP = 10e9
@@ -20,9 +21,8 @@ def shadow_prices(workload: Workload, machine: Machine, plan: Plan) -> list[str]
     between host and GPU that is faster by 10 GB/s in both directions.
 
     The estimate is how far the change lowers the lower bound of the iteration time, or how far it lowers the time under
-    the same plan if that is more. New plans would differ in time by about a percent for other reasons: they are found
-    by random changes. With 1 to 4 GiB more, the times of new plans fell by 29 to 60 ms per GiB for Llama 3 8B on an RTX
-    4090 (estimate: 41 ms), and by 37 to 40 ms for Llama 2 13B on four A100 (estimate: 32 ms).
+    the same plan if that is more. A search for a new plan would not tell: searches make random changes, so their times
+    differ by about a percent, and most effects are smaller.
 
     Args:
         workload: Training job of one rank.
@@ -40,7 +40,7 @@ def shadow_prices(workload: Workload, machine: Machine, plan: Plan) -> list[str]
     )
     by_memory_s = bound_s - lower_bound(workload, machine, roomier).iteration_s
     by_link_s = bound_s - lower_bound(workload, faster, limits).iteration_s
-    same_plan_s = base_s - predict(workload, faster, plan, limits).iteration_s
+    same_plan_s = base_s - expected(workload, faster, plan, PlanSweep(workload, faster).result).iteration_s
     return [
         _line("one more GiB of GPU memory", by_memory_s, base_s),
         _line("10 GB/s more bandwidth between host and GPU in each direction", max(by_link_s, same_plan_s), base_s),
