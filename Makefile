@@ -37,7 +37,6 @@ test: setup ## all tests
 lint: setup ## ruff, mypy and plain words
 	ruff check .
 	ruff format --check .
-	@mkdir -p build/typing/ebbtide && cd build/typing/ebbtide && ln -sfn $(addprefix ../../../,$(wildcard ebbtide/*) simulator profiler tuner runtime) .
 	mypy
 	@python scripts/plain_words.py
 

@@ -15,7 +15,6 @@ Names are resolved on first use, so that ``import ebbtide`` itself loads nothing
 """
 
 import importlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,11 +34,6 @@ if TYPE_CHECKING:
         workload_from_model,
     )
     from ebbtide.tuner import ImpossibleError
-
-_here = Path(__file__).resolve().parent
-if not (_here / "simulator").is_dir():
-    # A checkout keeps the packages beside this folder. A wheel has them inside.
-    __path__.append(str(_here.parent))
 
 # The module that defines each public name. Names of `__all__` that are missing here are those of `ebbtide.simulator`.
 _MODULE_OF = {

@@ -11,7 +11,6 @@ from ebbtide.simulator.workload import Workload
 
 if TYPE_CHECKING:
     import pandas as pd
-
     from ebbtide.simulator.analysis.what_if import Strategy
 
 

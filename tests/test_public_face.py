@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import ebbtide
 import numpy as np
 import pytest
 import torch
 from ebbtide.simulator import build_strategy
 
-import ebbtide
 from tests.tuner.test_search import machine, workload
 
 ROOT = Path(__file__).parents[1]

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import ebbtide
 import ebbtide.tuner
 from click.testing import CliRunner
 from ebbtide.simulator import Machine, Plan, Workload
@@ -33,7 +34,6 @@ from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import Answer, PlanJob, WhatIf
 from ebbtide.tuner.service.scenario import MODELS
 
-import ebbtide
 from studies.bench.console import publish, study_parser
 from studies.one_answer.automatic import automatic
 

@@ -5,6 +5,7 @@ bad input is refused before anything runs, and Ctrl-C keeps the finished rows.
 import math
 
 import pytest
+from ebbtide import what_if
 from ebbtide.simulator import Layer, Plan, Workload, build_strategy, simulate
 from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.analysis.bound import lower_bound
@@ -12,7 +13,6 @@ from ebbtide.simulator.limits import UNKNOWN_MARGIN, Limits
 from ebbtide.simulator.update.way import Way
 from ebbtide.tuner import plan
 
-from ebbtide import what_if
 from tests.machines import node
 
 GIB = 2**30

@@ -9,6 +9,7 @@ from importlib import import_module
 import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
+from ebbtide import estimate, what_if
 from ebbtide.simulator.estimates.job import Job, workload_from_model
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
@@ -17,8 +18,6 @@ from ebbtide.tuner.cli import main
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import Answer, Simulate, WhatIf
 from ebbtide.tuner.service.scenario import MODELS
-
-from ebbtide import estimate, what_if
 
 ASKED = ("Llama 3.2 3B", "rtx4090", 1024, 10**9)
 

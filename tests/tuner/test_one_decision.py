@@ -2,13 +2,13 @@
 (`ebbtide.tuner.placements.decision`), and not by a search of their own.
 """
 
+import ebbtide
 import pytest
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.decision import QUICK, SKETCH, Question, decide
 from ebbtide.tuner.placements.search import Search
 
-import ebbtide
 from studies.one_answer.__main__ import _job, replanned_s, search_s
 
 JOBS = [

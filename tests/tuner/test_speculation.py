@@ -6,6 +6,7 @@ from functools import cache
 
 import ebbtide.tuner
 import pytest
+from ebbtide import what_if
 from ebbtide.simulator import build_schedule, simulate
 from ebbtide.simulator.analysis.expected import expected, times_of
 from ebbtide.simulator.analysis.many_plans import PlanSweep
@@ -16,7 +17,6 @@ from ebbtide.simulator.update.pausing import ALLOWANCE
 from ebbtide.tuner.answer.rows import compare
 from ebbtide.tuner.quantities import told_seconds
 
-from ebbtide import what_if
 from tests.machines import node
 from tests.tuner.test_search import workload
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from ebbtide import estimate
 from ebbtide.simulator import simulate
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG
@@ -23,7 +24,6 @@ from ebbtide.tuner.answer.rows import compare, stock_beside
 from ebbtide.tuner.placements.planning import predict
 from ebbtide.tuner.service.scenario import MODELS
 
-from ebbtide import estimate
 from tests.tuner.test_cli import run
 
 

@@ -5,6 +5,7 @@ import io
 import json
 
 import pytest
+from ebbtide import what_if
 from ebbtide.runtime.frontdoor.request import read_request
 from ebbtide.simulator import CheckpointPlan, Plan, build_strategy, preset, simulate, workload_from_model
 from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
@@ -19,7 +20,6 @@ from ebbtide.tuner.service.quota import estimated_ops
 from ebbtide.tuner.service.requests import Answer, Scenario, Simulate, WhatIf
 from ebbtide.tuner.service.scenario import MODELS, resolve
 
-from ebbtide import what_if
 from tests.machines import GIB
 
 SIMULATED = {"machine": "h100-node", "model": "Llama 3 8B"}
