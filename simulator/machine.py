@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from ebbtide.simulator.page import Page, digest_of
 from ebbtide.simulator.quantity import THREADED, Quantity, Rate, RateName
-from ebbtide.simulator.rules import RuleError, checked, spelled, suggestion
+from ebbtide.simulator.rules import RuleError, checked, suggestion
 from ebbtide.simulator.shown import Shown
 from ebbtide.simulator.storage import StorageRates
 from pydantic import Field, model_validator
@@ -23,7 +23,7 @@ ATTENTION_OF_PRODUCTS = 0.5
 DEVICE_UPDATE_BYTES = 32
 
 
-BUILDERS: "dict[str, Callable[[], Machine]]" = {}  # presets by name, filled by `ebbtide.simulator.estimates.presets`
+BUILDERS: "list[Callable[[str], Machine]]" = []  # `ebbtide.simulator.estimates.presets` adds its `preset`
 
 
 class Machine(Shown, Page):
@@ -192,7 +192,7 @@ class Machine(Shown, Page):
         Raises:
             ValueError: No preset has this name. The error suggests the nearest names.
         """
-        return BUILDERS[spelled(name, BUILDERS, "machine preset", key="machine")]()
+        return BUILDERS[0](name)
 
     def in_short(self) -> str:
         return (

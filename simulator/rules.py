@@ -199,38 +199,38 @@ def _rule(item: Mapping[str, Any]) -> str:
     return f"must be {word}" if word else "must be of another kind"
 
 
-def spelled(given: str, known: Iterable[str], what: str, key: str = "") -> str:
+def spelled(given: str, known: Iterable[str], what: str, key: str = "", also: Mapping[str, str] | None = None) -> str:
     """Return the known name that a user means: "RTX 4090", "4090" and "rtx-4090" all mean "rtx4090".
+
+    Only the spelling may differ. A name that is merely similar may be that of another card or model ("L40" is not
+    "l40s"), so it is never taken for a known one: the error asks.
 
     Args:
         known: All valid names, such as those of the machine presets.
         what: Kind of the name, such as "machine preset", for the error message.
+        also: Other names of the known ones, such as a card's name in its data sheet.
 
     Raises:
-        RuleError: The given name matches no known name, or several. The error suggests the nearest ones.
+        RuleError: The given name matches no known name. The error suggests the nearest ones.
     """
-    names = {_plain(name): name for name in known}
+    names = {_plain(other): name for other, name in (also or {}).items()} | {_plain(name): name for name in known}
     wanted = _plain(given)
     if wanted in names:
         return names[wanted]
     holding = [name for plain, name in names.items() if len(wanted) > 2 and wanted in plain]
-    shortest = min(holding, key=len, default="")
-    if holding and all(_plain(name).startswith(_plain(shortest)) for name in holding):
-        return shortest
-    # A name that contains a known name is not a misspelling of it: "h2000", "RTX 4090 Laptop".
     near = holding or [names[plain] for plain in get_close_matches(wanted, names, 3)]
     near = near or [name for plain, name in names.items() if plain in wanted]
-    meant = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    raise RuleError(f"There is no {what} {given!r}.{meant} Known: {', '.join(names.values())}.", key=key)
+    meant = f" Did you mean {' or '.join(map(repr, dict.fromkeys(near)))}?" if near else ""
+    raise RuleError(f"There is no {what} {given!r}.{meant} Known: {', '.join(known)}.", key=key)
 
 
 def _plain(name: str) -> str:
     """Return the name of a machine or model in a form for comparisons: lower case letters and digits only.
 
-    An organization before a slash, and "nvidia" and "geforce", are left out.
+    An organization before a slash, and "nvidia", "geforce", "tesla" and "rtx", are left out.
     """
     last = name.rsplit("/", 1)[-1]
-    return re.sub(r"nvidia|geforce|[^a-z0-9]", "", last.lower())
+    return re.sub(r"nvidia|geforce|tesla|rtx|[^a-z0-9]", "", last.lower())
 
 
 def checked(function: Callable[P, T]) -> Callable[P, T]:

@@ -5,15 +5,20 @@ preset with runs of your own (`tune calibrate`). No value was fitted to publishe
 """
 
 import math
-from functools import partial
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
 
 from ebbtide.simulator.estimates.collectives import LINK, PAIR
+from ebbtide.simulator.estimates.hardware.cards import CARDS, Card
 from ebbtide.simulator.estimates.hardware.sheet import Sheet
 from ebbtide.simulator.estimates.hardware.sheets import DOS, SHEETS
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, Machine, ShareName
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
-from ebbtide.simulator.rules import checked, spelled
+from ebbtide.simulator.rules import RuleError, checked, spelled
 from ebbtide.simulator.schedules.stock_options import FRESH_PASSES
 
 # Quartiles divided by the median, by the source of a value: a single published run is less certain than several, and
@@ -50,20 +55,78 @@ _LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks take 2.0 to 2.7 ms (measured), plus
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
 _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
 PRESET = "preset"  # value of `measured_with` of a preset machine
+# A card's own name -> its preset. Of several presets with a card, the one that is named after the card alone is taken.
+_BY_CARD = {
+    **{
+        sheet.device_name: name
+        for name, sheet in reversed(list(SHEETS.items()))
+        if not re.search(r"-(node|x\d+)$", name)
+    },
+    "H100 SXM": "h100",
+    "H100 SXM5": "h100",
+    "A100 SXM4 40GB": "a100-40gb",
+    "A100 SXM4 80GB": "a100-80gb",
+    "A100 PCIe 80GB": "a100-pcie",
+    "H200 SXM": "h200",
+    "GH200 480GB": "gh200",
+    "RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000",
+    "RTX PRO 6000 Blackwell Server Edition": "rtxpro6000",
+}
 
 
 @checked
-def preset(name: str) -> Machine:
-    """Return a machine from data sheets and published figures, by the name of its preset.
+def preset(
+    name: str,
+    *,
+    gpu_memory_bytes: float | None = None,
+    host_memory_bytes: float | None = None,
+    flops: float | None = None,
+    gpu_bytes_per_s: float | None = None,
+    link_bytes_per_s: float | None = None,
+) -> Machine:
+    """Return a machine from data sheets and published figures, by the name of its preset or of its card.
+
+    A card without a preset is described by its data sheet, in the machine of a similar card:
 
     >>> round(preset("h200").device_memory_bytes / 2**30, 1)
     139.8
+    >>> preset("rtx4090", gpu_memory_bytes=11.7 * 2**30, flops=58e12, gpu_bytes_per_s=504e9).name
+    'rtx4090'
+
+    Args:
+        gpu_memory_bytes: GPU memory that programs can use.
+        host_memory_bytes: Host memory of the machine.
+        flops: Dense 16-bit flop/s of the card's data sheet. Matrix products and attention reach the same share of it as
+            on the preset's card.
+        gpu_bytes_per_s: Bandwidth of GPU memory by the data sheet.
+        link_bytes_per_s: Rate of copies between pinned host memory and the card, in each direction.
 
     Raises:
-        ValueError: There is no such preset. The message lists all presets.
+        ValueError: There is no such preset. The message lists all presets, or says how to describe the card.
     """
-    name = spelled(name, SHEETS, "machine preset", key="machine")
+    name = preset_name(name)
     sheet = SHEETS[name]
+    described = {"flops": flops, "hbm_bytes_per_s": gpu_bytes_per_s, "link": link_bytes_per_s}
+    changes: dict[str, Any] = {field: value for field, value in described.items() if value is not None}
+    if changes:
+        _check_positive(flops=flops, gpu_bytes_per_s=gpu_bytes_per_s, link_bytes_per_s=link_bytes_per_s)
+        changes["device_name"] = f"{sheet.device_name}, changed as described"
+    if link_bytes_per_s is not None:
+        changes["link"] = (link_bytes_per_s, "assumed", "as described")
+        changes["link_raw_bytes_per_s"] = max(link_bytes_per_s, sheet.link_raw_bytes_per_s)
+    made = _of_sheet(name, replace(sheet, **changes))
+    sizes = {"device_memory_bytes": gpu_memory_bytes, "host_memory_bytes": host_memory_bytes}
+    given = {field: size for field, size in sizes.items() if size is not None}
+    return made.with_rates(**given) if given else made
+
+
+def _check_positive(**given: float | None) -> None:
+    for name, value in given.items():
+        if value is not None and not 0 < value < math.inf:
+            raise RuleError(f"{name} must be finite and greater than 0, but got {value!r}", key=name)
+
+
+def _of_sheet(name: str, sheet: Sheet) -> Machine:
     return Machine(
         name=name,
         device_kind="cuda",
@@ -89,6 +152,40 @@ def preset(name: str) -> Machine:
         other_rates=_wires(sheet),
         measured_with=PRESET,
     )
+
+
+def preset_name(given: str, more: Iterable[str] = (), what: str = "machine preset") -> str:
+    """Return the name of the preset that a user means, which may be given as the card's own name: "RTX A6000".
+
+    Args:
+        more: Names that count as known too, such as those of the machines that were uploaded to the service.
+        what: Kind of the name for the error message.
+
+    Raises:
+        RuleError: There is no such preset. For a card of `CARDS`, the error says how to describe it.
+    """
+    try:
+        return spelled(given, (*preset_names(), *more), what, key="machine", also=_BY_CARD)
+    except RuleError as error:
+        card = card_named(given)
+        told = error if card is None else RuleError(f"There is no {what} {given!r}. {card.told}", key="machine")
+        raise told from None
+
+
+def card_named(given: str) -> Card | None:
+    """Return the figures of a GPU that has no preset, by its name in any spelling. None if it is not known."""
+    with suppress(RuleError):
+        return CARDS[spelled(given, CARDS, "card")]
+    return None
+
+
+def usual_ranks(machine: Machine) -> int:
+    """Return the number of GPUs that a training job on a machine has by default.
+
+    It is N for the preset of a host with N cards (``rtx4090-x2``), and 1 for other machines.
+    """
+    found = re.search(r"-x(\d+)$", machine.name) if machine.measured_with == PRESET else None
+    return int(found[1]) if found and int(found[1]) == machine.gpus_per_node else 1
 
 
 def sheet_limits(device_name: str) -> dict[str, float]:
@@ -292,4 +389,4 @@ def _wires(sheet: Sheet) -> dict[str, Quantity]:
     return {name: _value(rate, "datasheet", detail) for name, wire in wires.items() if wire for rate, detail in [wire]}
 
 
-BUILDERS.update({name: partial(preset, name) for name in SHEETS})  # makes the presets known to `Machine.preset`
+BUILDERS.append(preset)  # makes the presets known to `Machine.preset`

@@ -202,5 +202,5 @@ def test_products_run_at_a_share_of_the_sheet_that_is_the_devices_own(named):
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"preset 'cray'.* a100-node, a100-80gb, h100-node, h200, rtx4090, .*gh200"):
+    with pytest.raises(ValueError, match=r"preset 'cray'.* a100-node, .*gh200, h100, .* rtx4090"):
         preset("cray")

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
-from ebbtide.simulator.estimates.presets import preset, preset_names
+from ebbtide.simulator.estimates.presets import preset, preset_name, preset_names
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError, explain, spelled
+from ebbtide.simulator.rules import RuleError, explain
 from ebbtide.tuner.service.jobs import Feed, Jobs
 from ebbtide.tuner.service.pool import Pool
 from ebbtide.tuner.service.quota import Quota
@@ -116,7 +116,7 @@ class Names:
         if isinstance(scenario.machine, str) and scenario.machine not in preset_names():
             machine = self.machine(scenario.machine)
             if machine is None:
-                machine = self.machine(spelled(scenario.machine, self.machines()[0], "machine", key="machine"))
+                machine = self.machine(preset_name(scenario.machine, self.machines()[0], "machine"))
             changes["machine"] = machine
         workload = self._service.examples.get("workload")
         if workload is not None and scenario.workload == workload.name:

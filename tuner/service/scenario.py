@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
-from ebbtide.simulator.estimates.models.architecture import KEYS, is_multimodal, quantized
+from ebbtide.simulator.estimates.models.architecture import KEYS, is_multimodal, known_config, quantized
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
@@ -18,7 +18,7 @@ from ebbtide.simulator.estimates.offloading import Offloading, offloading
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
-from ebbtide.simulator.rules import RuleError, broken, shortened, spelled
+from ebbtide.simulator.rules import RuleError, broken, shortened
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
@@ -127,8 +127,7 @@ def model_of(scenario: Scenario) -> dict[str, Any]:
     """
     model = scenario.model
     if isinstance(model, str):
-        model = spelled(model, MODELS, "known model", key="model")
-        model = {**MODELS[model], "_name_or_path": model}
+        model = known_config(model)
     assert model is not None
     check_model(model)
     return model

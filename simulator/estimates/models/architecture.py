@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator.estimates.models.blocks import Architecture, DescribedArchitecture, ModelError
-from ebbtide.simulator.estimates.models.families import ALL, MODELS, family_numbers, missing_size
+from ebbtide.simulator.estimates.models.families import ALL, HUB, MODELS, family_numbers, missing_size
 from ebbtide.simulator.estimates.models.modules import built, built_from, is_module
 from ebbtide.simulator.page import HIDDEN, LAYERS
 from ebbtide.simulator.rules import RuleError, spelled
@@ -53,8 +53,7 @@ def architecture(model: Model) -> Architecture:
     if isinstance(model, Architecture):
         return model
     if isinstance(model, str) and not model.endswith(".json") and not (model and Path(model).exists()):
-        name = _known(model)
-        model = {**MODELS[name], "_name_or_path": name}
+        model = known_config(model)
     if isinstance(model, (str, Path)):
         model = _read(Path(model))
     model = _config_of(model)
@@ -69,14 +68,20 @@ def architecture(model: Model) -> Architecture:
     return _from_hugging_face(model) if "model_type" in model else _from_description(model)
 
 
-def _known(name: str) -> str:
+def known_config(name: str) -> dict[str, Any]:
+    """Return the config of a known model, by its name here or on the Hugging Face Hub.
+
+    Raises:
+        ModelError: There is no such model. The error tells how to get the config of any other model.
+    """
     try:
-        return spelled(name, MODELS, "known model", key="model")
+        known = spelled(name, MODELS, "known model", key="model", also=HUB)
     except RuleError as error:
         hub = f" {name} config.json --local-dir ." if "/" in name else " with its name and config.json"
         raise ModelError(
-            f"{error} For any other model, give the config.json (--model): `hf download{hub}`.", key="model"
+            f"{error} For any other model, give its config.json: `hf download{hub}`.", key="model"
         ) from None
+    return {**MODELS[known], "_name_or_path": known}
 
 
 def _config_of(model: Any) -> Any:

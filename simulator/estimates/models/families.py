@@ -237,6 +237,11 @@ def _llama(hidden: int, layers: int, heads: int, kv: int, ffn: int, vocabulary: 
     }
 
 
+def _gpt2(hidden: int, layers: int, heads: int) -> Any:
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads}
+    return {"model_type": "gpt2", **sizes, "n_positions": 1024, "vocab_size": 50_257}
+
+
 def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> Any:
     dense = _llama(hidden, layers, heads, 8, ffn, 151_936)
     return {**dense, "model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": tied}
@@ -244,14 +249,8 @@ def _qwen3(hidden: int, layers: int, heads: int, ffn: int, tied: bool) -> Any:
 
 # Numbers from the published config.json files of these models.
 MODELS: Mapping[str, dict[str, Any]] = {
-    "GPT-2 1.5B": {
-        "model_type": "gpt2",
-        "n_embd": 1600,
-        "n_layer": 48,
-        "n_head": 25,
-        "n_positions": 1024,
-        "vocab_size": 50_257,
-    },
+    "GPT-2 124M": _gpt2(768, 12, 12),
+    "GPT-2 1.5B": _gpt2(1600, 48, 25),
     "Llama 3.2 1B": _llama(2048, 16, 32, 8, 8192, 128_256) | {"tie_word_embeddings": True},
     "Llama 3.2 3B": _llama(3072, 28, 24, 8, 8192, 128_256) | {"tie_word_embeddings": True},
     "Llama 2 7B": _llama(4096, 32, 32, 32, 11_008, 32_000),
@@ -264,4 +263,29 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "Qwen3 4B": _qwen3(2560, 36, 32, 9728, True),
     "Qwen3 8B": _qwen3(4096, 36, 32, 12_288, False),
     "Qwen3 14B": _qwen3(5120, 40, 40, 17_408, False),
+}
+
+# Names on the Hugging Face Hub, without the organization -> the known model with the same sizes.
+HUB: Mapping[str, str] = {
+    "gpt2": "GPT-2 124M",
+    "gpt2-xl": "GPT-2 1.5B",
+    **{
+        f"{name}{kind}": model
+        for names, kinds, model in (
+            (("Llama-3.2-1B",), ("-Instruct",), "Llama 3.2 1B"),
+            (("Llama-3.2-3B",), ("-Instruct",), "Llama 3.2 3B"),
+            (("Llama-2-7b",), ("-hf", "-chat", "-chat-hf"), "Llama 2 7B"),
+            (("Llama-2-13b",), ("-hf", "-chat", "-chat-hf"), "Llama 2 13B"),
+            (("Meta-Llama-3-8B", "Meta-Llama-3.1-8B", "Llama-3.1-8B"), ("", "-Instruct"), "Llama 3 8B"),
+            (("Meta-Llama-3-70B", "Meta-Llama-3.1-70B", "Llama-3.1-70B"), ("", "-Instruct"), "Llama 3 70B"),
+            (("Llama-3.3-70B",), ("-Instruct",), "Llama 3 70B"),
+            (("Mistral-7B",), ("-v0.1", "-v0.2", "-Instruct-v0.1", "-Instruct-v0.2"), "Mistral 7B"),
+            (("Mixtral-8x7B",), ("-v0.1", "-Instruct-v0.1"), "Mixtral 8x7B"),
+            (("Qwen3-4B",), ("-Base",), "Qwen3 4B"),
+            (("Qwen3-8B",), ("-Base",), "Qwen3 8B"),
+            (("Qwen3-14B",), ("-Base",), "Qwen3 14B"),
+        )
+        for name in names
+        for kind in kinds
+    },
 }
