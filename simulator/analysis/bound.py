@@ -22,6 +22,7 @@ from ebbtide.simulator.update.way import PLACEMENT_CODES, Way, ways
 from ebbtide.simulator.workload import Workload
 
 AT_ONCE = 1e18  # parameters/s: practically no time
+ROUGH_BLOCKS = 1
 ROUNDING, ROUNDING_S = 1e-5, 1e-6  # allowance for the solver's tolerances: relative, and in seconds
 
 
@@ -78,6 +79,24 @@ def lower_bound(
         split[way.placement] += float(x[p.x[:, n]].sum()) * workload.params
     least_s = max(_rounded_down(p.rest_s + seconds), _passes_s(workload, machine))
     return Bound(least_s, split, p.rows.full(x))
+
+
+def rough_bound_s(workload: Workload, machine: Machine, limits: Limits) -> float:
+    """Return a time that is no longer than the bound of `lower_bound`, found in a tenth of its time.
+
+    All layers are one block, and steps that clip count as steps that do not.
+
+    Raises:
+        ValueError: No plan fits into memory.
+    """
+    early = workload.zero_stage == 3 and not machine.unified_memory
+    p = _with_rules(
+        Problem(workload, machine, limits, _ways(workload, machine, limits, early=early), most_blocks=ROUGH_BLOCKS)
+    )
+    solved = p.rows.lowest(*p.mean(1.0))
+    if solved is None:
+        raise ValueError("parameters, gradients, state and activations must fit into memory, but no plan fits")
+    return _rounded_down(p.rest_s + solved[0])
 
 
 def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:

@@ -1,9 +1,5 @@
-"""Tests of the comparison between a plan and DeepSpeed without ebbtide: the simulated settings of DeepSpeed, and the
-location of its 16-bit parameters.
-
-The settings are those of the user's DeepSpeed config. Without a config, DeepSpeed is simulated with all 16-bit
-parameters on the GPU if the plan keeps all of them there. If the plan keeps some of them in host memory, DeepSpeed is
-simulated with all of them in host memory, but only if GPU memory is too small.
+"""Tests of the comparison between a plan and DeepSpeed without ebbtide: of DeepSpeed's own settings that fit into
+memory, the fastest one counts.
 """
 
 import json
@@ -13,18 +9,23 @@ from functools import cache
 import pytest
 from ebbtide import estimate
 from ebbtide.simulator import simulate
+from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.schedules.strategies import build_strategy
+from ebbtide.tuner.advice.even import even_plan
+from ebbtide.tuner.answer.alone import Alone
 from ebbtide.tuner.answer.roles import role_of
-from ebbtide.tuner.answer.rows import compare, stock_beside
-from ebbtide.tuner.placements.planning import predict
+from ebbtide.tuner.answer.rows import alternatives, best_stock, compare, stock_beside
+from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.service.scenario import MODELS
 
 from tests.tuner.test_cli import run
+
+OF_THE_BEST = ("no_offload", "twin_flow", "superoffload")  # the comparison at the job's stage is plain offload
 
 
 @cache
@@ -49,33 +50,77 @@ def limited(peak):
 
 
 @pytest.mark.parametrize("spare", [0, -1, GIB, -GIB])
-def test_deepspeed_moves_parameters_exactly_if_its_own_peak_does_not_fit(spare):
-    """Check where DeepSpeed without ebbtide keeps its parameters in a comparison with a plan that keeps them in host
-    memory.
-
-    DeepSpeed is simulated with its parameters on the GPU if its simulated peak of GPU memory, with the parameters
-    there, is within the limit. Otherwise it is simulated with its parameters in host memory.
-    """
+def test_a_setting_that_does_not_fit_is_not_the_comparison(spare):
+    """Check where DeepSpeed alone keeps its 16-bit parameters: where it is fastest, among those places that fit."""
     work, have, peak, plan = job()
+    slow_link = have.with_rates(h2d_bytes_per_s=2e9, d2h_bytes_per_s=2e9)  # parameters on the GPU are faster here
     within = limited(peak + spare)
     there = replace(WITHOUT_CONFIG, optimizer="cpu", parameters="none" if spare >= 0 else "cpu").strategy(3)
-    assert stock_beside(work, plan, within) == there
-    predicted = plan.model_copy(update={"prediction": predict(work, have, plan, within)})
-    assert stock_beside(work, predicted) == there
+    assert stock_beside(work, slow_link, within) == there
+    rows = {row.role: row for row in compare(work, slow_link, within, plan, others=False)}
+    assert (rows["stock"].simulated.strategy, rows["stock"].simulated.setting) == there
+    assert rows["stock"].simulated.fits
 
 
-def test_the_limits_of_the_table_count_and_not_those_of_the_plan_file():
-    """Check that `compare` uses its own memory limits, and not those of the plan, made for a larger GPU."""
-    work, have, peak, plan = job()
-    plan = plan.model_copy(update={"prediction": predict(work, have, plan, limited(4 * peak))})
-    row = next(row for row in compare(work, have, limited(peak - GIB), plan, others=False) if row.role == "stock")
-    assert row.simulated.setting["parameters"] == "cpu"
-    assert row.result.device_peak_bytes < peak
+JOBS = [
+    ("Llama 3.2 3B", "rtx4090", {}),
+    ("Llama 3 8B", "a100-40gb", {"sequence": 1024}),
+    ("Llama 3 8B", "gh200", {"accumulation": 8}),
+    ("Llama 2 13B", "a100-node", {"data_parallel": 4, "zero_stage": 2}),
+    ("Qwen3 4B", "h100-node", {"data_parallel": 2, "zero_stage": 1}),
+]
 
 
-def test_beside_a_plan_with_parameters_on_the_gpu_deepspeed_keeps_them_there():
-    work, _, peak, plan = job("device")
-    assert stock_beside(work, plan, limited(peak - GIB)) == ("zero3_offload", {})
+def _every_setting(asked, have, limits):
+    """Yield the seconds of every setting of DeepSpeed alone that fits, by its own list of settings."""
+    for stage in (1, 2, 3):
+        work = asked.changed(zero_stage=stage).workload(have)
+        base = replace(WITHOUT_CONFIG, optimizer="cpu")
+        moved = [base, replace(base, pinned=False), replace(base, optimizer="none", given=True)]
+        if stage == 3:
+            moved += [replace(base, parameters="cpu"), replace(base, superoffload=True)]
+            moved += [replace(base, ratio=ratio / 10) for ratio in range(10)]
+        for offload in moved:
+            name, options = offload.strategy(stage)
+            one = simulated(name, work, have, limits, options)
+            if one.fits:
+                yield stage, name, one.result.iteration_s
+
+
+@pytest.mark.parametrize(("model", "machine", "settings"), JOBS)
+def test_no_other_setting_of_deepspeed_is_faster_and_more_memory_never_makes_it_slower(model, machine, settings):
+    asked, have = Job.of_deepspeed(MODELS[model], **settings), preset(machine)
+    work = asked.workload(have)
+    before_s: dict[str, float] = {}
+    for share in (0.5, 0.8, 1.0, 1.02, 1.5):
+        roomier = have.with_rates(device_memory_bytes=int(share * have.device_memory_bytes))
+        limits = Limits.of(work, roomier)
+        alone, every = Alone(work, roomier, limits), list(_every_setting(asked, roomier, limits))
+        here = [s for stage, name, s in every if stage == work.zero_stage and name not in OF_THE_BEST]
+        for name, chosen, others in (("given", alone.given, here), ("best", alone.best, [s for _, _, s in every])):
+            seconds = chosen.simulated.result.iteration_s
+            if chosen.lacking_bytes:
+                assert not others, f"{name}: a setting fits, but was not chosen"
+                continue
+            assert seconds <= min(others) * 1.003, f"{name} at {share:.0%} of the GPU's memory"
+            assert seconds <= before_s.get(name, seconds) * 1.003, f"more GPU memory made {name} slower"
+            before_s[name] = seconds
+    assert before_s, "nothing fits anywhere, so the test would check nothing"
+
+
+def test_deepspeed_alone_at_its_best_is_a_row_with_the_gain_over_it():
+    have = preset("gh200")
+    asked = Job.of_deepspeed(MODELS["Llama 3 8B"])
+    work = asked.workload(have)
+    plan = even_plan(work, have, Limits.of(work, have))
+    rows = compare(work, have, Limits.of(work, have), plan, others=False)
+    (best,) = [row for row in rows if row.role == "best stock"]
+    assert best.name == "ZeRO-2"
+    assert role_of(best.label) == "best stock"
+    assert best is best_stock(rows)
+    sentence = headline(plan.model_copy(update={"alternatives": alternatives(rows)}))
+    gain = best.result.iteration_s / plan.prediction.iteration_s
+    assert f"{gain:.1f}x as fast as DeepSpeed alone at its best (ZeRO-2: 1.58 s)" in sentence
 
 
 CONFIGS = {
@@ -88,31 +133,30 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("setting", CONFIGS)
-def test_a_plan_is_compared_with_what_the_users_config_does_without_it(setting):
-    """Check that stock's row and `estimate` simulate the offload of the user's config, which the label names."""
+def test_the_setting_of_the_users_config_is_listed_even_if_another_one_is_the_comparison(setting):
     have = preset("rtx4090")
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **CONFIGS[setting]}}
     asked = Job.of_deepspeed(MODELS["Llama 3.2 3B"], config, sequence=1024)
     work = asked.workload(have)
     name, options = asked.offload.strategy(3)
     expected = simulate(build_strategy(name, work, **options), have).iteration_s
-    plan = Plan(subgroup_size=work.subgroup_size, subgroups=work.subgroups, ways=(Way("host"),) * len(work.subgroups))
-    stock, *others = [row for row in compare(work, have, Limits.of(work, have), plan) if "stock" in row.label]
-    assert stock.role == "stock"
-    assert stock.result.iteration_s == pytest.approx(expected, rel=1e-9)
-    assert stock.label.startswith("stock ZeRO-3 offload, ")
-    assert setting in stock.label
-    assert all(role_of(row.label) == row.role == "peer" for row in others)
+    rows = [row for row in compare(work, have, Limits.of(work, have), None, others=False) if "stock" in row.label]
+    stock, *others = rows
+    (own,) = [row for row in rows if row.result.iteration_s == pytest.approx(expected, rel=1e-9)]
+    assert setting in own.label
+    assert own is stock or "as configured" in own.label
+    assert own is stock or stock.result.iteration_s < expected or not own.simulated.fits
+    assert all(role_of(row.label) == row.role for row in others)
     alone = estimate(MODELS["Llama 3.2 3B"], batch=1, sequence=1024, gpu=have, ds_config=config)
     assert alone.iteration_s == pytest.approx(expected, rel=1e-9)
 
 
-def test_without_a_config_deepspeeds_other_settings_are_listed_beside_its_default():
+def test_without_a_config_deepspeeds_other_settings_are_listed_beside_its_fastest():
     work, have, _, plan = job("device")
     rows = {row.label: row.role for row in compare(work, have, Limits.of(work, have), plan) if "stock" in row.label}
     assert rows == {
-        "stock ZeRO-3 offload": "stock",
-        "stock, offload_param cpu": "peer",
+        "stock ZeRO-3 offload, offload_param cpu": "stock",
+        "stock, offload_param none": "peer",
         "stock, pin_memory false": "peer",
     }
 

@@ -57,7 +57,7 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
         return []
 
     def stock_s(threads: int) -> float:
-        name, setting = stock_beside(workload, plan)
+        name, setting = stock_beside(workload, machine, plan.limits_on(workload, machine))
         work = workload.model_copy(update={"stock_threads": threads})
         return simulate_fast(compiled(name, work, setting), machine).iteration_s
 

@@ -5,9 +5,11 @@ This module imports no simulation, so that commands which only print results sta
 
 from typing import Literal
 
-Role = Literal["plan", "stock", "no offload", "variant", "peer"]
+Role = Literal["plan", "stock", "best stock", "no offload", "variant", "peer"]
 # Beginning of the label of a row for DeepSpeed with other settings. Such rows count as other systems.
 SETTING = "stock, "
+# Beginning of the label of the row for DeepSpeed's fastest settings at any ZeRO stage.
+BEST = "DeepSpeed alone at its best"
 BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")
 
 
@@ -19,9 +21,11 @@ def role_of(label: str) -> Role:
     accepted too.
 
     Returns:
-        ``stock`` (DeepSpeed without a plan), ``no offload``, ``variant`` (a variant of the plan), or ``peer`` (another
-        system, or DeepSpeed with other settings).
+        ``stock`` (DeepSpeed without a plan), ``best stock`` (its fastest settings at any ZeRO stage), ``no offload``,
+        ``variant`` (a variant of the plan), or ``peer`` (another system, or DeepSpeed with other settings).
     """
+    if label.startswith(BEST):
+        return "best stock"
     if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
         return "stock"
     if label in ("no offload", "no_offload", "not offloading"):

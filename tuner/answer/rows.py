@@ -3,22 +3,21 @@ such as DeepSpeed's own offload.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated, under_plan
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import SimResult
-from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading
+from ebbtide.simulator.estimates.offloading import Offloading
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.simulator.schedules.strategies import stages
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.answer.roles import BY_KIND, SETTING, Role
+from ebbtide.tuner.answer.alone import Alone, offload_words
+from ebbtide.tuner.answer.roles import BEST, BY_KIND, SETTING, Role
 
 # Other systems, each simulated with its best setting.
 PEERS = ("twin_flow", "deep_optimizer_states", "superoffload")
@@ -35,16 +34,19 @@ class Row:
     """A row of the table that compares training under a plan with other ways to train: one simulated way.
 
     Attributes:
-        role: Kind of the row: the plan, stock DeepSpeed, no offload, a variant of the plan, or another system.
+        role: Kind of the row: the plan, stock DeepSpeed, DeepSpeed alone at its best, no offload, a variant of the
+            plan, or another system.
         label: Text that names the row and its setting.
         simulated: Result of the simulation.
         limits: Memory that training may use.
+        name: ZeRO stage and settings of DeepSpeed alone, such as "ZeRO-2". Empty for other rows.
     """
 
     role: Role
     label: str
     simulated: Simulated
     limits: Limits
+    name: str = ""
 
     @property
     def result(self) -> SimResult:
@@ -72,12 +74,12 @@ class Row:
             limits=self.limits.by_memory,
         )
 
-    def fields(self, stock_s: float | None, tokens: int | None) -> dict[str, Any]:
+    def fields(self, stock_s: float | None, best_s: float | None, tokens: int | None) -> dict[str, Any]:
         """Return a row of the table that compares ways to train, as JSON data.
 
         Args:
-            stock_s: Seconds per iteration of DeepSpeed without a plan, for the speedup. If None, DeepSpeed without a
-                plan does not fit, and the row has no speedup.
+            stock_s, best_s: Seconds per iteration of DeepSpeed without a plan, and of DeepSpeed alone at its best, for
+                the speedups. None: it does not fit, and the row has no speedup.
             tokens: Number of tokens per iteration, or None if unknown.
         """
         return {
@@ -89,6 +91,7 @@ class Row:
             "reason": self.simulated.lacks,
             **figures(self.result, tokens),
             "speedup": stock_s and stock_s / self.result.iteration_s,
+            "speedup_over_best": best_s and best_s / self.result.iteration_s,
         }
 
 
@@ -118,8 +121,9 @@ def compare(
 ) -> list[Row]:
     """Simulate a training plan and other ways to train, and return a row of the comparison table for each.
 
-    The other ways are DeepSpeed's own offload, no offload (unless memory is unified), DeepSpeed with the other
-    ``offload_param.device``, other systems, and variants of the plan.
+    The other ways are DeepSpeed's own offload at the job's ZeRO stage, DeepSpeed alone at its best if that is another
+    setting, no offload (unless memory is unified), DeepSpeed with the other ``offload_param.device``, other systems,
+    and variants of the plan.
 
     Args:
         plan: Plan, or None if no plan fits.
@@ -134,12 +138,12 @@ def compare(
     def row(role: Role, one: Simulated) -> Row:
         return Row(role, ", ".join(filter(None, [_LABELS[one.strategy], one.told()])), one, limits)
 
-    def deepspeed(role: Role, label: str, offload: Offloading) -> Row:
-        name, setting = offload.strategy(workload.zero_stage)
-        return Row(role, label, run(name, **setting), limits)
-
-    stock = _offload_beside(workload, plan, limits)
-    rows, variants = [deepspeed("stock", _stock_label(workload, stock), stock)], list[Row]()
+    alone = Alone(workload, machine, limits, compile_)
+    stock, best = alone.given, alone.best
+    own, variants = _stock_label(workload, stock.offload), list[Row]()
+    rows = [Row("stock", own, stock.simulated, limits, stock.name)]
+    if best is not stock:
+        rows.append(Row("best stock", f"{BEST} ({best.name})", best.simulated, limits, best.name))
     if not machine.unified_memory:
         rows.append(row("no offload", run("no_offload")))
     if plan is not None:
@@ -147,80 +151,28 @@ def compare(
         rows.insert(0, Row("plan", "ebbtide", under_plan(plan, sweep, limits), limits))
         lesser = _variants(workload, plan) if others else ()
         variants = [Row("variant", label, under_plan(less, sweep, limits), limits) for label, less in lesser]
-    moves = workload.zero_stage == 3 and not machine.unified_memory
-    settings = _other_settings(stock, parameters=moves, pinning=others)
-    rows.extend(deepspeed("peer", SETTING + name, other) for name, other in settings)
+    rows.extend(Row("peer", SETTING + name, one, limits) for name, one in alone.beside(pinning=others))
     if others:
         known = (name for name in PEERS if workload.zero_stage in stages(name))
-        best = (best_setting(name, workload, machine, limits, compile_=compile_) for name in known)
-        rows.extend(row("peer", one) for one in best)
+        peers = (best_setting(name, workload, machine, limits, compile_=compile_) for name in known)
+        rows.extend(row("peer", one) for one in peers)
     return rows + variants
 
 
-def stock_beside(workload: Workload, plan: Plan | None, limits: Limits | None = None) -> tuple[str, dict[str, Any]]:
-    """Return the name and options of DeepSpeed's own training strategy that a plan is compared with.
+def best_stock(rows: Sequence[Row]) -> Row | None:
+    """Return the row for the fastest way of DeepSpeed alone that fits, or None if none fits."""
+    alone = [row for row in rows if row.role in ("stock", "best stock") and row.simulated.fits]
+    return min(alone, key=lambda row: row.result.iteration_s, default=None)
 
-    The strategy is what the job's DeepSpeed config sets. Without a config, or if the config does not offload, the
-    strategy is DeepSpeed's optimizer offload to host memory. There are two exceptions. If the plan stores optimizer
-    state on a drive, DeepSpeed does so too. If the plan keeps parameters in host memory that GPU memory cannot hold,
-    DeepSpeed keeps all parameters in host memory.
 
-    Args:
-        plan: Plan, or None if no plan fits.
-        limits: Memory that training may use. If None, the limits that the plan was made for.
+def stock_beside(
+    workload: Workload, machine: Machine, limits: Limits, compile_: Compile = compiled
+) -> tuple[str, dict[str, Any]]:
+    """Return the name and options of DeepSpeed's own training strategy that a plan is compared with: the fastest
+    offload setting at the job's ZeRO stage that fits (see `Alone`).
     """
-    return _offload_beside(workload, plan, limits).strategy(workload.zero_stage)
-
-
-def _offload_beside(workload: Workload, plan: Plan | None, limits: Limits | None) -> Offloading:
-    """Return the offload settings of DeepSpeed that a plan is compared with. See `stock_beside`."""
-    offload = _configured(workload)
-    if plan is None:
-        return offload
-    made_for = plan.prediction.limits if plan.prediction else {}
-    device_bytes = limits.device_bytes if limits else made_for.get("device", 0)
-    if plan.stores and offload.optimizer != "nvme":
-        offload = replace(_alone(offload), optimizer="nvme", pipelined=True)
-    all_on_device_bytes = workload.device_base_bytes + workload.activation_bytes
-    if "host" in plan.parameter_locations and all_on_device_bytes > device_bytes:
-        offload = replace(_alone(offload), parameters="cpu")
-    return offload
-
-
-def _configured(workload: Workload) -> Offloading:
-    """Return the offload settings of the job's DeepSpeed config.
-
-    If there is no config, if it does not offload, or if its offload cannot be simulated, return the settings of
-    DeepSpeed's optimizer offload to host memory.
-    """
-    default = replace(WITHOUT_CONFIG, optimizer="cpu")
-    offload: Offloading = workload.offload or default
-    if offload.optimizer in (None, "none"):
-        return default
-    with suppress(ModelError):
-        offload.strategy(workload.zero_stage)
-        return offload
-    return default
-
-
-def _alone(offload: Offloading) -> Offloading:
-    """Return offload settings without Twin-Flow and SuperOffload, which DeepSpeed does not combine with others."""
-    return replace(offload, ratio=1.0, superoffload=False)
-
-
-def _other_settings(offload: Offloading, *, parameters: bool, pinning: bool) -> Iterator[tuple[str, Offloading]]:
-    """Yield DeepSpeed's offload settings with the other ``offload_param.device`` or ``pin_memory``, each with its name.
-
-    Args:
-        parameters: True to yield the other ``offload_param.device``.
-        pinning: True to yield the other ``pin_memory``.
-    """
-    if parameters:
-        device = "none" if offload.parameters == "cpu" else "cpu"
-        yield f"offload_param {device}", replace(_alone(offload), parameters=device)
-    if pinning and not offload.superoffload:  # SuperOffload has pinned buffers of its own
-        pinned = not offload.pinned
-        yield f"pin_memory {str(pinned).lower()}", replace(offload, pinned=pinned, pinned_parameters=pinned)
+    chosen = Alone(workload, machine, limits, compile_).given.simulated
+    return chosen.strategy, dict(chosen.setting)
 
 
 def _stock_label(workload: Workload, offload: Offloading) -> str:
@@ -228,17 +180,8 @@ def _stock_label(workload: Workload, offload: Offloading) -> str:
     offload to pinned host memory with all cores.
     """
     threads = workload.stock_threads
-    settings = {
-        f"{threads} thread{'s' * (threads != 1)} a rank": threads is not None,
-        "offload_optimizer nvme": offload.optimizer == "nvme",
-        "pipelined": offload.pipelined,
-        "offload_param cpu": offload.parameters == "cpu",
-        f"ratio {offload.ratio:g}": offload.ratio < 1,
-        "super_offload": offload.superoffload,
-        "torch_adam": offload.torch_adam,
-        "pin_memory false": not offload.pinned,
-    }
-    return ", ".join([f"stock ZeRO-{workload.zero_stage} offload", *(name for name, on in settings.items() if on)])
+    few = [f"{threads} thread{'s' * (threads != 1)} a rank"] if threads is not None else []
+    return ", ".join([f"stock ZeRO-{workload.zero_stage} offload", *few, *offload_words(offload)])
 
 
 def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:

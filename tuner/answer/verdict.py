@@ -10,7 +10,7 @@ from typing import Literal
 from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.tuner.answer.roles import SETTING, Role, role_of
+from ebbtide.tuner.answer.roles import BEST, SETTING, Role, role_of
 from ebbtide.tuner.quantities import told_seconds
 
 LITTLE = 5e-3  # relative distance from the lower bound that is smaller than any measurement error
@@ -45,7 +45,7 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
     by_role = dict(reversed(rows))  # of several rows with the same role, the first one is taken
     plan, stock, plain = (by_role.get(role) for role in ("plan", "stock", "no offload"))
     runs = stock if stock is not None and stock.fits else None
-    settings = [other for _, other in rows if other.strategy.startswith(SETTING) and other.fits]
+    settings = [other for _, other in rows if other.strategy.startswith((BEST, SETTING)) and other.fits]
     if plan is None or not plan.fits:
         if plain is None or not plain.fits:
             short = f"Nothing fits: {problem}"
@@ -69,19 +69,31 @@ def verdict(predicted: Iterable[tuple[Role, Prediction]], problem: str = "") -> 
     lacking = f"Stock DeepSpeed does not fit: it {stock.note}"
     if settings:
         fastest = min(settings, key=lambda p: p.iteration_s)
-        name, gain = fastest.strategy.removeprefix(SETTING), _times(fastest, plan)
-        lacking += f". With {name} it fits, and this plan is {gain} as fast"
+        lacking += f". {_named(fastest)} fits, and this plan is {_times(fastest, plan)} as fast"
     return Verdict("offload", f"{fits}. {lacking}{beside}.")
 
 
 def _over(stock: Prediction, settings: Sequence[Prediction], one: Prediction) -> str:
-    """Return a text with the speedup of a way to train over stock DeepSpeed. If another setting of DeepSpeed is faster,
-    the text also has the speedup over that setting.
+    """Return a text with the speedup of a way to train over stock DeepSpeed. If other settings of DeepSpeed are faster,
+    the text also has the speedup over the fastest of them.
     """
     fastest = min([stock, *settings], key=lambda p: p.iteration_s)
     gain, least = _times(stock, one), _times(fastest, one)
-    told = f" ({least} with {fastest.strategy.removeprefix(SETTING)})" if least != gain else ""
+    beside = fastest.iteration_s < stock.iteration_s and not _same_way(fastest, one)
+    told = f", {least} as fast as {_named(fastest)}" if beside else ""
     return f"{gain} as fast as stock DeepSpeed{told}"
+
+
+def _named(setting: Prediction) -> str:
+    """Return the name of other settings of DeepSpeed alone, with their time."""
+    seconds = told_seconds(setting.iteration_s)
+    if not setting.strategy.startswith(BEST):
+        return f"DeepSpeed alone with {setting.strategy.removeprefix(SETTING)} ({seconds})"
+    return f"{setting.strategy.removesuffix(')')}: {seconds})"
+
+
+def _same_way(best: Prediction, one: Prediction) -> bool:
+    return "no offload" in best.strategy and math.isclose(best.iteration_s, one.iteration_s, rel_tol=WORTH)
 
 
 def _plain_beside(plain: Prediction | None, plan: Prediction) -> str:

@@ -36,7 +36,7 @@ from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.answer.roles import BY_KIND, Role
-from ebbtide.tuner.answer.rows import Row, alternatives, compare, figures, stock_beside
+from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, figures, stock_beside
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use
 from ebbtide.tuner.answer.verdict import verdict
@@ -141,6 +141,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
     decided = verdict(told, problem)
     if plan is not None:
         plan = plan.model_copy(update={"alternatives": alternatives(rows)})
+    best = best_stock(rows)
     failing = request.mtbf_s and goodput_of(dict(told), workload, machine, choice, request.mtbf_s)
     return {
         "verdict": decided.choice,
@@ -149,6 +150,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
         "effort": request.effort,
         "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
         "rows": _listed(rows, workload),
+        "best_stock": best and {"name": best.name, "label": best.label, "iteration_s": best.result.iteration_s},
         "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
         "timelines": _timelines(machine, workload, plan, limits, decided.choice) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
@@ -249,14 +251,15 @@ def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
 
 
 def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
-    stock = next(row for row in rows if row.role == "stock")
+    stock, best = next(row for row in rows if row.role == "stock"), best_stock(rows)
     stock_s = stock.result.iteration_s if stock.simulated.fits else None
-    fields = [row.fields(stock_s, workload.tokens_per_iteration) for row in rows]
+    best_s = None if best is None else best.result.iteration_s
+    fields = [row.fields(stock_s, best_s, workload.tokens_per_iteration) for row in rows]
     return sorted(fields, key=lambda row: (not row["fits"], row["iteration_s"]))
 
 
 def _timelines(machine: Machine, workload: Workload, plan: Plan | None, limits: Limits, choice: str) -> dict[str, Any]:
-    name, setting = stock_beside(workload, plan, limits)
+    name, setting = stock_beside(workload, machine, limits, TEMPLATES.compiled)
     advised = build_strategy("no_offload", workload) if choice == "no offload" else None
     schedules = {
         "stock": build_strategy(name, workload, **setting),

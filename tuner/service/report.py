@@ -125,7 +125,7 @@ def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timelin
     # Loads the compiled simulator, which the server itself never needs.
     from ebbtide.tuner.answer.rows import stock_beside
 
-    name, setting = stock_beside(workload, plan, plan.limits_on(workload, machine))
+    name, setting = stock_beside(workload, machine, plan.limits_on(workload, machine))
     return [simulate(build_strategy(name, workload, **setting), machine), _under(plan, workload, machine)]
 
 

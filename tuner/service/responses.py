@@ -62,16 +62,30 @@ class Simulated(Figures):
 class RowTold(Figures):
     """A row of the response of `/answer`: one simulated way to train, such as a plan.
 
-    `speedup` is relative to DeepSpeed without a plan, and null if that does not fit.
+    `speedup` is relative to DeepSpeed without a plan at the job's ZeRO stage (role `stock`), and null if that does not
+    fit. `speedup_over_best` is relative to DeepSpeed alone at its best (`best_stock` of the answer).
     """
 
-    role: Literal["plan", "stock", "no offload", "variant", "peer"]
+    role: Literal["plan", "stock", "best stock", "no offload", "variant", "peer"]
     label: str
     strategy: str
     setting: str
     fits: bool
     reason: str
     speedup: float | None
+    speedup_over_best: float | None
+
+
+class BestStock(Answered):
+    """The fastest way of DeepSpeed alone that fits, at any ZeRO stage and with any of its own offload settings.
+
+    `name` is such as `ZeRO-2` or `ZeRO-3, ratio 0.3`. `label` is the label of its row, whose role is `best stock`, or
+    `stock` if the setting at the job's own ZeRO stage is the fastest.
+    """
+
+    name: str
+    label: str
+    iteration_s: float
 
 
 class LaneTold(Answered):
@@ -183,6 +197,7 @@ class AnswerTold(Answered):
     effort: Literal["quick", "full"]
     bound_s: float | None
     rows: list[RowTold]
+    best_stock: BestStock | None = Field(description="Null: DeepSpeed alone does not fit at any ZeRO stage.")
     memory: dict[str, dict[str, dict[str, int]]] = Field(
         description="Bytes in use at the memory peak, by kind of data, for each memory (such as `device`) and for each "
         "way to train (`plan`, `stock`, `no offload`)."

@@ -84,9 +84,9 @@ class Blocks:
     fetches: Floats
 
     @classmethod
-    def of(cls, w: Workload) -> Self:
+    def of(cls, w: Workload, most: int = MOST_BLOCKS) -> Self:
         layers = len(w.layers)
-        ends = np.unique(np.linspace(0, layers, min(layers, MOST_BLOCKS) + 1).round().astype(int))
+        ends = np.unique(np.linspace(0, layers, min(layers, most) + 1).round().astype(int))
         forward, backward, params = (
             np.array([getattr(layer, name) for layer in w.layers], dtype=float)
             for name in ("forward_s", "backward_s", "params")
@@ -114,6 +114,7 @@ class Problem:
             iterations that take no longer than those of ``given`` under any plan. A lower bound for ``work`` is
             therefore one for ``given`` too.
         ways: Ways of updating that plans may use.
+        most_blocks: Largest number of blocks of layers. With fewer, the bound is lower and found sooner.
         x: Variables of shape (blocks of layers, ways): the fraction that belongs to the block and is updated in this
             way.
         window: Variable: seconds from the gradient norm to the end of the next forward.
@@ -132,10 +133,11 @@ class Problem:
     limits: Limits
     ways: Sequence[Way]
     rows: Rows = field(default_factory=Rows)
+    most_blocks: int = MOST_BLOCKS
 
     def __post_init__(self) -> None:
         self.work = w = serial(self.given)
-        self.blocks, self.costs = Blocks.of(w), Costs(w, self.machine)
+        self.blocks, self.costs = Blocks.of(w, self.most_blocks), Costs(w, self.machine)
         micro = w.gradient_accumulation_steps
         self.ops = [op for n, way in enumerate(self.ways) for op in work_of(n, way, self.costs, micro)]
         self.forward_s = w.forward_s / micro

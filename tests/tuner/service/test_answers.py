@@ -12,6 +12,7 @@ from ebbtide.simulator.analysis.checkpoint_cost import CheckpointSimulation
 from ebbtide.simulator.analysis.goodput import CheckpointCost, Failures, best_interval_steps, expected_goodput
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.answer.roles import role_of
+from ebbtide.tuner.answer.rows import stock_beside
 from ebbtide.tuner.emitted_config import emitted_config
 from ebbtide.tuner.placements.decision import QUICK
 from ebbtide.tuner.placements.planning import plan as make_plan
@@ -175,8 +176,10 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
     answer = server.post("/answer", LLAMA).json()
     work, machine = workload()
     rows = {row["role"]: row for row in answer["rows"] if row["role"] != "peer"}
-    for role, name in (("stock", "zero3_offload"), ("no offload", "no_offload")):
-        expected = simulate(build_strategy(name, work), machine)
+    stock = stock_beside(work, machine, Limits.of(work, machine))
+    for role, (name, options) in (("stock", stock), ("no offload", ("no_offload", {}))):
+        assert rows[role]["strategy"] == name
+        expected = simulate(build_strategy(name, work, **options), machine)
         assert rows[role]["iteration_s"] == pytest.approx(expected.iteration_s, rel=1e-9)
     plan = Plan.model_validate(answer["plan"])
     made = simulate(build_strategy("ebbtide", work, plan=plan), machine)
@@ -418,11 +421,10 @@ def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(se
     """Check that in one answer of the service, the timeline of stock DeepSpeed lasts as long as the iteration time of
     stock DeepSpeed in the table that compares ways to train. The downloaded trace shows the same strategy.
 
-    The model has 8e9 parameters, which must be in host memory because the GPU has 24 GB.
+    DeepSpeed alone is faster with the parameters in host memory.
     """
-    asked = {"model": "Llama 3 8B", "machine": "rtx4090", "sequence": 2048, "peers": False}
+    asked = {"model": "Llama 3.2 3B", "machine": "rtx4090", "sequence": 2048, "peers": False}
     answer = server.post("/answer", asked).json()
-    assert "host" in Plan.model_validate(answer["plan"]).parameter_locations
     (stock,) = [row for row in answer["rows"] if row["role"] == "stock"]
     assert stock["label"].endswith("offload_param cpu")
     spans = answer["timelines"]["stock"]["duration_s"]

@@ -120,7 +120,7 @@ def test_the_headline_says_what_the_plan_brings(plan):
     assert headline(made) == "Offload with this plan: 2.1x as fast as stock DeepSpeed, within 5% of a lower bound."
     setting = stock.model_copy(update={"strategy": "stock, offload_param cpu", "iteration_s": 1.5})
     faster = made.model_copy(update={"alternatives": (stock, setting)})
-    assert "2.1x as fast as stock DeepSpeed (1.5x with offload_param cpu), within" in headline(faster)
+    assert "stock DeepSpeed, 1.5x as fast as DeepSpeed alone with offload_param cpu (1.50 s)" in headline(faster)
     unfit = made.model_copy(update={"alternatives": (stock, setting.model_copy(update={"note": "needs 1 GiB more"}))})
     assert "offload_param" not in headline(unfit)
     both = made.model_copy(update={"alternatives": (stock, plain)})
@@ -138,7 +138,9 @@ def test_the_headline_says_what_the_plan_brings(plan):
     )
     assert "as fast as stock" not in told
     told = headline(made.model_copy(update={"alternatives": (needy, setting)}))
-    assert told.endswith("28.0 GiB more host memory. With offload_param cpu it fits, and this plan is 1.5x as fast.")
+    assert told.endswith(
+        "28.0 GiB more DeepSpeed alone with offload_param cpu (1.50 s) fits, and this plan is 1.5x as fast."
+    )
     far = plain.model_copy(update={"limits": {"device": 20 * gib}, "device_peak_bytes": 68 * gib})
     assert "Not offloading" not in headline(made.model_copy(update={"alternatives": (stock, far)}))
     fits = plain.model_copy(update={"note": ""})

@@ -384,8 +384,9 @@ function tiles(answer) {
     element("p", { class: "tile-name" }, name), element("p", { class: "tile-value" }, value), element("p", { class: "tile-note" }, note));
   const what = answer.verdict === "no offload" ? "not offloading" : "with this plan";
   // The rows are sorted: the first is the fastest of DeepSpeed's other settings.
-  const setting = answer.rows.find((other) => other.role === "peer" && other.fits && other.label.startsWith("stock, ") && other.speedup > 1);
-  const against = setting ? `${what}, or ${times(row.speedup / setting.speedup)} if stock sets ${setting.label.slice("stock, ".length)}` : what;
+  const best = answer.best_stock;
+  const other = best && answer.rows.some((one) => one.role === "best stock");
+  const against = other ? `${what}. DeepSpeed alone at its best (${best.name}): ${seconds(best.iteration_s)}, ${times(row.speedup_over_best)}` : what;
   const limits = answer.limits;
   const useful = answer.goodput && answer.goodput.by_role[row.role];
   const goodput = useful ? [tile("Useful time", percent(useful.goodput), `a checkpoint every ${count(useful.interval_steps)} steps`)] : [];
