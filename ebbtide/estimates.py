@@ -231,11 +231,11 @@ def _without_key(ds_config: Any) -> dict[str, Any] | None:
 
 
 def _read(ds_config: Any) -> Mapping[str, Any]:
-    from ebbtide.simulator.estimates.deepspeed_keys import read_file
+    from ebbtide.simulator.estimates.deepspeed_keys import of_accelerate, read_file
 
     if ds_config is None:
         return {}
-    return ds_config if isinstance(ds_config, Mapping) else read_file(Path(ds_config))
+    return of_accelerate(ds_config, Path()) if isinstance(ds_config, Mapping) else read_file(Path(ds_config))
 
 
 def _recomputed(model: Any) -> bool:

@@ -300,7 +300,8 @@ def _check_fields(config: Mapping[str, Any], path: str, shape: Mapping[str, Any]
 
     beside = {key: shape[key] for key in ("micro_batch", "accumulation", "zero_stage")}
     try:
-        deepspeed_fields(config, hidden=1, ranks=shape["data_parallel"], **beside)
+        parallel = {"ranks": shape["data_parallel"], "tensor_parallel": shape["tensor_parallel"]}
+        deepspeed_fields(config, hidden=1, **parallel, **beside)
     except ValueError as error:
         raise BadInputError(f"--ds-config {path}: {error}") from None
 

@@ -17,11 +17,12 @@ from ebbtide.simulator.estimates.deepspeed_keys import (
     SWITCHES,
     ZERO,
     at_least,
+    check_counted,
     loaded,
     section,
 )
 from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading, offloading_of
+from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading, offloading_of, plan_obstacle
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS
 from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
@@ -56,6 +57,7 @@ def deepspeed_fields(
     *,
     hidden: int,
     ranks: int = 1,
+    tensor_parallel: int = 1,
     micro_batch: int | None = None,
     accumulation: int | None = None,
     precision: WireDtype | None = None,
@@ -73,9 +75,13 @@ def deepspeed_fields(
 
     Raises:
         ModelError: The file cannot be read, plans do not support the stage or the optimizer, batch sizes
-            contradict each other, or a value is ``"auto"`` and no argument gives it.
+            contradict each other, a value is ``"auto"`` and no argument gives it, or a key decides whether training
+            fits and is not simulated.
     """
     read = loaded(config)
+    check_counted(read, ranks, tensor_parallel)
+    if (section(read, ZERO).get("mics_shard_size") or -1) > 0:
+        raise ModelError(plan_obstacle(read), key=f"ds_config.{ZERO}.mics_shard_size")
     resolver = _Resolver(read)
     stage = resolver.stage(zero_stage)
     micro, steps = resolver.batches(ranks, micro_batch, accumulation)

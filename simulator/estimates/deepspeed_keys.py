@@ -94,6 +94,19 @@ _KNOWN: Mapping[str, frozenset[str]] = {
     "compile": _names("deepcompile"),
     "hybrid_engine": _names("enabled"),
 }
+# Keys of the top level. DeepSpeed silently ignores any other.
+_KNOWN_TOP = _names(
+    """activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger communication_data_type
+    compile compression_training csv_monitor curriculum_learning data_efficiency data_types dataloader_drop_last
+    datastates_ckpt disable_allgather disable_python_gc dump_state ebbtide eigenvalue elasticity expert_parallel
+    flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor
+    graph_harvesting hybrid_engine log_level managed_gradient_accumulation memory_breakdown monitor_config optimizer
+    pipeline prescale_gradients progressive_layer_drop quantize_training scheduler seq_parallel_communication_data_type
+    sequence_parallel_size sparse_attention sparse_gradients steps_per_print tensor_parallel tensorboard timers
+    torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism
+    wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    zero_optimization"""
+)
 # At the top level, DeepSpeed silently accepts any key. A key that nearly equals one of these is reported as misspelled.
 _TOP = (ZERO, *BATCHES, "gradient_clipping", "activation_checkpointing", "data_types", "optimizer", "ebbtide")
 _NEARLY = 0.9
@@ -112,7 +125,7 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
         config = read_file(config)
     if config is not None and not isinstance(config, Mapping):
         raise ModelError(f"a DeepSpeed config must be an object, but got {type(config).__name__}", key="ds_config")
-    config = as_deepspeed_reads(config or {})
+    config = as_deepspeed_reads(of_accelerate(config or {}))
     check_sections(config)
     _check_names(config)
     for key, kind in _KINDS.items():
@@ -125,15 +138,14 @@ def loaded(config: Mapping[str, Any] | str | Path | None) -> Mapping[str, Any]:
 def read_file(path: str | Path) -> dict[str, Any]:
     """Read a DeepSpeed config from a file, which may have comments and trailing commas (Hjson), as a dict.
 
+    Accelerate's YAML config is read too, and translated into the DeepSpeed config that Accelerate makes of it.
+
     Raises:
         ModelError: The file cannot be read, does not contain an object, or has a key twice. The message names the file.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        try:
-            config = json.loads(text, object_pairs_hook=without_duplicates)  # Hjson would turn 1e400 into a string
-        except json.JSONDecodeError:
-            config = hjson.loads(text, object_pairs_hook=without_duplicates)
+        config = _parsed(text)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"a DeepSpeed config must be a JSON file (--ds-config), but reading {path} failed: {error}", key="ds_config"
@@ -144,7 +156,72 @@ def read_file(path: str | Path) -> dict[str, Any]:
             f"{type(config).__name__}",
             key="ds_config",
         )
-    return dict(config)
+    return dict(of_accelerate(config, Path(path).parent))
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=without_duplicates)  # Hjson would turn 1e400 into a string
+    except json.JSONDecodeError:
+        if not re.search(r"^(deepspeed_config|distributed_type|compute_environment)\s*:", text, re.MULTILINE):
+            return hjson.loads(text, object_pairs_hook=without_duplicates)
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("it is Accelerate's config in YAML, which needs PyYAML (pip install pyyaml)") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def of_accelerate(config: Mapping[str, Any], folder: Path | None = None) -> Mapping[str, Any]:
+    """Return the DeepSpeed config that Accelerate makes of its own config. Return any other config unchanged.
+
+    Args:
+        folder: Folder of the config's file. None: it may not name another file, as in a request.
+
+    Raises:
+        ModelError: The config is for another way of distributed training, such as FSDP, or its
+            ``deepspeed_config_file`` cannot be read.
+    """
+    if "deepspeed_config" not in config and "distributed_type" not in config:
+        return config
+    if (kind := config.get("distributed_type", "DEEPSPEED")) != "DEEPSPEED":
+        raise ModelError(
+            f"Accelerate's config must have distributed_type DEEPSPEED, but got {kind!r}: ebbtide answers for training "
+            "with DeepSpeed",
+            key="ds_config.distributed_type",
+        )
+    given: Mapping[str, Any] = config.get("deepspeed_config") or {}
+    if file := given.get("deepspeed_config_file"):
+        found = next((path for path in (Path(file), (folder or Path()) / file) if folder and path.is_file()), None)
+        if found is None:
+            raise ModelError(
+                f"the DeepSpeed config that Accelerate's config names must be given itself, but got "
+                f"deepspeed_config_file {file!r}",
+                key="ds_config.deepspeed_config.deepspeed_config_file",
+            )
+        return read_file(found)
+    zero: dict[str, Any] = {"stage": given.get("zero_stage", 2)}
+    for key in (OPTIMIZER, PARAM):
+        path = given.get(f"{key}_nvme_path")
+        zero[key] = {
+            "device": given.get(f"{key}_device") or "none",
+            **({"nvme_path": path} if path not in (None, "none") else {}),
+        }
+    if given.get("zero3_save_16bit_model") is not None:
+        zero["stage3_gather_16bit_weights_on_model_save"] = given["zero3_save_16bit_model"]
+    precision = config.get("mixed_precision") or "no"
+    clipping = given.get("gradient_clipping")
+    return {
+        WHOLE_BATCH: AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": given.get("gradient_accumulation_steps", AUTO),
+        **({} if clipping in (None, "none") else {"gradient_clipping": clipping}),
+        **({precision: {"enabled": True}} if precision in ("bf16", "fp16") else {}),
+        ZERO: zero,
+    }
 
 
 def without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -250,6 +327,12 @@ def check_sections(config: Mapping[str, Any]) -> None:
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
+    if config and _KNOWN_TOP.isdisjoint(config) and not any(_nearly(str(key)) for key in config):
+        raise ModelError(
+            f"a DeepSpeed config must have a key that DeepSpeed knows, such as {ZERO}, but has only "
+            f"{shortened([*config])}. With these keys, DeepSpeed would train by its defaults: ZeRO-0 in fp32",
+            key="ds_config",
+        )
     for key in config:
         meant = key if key in _TOP else _nearly(str(key))
         if meant != key and meant:
@@ -295,6 +378,63 @@ def _of_installed(where: str) -> set[str]:
     }[where]
     fields = schema.model_fields
     return {*fields, *(field.alias for field in fields.values() if field.alias)}
+
+
+def check_counted(config: Mapping[str, Any], ranks: int = 1, tensor_parallel: int = 1) -> None:
+    """Refuse a DeepSpeed config with a key that decides whether training fits, and that no estimate counts.
+
+    Raises:
+        ModelError: There is such a key. The message says what to do instead.
+    """
+    for key, (harmless, among, instead) in _UNCOUNTED.items():
+        value = at(config, key)
+        divides = among is None or (ranks if among == "ranks" else tensor_parallel) > 1
+        if value not in (None, AUTO, harmless) and divides:
+            raise ModelError(
+                f"{key} must be absent or {json.dumps(harmless)} to estimate memory and time, because its effect "
+                f"is not simulated, but got {shortened(value)}. {instead}",
+                key=f"ds_config.{key}",
+            )
+
+
+_HALVED = (
+    "With it the optimizer's state is in 16 bits, and updates run in DeepSpeed's own step, so there is nothing to "
+    'search. Leave the key out to estimate training with state in fp32, or train with "ebbtide": {"plan": "auto"}'
+)
+# Key -> its value without effect, the ranks among which it divides something (None: it always has an effect), and what
+# to do instead.
+_UNCOUNTED: Mapping[str, tuple[Any, Literal["ranks", "tensor ranks"] | None, str]] = {
+    **dict.fromkeys(
+        ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+        (False, None, _HALVED),
+    ),
+    "sequence_parallel_size": (
+        1,
+        None,
+        "Each rank then holds only a part of each sequence. Leave the key out, and give the tokens of one rank as the "
+        "sequence length: that estimates memory, but too little time for attention",
+    ),
+    f"{ZERO}.zero_hpz_partition_size": (
+        1,
+        "ranks",
+        "Each node then holds a second copy of the parameters in GPU memory. Leave the key out to estimate without it",
+    ),
+    "expert_parallel.enabled": (
+        False,
+        "ranks",
+        "Each rank then holds only a part of the experts. Leave the key out to estimate ZeRO-3 with all experts",
+    ),
+    "elasticity.enabled": (
+        False,
+        None,
+        "The batch then depends on the number of GPUs. Leave the key out, and give the batch sizes",
+    ),
+    "activation_checkpointing.partition_activations": (
+        False,
+        "tensor ranks",
+        "The inputs of layers are then divided among tensor-parallel ranks. Leave the key out to estimate without it",
+    ),
+}
 
 
 # -- kinds of values ----------------------------------------------------------------------------

@@ -63,11 +63,12 @@ class Job(Training):
         if precision is not None and precision not in WIRE_BYTES:
             raise ModelError(f"precision must be one of {', '.join(WIRE_BYTES)}, but got {precision!r}")
         arch = architecture(model)
-        ranks = shape.get("data_parallel", 1)
+        ranks, tensor = shape.get("data_parallel", 1), shape.get("tensor_parallel", 1)
         read = deepspeed_fields(
             config,
             hidden=arch.hidden,
             ranks=ranks if isinstance(ranks, int) and ranks else 1,
+            tensor_parallel=tensor if isinstance(tensor, int) else 1,
             micro_batch=micro_batch,
             accumulation=accumulation,
             precision=precision,

@@ -8,6 +8,7 @@ import re
 from typing import Annotated, Any, Literal, Self, get_args
 
 from ebbtide.simulator.estimates.compute import FlashVersion, Kernels
+from ebbtide.simulator.estimates.deepspeed_keys import of_accelerate
 from ebbtide.simulator.estimates.launchers import Launcher
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
@@ -50,7 +51,9 @@ Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
 ModelConfig = Annotated[dict[str, JsonValue], Field(max_length=300)]
 # Not empty, because an empty config could mean DeepSpeed's default, fp32, or a missing config.
-DeepSpeedConfig = Annotated[dict[str, JsonValue], Field(min_length=1, max_length=300)]
+DeepSpeedConfig = Annotated[
+    dict[str, JsonValue], Field(min_length=1, max_length=300), AfterValidator(lambda given: dict(of_accelerate(given)))
+]
 Knob = Literal["micro_batch", "accumulation", "zero_stage", "recompute", "offload", "sub_group_size", "gpus"]
 KNOBS: tuple[Knob, ...] = get_args(Knob)
 # Fields of a request that a measured workload contains already.
