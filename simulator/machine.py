@@ -66,6 +66,9 @@ class Machine(Shown, Page):
             (`ebbtide.simulator.estimates.compute`).
         attention_flops_per_s: Sustained speed of flash attention, forward and backward, where the masked half of a
             causal sequence does not count. None: half of `device_flops_per_s` is assumed.
+        gather_bytes_per_s: Bytes that each GPU receives per second in an all-gather among all GPUs of the node. None:
+            computed from NVLink (`other_rates`) or from the copies (`ebbtide.simulator.estimates.collectives`).
+        reduce_bytes_per_s: The same in a reduce-scatter. None: as in an all-gather.
         device_reserved_bytes: Device memory that PyTorch's allocator does not manage: the CUDA context, NCCL's buffers,
             cuBLAS' workspace.
         layer_issue_s: Time in which the host launches one layer's forward under ZeRO-3. None if not measured. A value
@@ -109,6 +112,8 @@ class Machine(Shown, Page):
     host_adam_by_threads: dict[int, Quantity] = Field(default_factory=dict)
     device_flops_per_s: Annotated[Quantity | None, Rate(1e19)] = None
     attention_flops_per_s: Annotated[Quantity | None, Rate(1e19, ("device_flops_per_s", ATTENTION_OF_PRODUCTS))] = None
+    gather_bytes_per_s: Annotated[Quantity | None, Rate(1e14)] = None
+    reduce_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("gather_bytes_per_s", 1.0))] = None
     device_memory_bytes_per_s: Annotated[
         Quantity | None, Rate(1e15, ("device_adam_params_per_s", DEVICE_UPDATE_BYTES))
     ] = None

@@ -312,6 +312,14 @@ class Workload(Shown, Page):
             return self.recut(plan.subgroup_size)
         return self.recut(plan.deepspeed_subgroup_size).in_pieces(plan.subgroup_size)
 
+    def paced(self, times: float) -> "Workload":
+        """Return a copy of the workload with the time of each layer's forward and backward multiplied by ``times``."""
+        layers = tuple(
+            layer.model_copy(update={"forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s})
+            for layer in self.layers
+        )
+        return self.model_copy(update={"layers": layers})
+
     @property
     def expected_clip_rate(self) -> float:
         """Return the fraction of steps expected to clip: the workload's ``clip_rate``, or 10% if unknown and gradients

@@ -34,6 +34,11 @@ MOST_PROGRAMS = 64  # largest number of recordings that are kept, one for each s
 MOST_AMOUNTS = 1024
 
 
+def _issued(workload: Workload) -> tuple[float, ...]:
+    """Return the estimated times of a workload that are not its layers' own."""
+    return workload.pipeline_idle_s, workload.step_gather_s, workload.module_issue_s, workload.step_issue_s
+
+
 class _Scratch(threading.local):
     def __init__(self) -> None:
         self._allocate(0, 0)
@@ -68,7 +73,7 @@ class PlanSweep:
         Raises:
             ValueError: The machine lacks a rate that the workload needs.
         """
-        self.workload, self.iterations = workload, iterations
+        self.workload, self.iterations, self.fused = workload, iterations, fused
         self.warm_up = summary.WARM_UP
         self.sizes = np.array(workload.subgroups, dtype=np.float64)
         self.recipes = RecipeArrays.of(workload, fused=fused)
@@ -83,7 +88,7 @@ class PlanSweep:
         self._forward_order = np.arange(len(self.sizes))
         self._arrival = np.array(arrival_order(workload.layers_of_subgroups()), dtype=np.int64)
         self._programs: dict[tuple[bytes, bool], tuple[Program, int]] = {}
-        self._pace = 1.0
+        self._timed = workload
         self._count_ops()
 
     def _run_on(self, machine: Machine) -> None:
@@ -107,23 +112,21 @@ class PlanSweep:
         other._count_ops()
         return other
 
-    def on(self, machine: Machine) -> "PlanSweep":
-        """Return a predictor for the same workload on a machine with other values of the same rates.
+    def on(self, machine: Machine, workload: Workload | None = None) -> "PlanSweep":
+        """Return a predictor for a machine with other values of the same rates.
 
         The new predictor uses the iterations that this one has recorded.
+
+        Args:
+            workload: The same workload with other times of its layers, as they are estimated for that machine. None:
+                the times stay.
         """
+        if workload is not None and _issued(workload) != _issued(self.workload):
+            made = PlanSweep(workload, machine, fused=self.fused)
+            return made.longer(self.iterations, self.warm_up)
         other = copy.copy(self)
         other._run_on(machine)
-        return other
-
-    def paced(self, times: float) -> "PlanSweep":
-        """Return a predictor for the same machine, and a workload with the time of each layer's forward and backward
-        multiplied by ``times``.
-
-        The new predictor uses the iterations that this one has recorded.
-        """
-        other = copy.copy(self)
-        other._pace = self._pace * times
+        other._timed = workload if workload is not None else self._timed
         return other
 
     def _count_ops(self) -> None:
@@ -307,7 +310,7 @@ class PlanSweep:
                 self.machine.rate(RATES[rate])  # raises an error that names the missing rate
             self._programs[key] = program, gone_bytes
         program, gone_bytes = self._programs[key]
-        return (program if self._pace == 1.0 else program.paced(self._pace)), gone_bytes
+        return (program if self._timed is self.workload else program.paced(self._timed)), gone_bytes
 
     def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int, host_slots: int) -> None:
         if placement.shape != self.sizes.shape:

@@ -28,7 +28,7 @@ RATES: tuple[RateName, ...] = get_args(RateName)
 _RATE_NUMBERS = {rate: number for number, rate in enumerate(RATES)}
 HOST_UPDATES = [RATES.index(name) for name in THREADED]
 
-_PASSES = [kernel.KINDS.index(kind) for kind in (OpKind.FORWARD, OpKind.BACKWARD)]
+_PASSES = {kernel.KIND_NUMBERS[OpKind.FORWARD]: "forward_s", kernel.KIND_NUMBERS[OpKind.BACKWARD]: "backward_s"}
 _NO_PART = Part(-1, -1, 0, last=False)
 
 # Columns of a recipe's step (after the columns of an op), of a placement, and of an entry of the recorded iteration.
@@ -138,12 +138,14 @@ class Program(NamedTuple):
             an op of a subgroup's update, see `Place.refs`.
         rows: Ops of the entries: shape (entries, OP_COLUMNS). The row of a marker contains only zeros.
         parts: Number of parts of gradients.
+        layers: Layer of each entry. -1 for markers and for ops of no layer.
     """
 
     places: Ints
     refs: Ints
     rows: Floats
     parts: int
+    layers: Ints
 
     @classmethod
     def of(cls, tape: Tape) -> Self:
@@ -159,7 +161,8 @@ class Program(NamedTuple):
         rows[[*ops]] = [_op_row(op) for op in ops.values()]
         refs = np.array([ref for place in tape.places for ref in place.refs], dtype=np.int64)
         parts = 1 + max((part.number for part in parts_of), default=-1)
-        once = cls(places, refs, rows, parts)
+        layers = np.array([-1 if place.op is None else place.op.layer for place in tape.places], dtype=np.int64)
+        once = cls(places, refs, rows, parts, layers)
         return once if tape.times == 1 else once._repeating(tape.first, tape.last, tape.times)
 
     def _repeating(self, first: int, last: int, times: int) -> Self:
@@ -174,12 +177,15 @@ class Program(NamedTuple):
         places = np.zeros((made.of.size + 1, X_COLUMNS), np.int64)
         places[:-1] = self.places[made.of]
         places[:, X_REFS] = made.after_first
-        return self._replace(places=places, refs=made.after, rows=self.rows[made.of])
+        return self._replace(places=places, refs=made.after, rows=self.rows[made.of], layers=self.layers[made.of])
 
-    def paced(self, times: float) -> Self:
-        """Return a copy of the recording with the time of each forward and backward multiplied by ``times``."""
+    def paced(self, workload: Workload) -> Self:
+        """Return a copy of the recording with the times of a workload's layers."""
         rows = self.rows.copy()
-        rows[np.isin(rows[:, kernel.KIND], _PASSES), kernel.WORK] *= times  # markers have work 0
+        for kind, name in _PASSES.items():
+            times = np.array([getattr(layer, name) for layer in workload.layers])
+            own = (rows[:, kernel.KIND] == kind) & (self.layers >= 0)
+            rows[own, kernel.WORK] = times[self.layers[own]]
         return self._replace(rows=rows)
 
 

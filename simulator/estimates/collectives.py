@@ -23,38 +23,49 @@ LATENCY_S = 2e-5  # of one collective inside a node: kernel launch and one round
 
 @dataclass(frozen=True)
 class Links:
-    """The bandwidth, in bytes per second, of a GPU's links to the other GPUs of its node."""
+    """The rates, in bytes per second, at which a GPU receives data from the other GPUs of its node in collectives.
 
-    port_bytes_per_s: float
-    pair_bytes_per_s: float | None = None
+    Attributes:
+        gather_bytes_per_s, reduce_bytes_per_s: Rates of an all-gather and of a reduce-scatter among all GPUs.
+        pair: Fraction of these rates that two GPUs have, if NVLink connects each pair directly, without a switch.
+    """
+
+    gather_bytes_per_s: float
+    reduce_bytes_per_s: float
+    pair: float | None = None
 
     @classmethod
     def of(cls, machine: Machine) -> "Links":
-        """Return the links between the GPUs of a machine: NVLink if the machine has NVLink, otherwise PCIe through
-        host memory.
+        """Return the links between the GPUs of a machine, from its measured rates. Without these: NVLink if the machine
+        has NVLink, otherwise PCIe through host memory.
         """
         port, pair = (machine.other_rates.get(name) for name in (LINK, PAIR))
-        if port is None:
-            slower = min(machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median)
-            return cls(PCIE_EFFICIENCY * slower)
-        return cls(EFFICIENCY * port.median, EFFICIENCY * pair.median if pair else None)
-
-    def bytes_per_s(self, ranks: int) -> float:
-        """Return the bytes per second that each GPU of a node has in a ring of ``ranks`` GPUs.
-
-        If NVLink connects each pair of GPUs directly, without a switch, a GPU can use only its links to the other GPUs
-        of the ring.
-        """
-        if self.pair_bytes_per_s is None:
-            return self.port_bytes_per_s
-        return min(self.port_bytes_per_s, self.pair_bytes_per_s * max(1, ranks - 1))
+        if machine.gather_bytes_per_s is not None:
+            gather = machine.gather_bytes_per_s.median
+        elif port is not None:
+            gather = EFFICIENCY * port.median
+        else:
+            gather = PCIE_EFFICIENCY * min(machine.h2d_bytes_per_s.median, machine.d2h_bytes_per_s.median)
+        reduce = gather if machine.reduce_bytes_per_s is None else machine.reduce_bytes_per_s.median
+        return cls(gather, reduce, pair.median / port.median if pair and port else None)
 
     def gather_s(self, size_bytes: float, ranks: int) -> float:
-        """Return the seconds of an all-gather or reduce-scatter of ``size_bytes`` among ``ranks`` ranks of a node."""
-        return ring_s(size_bytes, ranks, self.bytes_per_s(ranks))
+        """Return the seconds of an all-gather of ``size_bytes`` among ``ranks`` ranks of a node."""
+        return ring_s(size_bytes, ranks, self.gather_bytes_per_s * self.share(ranks))
+
+    def reduce_s(self, size_bytes: float, ranks: int) -> float:
+        """Return the seconds of a reduce-scatter of ``size_bytes`` among ``ranks`` ranks of a node."""
+        return ring_s(size_bytes, ranks, self.reduce_bytes_per_s * self.share(ranks))
 
     def all_reduce_s(self, size_bytes: float, ranks: int) -> float:
-        return 2 * self.gather_s(size_bytes, ranks)
+        return self.reduce_s(size_bytes, ranks) + self.gather_s(size_bytes, ranks)
+
+    def share(self, ranks: int) -> float:
+        """Return the fraction of the rates that a ring of ``ranks`` GPUs of the node has.
+
+        Without a switch, a GPU can use only its NVLink to the other GPUs of the ring.
+        """
+        return 1.0 if self.pair is None else min(1.0, self.pair * max(1, ranks - 1))
 
 
 def ring_s(size_bytes: float, ranks: int, bytes_per_s: float) -> float:

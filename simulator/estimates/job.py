@@ -29,6 +29,9 @@ OFFLOADS = {
 }
 Checkpointing = Literal["full", "selective", "none"]
 SELECTIVE_SHARE = 0.5  # every other layer, as torchtitan's "selective" and fms-fsdp do by default
+# The times of a workload and of its layers that are estimated from a machine's rates.
+_TIMES = ("pipeline_idle_s", "step_gather_s", "module_issue_s", "step_issue_s")
+_LAYER_TIMES = ("forward_s", "backward_s", "unhidden_s")
 _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
 
@@ -153,6 +156,19 @@ class Job(Training):
         if machine.network_bytes_per_s is None and any(layer.network_reduce_bytes for layer in made.layers):
             raise ModelError(_no_network(rank.layout, machine), key="machine.network_bytes_per_s")
         return made.configured(self.offload, self)
+
+    def retimed(self, workload: Workload, machine: Machine) -> Workload:
+        """Return a copy of a workload of this job with the times that are estimated for a machine with other rates.
+
+        Sizes and subgroups stay. If no time changes, the workload itself is returned.
+        """
+        fresh = self.workload(machine)
+        layers = tuple(
+            layer.model_copy(update={name: getattr(other, name) for name in _LAYER_TIMES})
+            for layer, other in zip(workload.layers, fresh.layers, strict=True)
+        )
+        made = workload.model_copy(update={"layers": layers, **{name: getattr(fresh, name) for name in _TIMES}})
+        return workload if made == workload else made
 
 
 def _no_network(layout: Layout, machine: Machine) -> str:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ebbtide.simulator.estimates.collectives import LINK, PAIR
+from ebbtide.simulator.estimates.collectives import EFFICIENCY, LINK, PAIR, PCIE_EFFICIENCY
 from ebbtide.simulator.estimates.hardware.cards import CARDS, Card
 from ebbtide.simulator.estimates.hardware.sheet import Sheet
 from ebbtide.simulator.estimates.hardware.sheets import DOS, SHEETS
@@ -51,6 +51,8 @@ _UNBOUND = 1.25
 # third off either way. One thread of DeepSpeed's Adam reaches the bandwidth of one thread of a triad (41 to 47 and 37
 # to 44 GB/s, measured on Zen 5).
 _CORE_SPREAD = 0.75, 1.33
+# Quartiles divided by the median for rings over PCIe without NVLink: a factor of 2.5 in nine of ten machines.
+_RINGS = 0.69, 1.46
 _LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks take 2.0 to 2.7 ms (measured), plus six gathers per layer
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
 _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
@@ -149,6 +151,7 @@ def _of_sheet(name: str, sheet: Sheet) -> Machine:
             "DeepSpeed's ZeRO-3 hooks of one transformer layer, measured on "
             "another CPU, with the launches of its gathers",
         ),
+        **_collectives(sheet),
         other_rates=_wires(sheet),
         measured_with=PRESET,
     )
@@ -382,6 +385,19 @@ def _dram_shares(sheet: Sheet) -> dict[int, dict[ShareName, Quantity]]:
                 )
             }
     return shares
+
+
+def _collectives(sheet: Sheet) -> dict[str, Quantity]:
+    """Return the rates of all-gathers and reduce-scatters among all GPUs of a preset machine, by field of `Machine`."""
+    if sheet.gpus == 1:
+        return {}
+    if sheet.nvlink:
+        rate, detail = sheet.nvlink
+        found = _value(EFFICIENCY * rate, "datasheet", f"{EFFICIENCY:.0%} of {detail}")
+    else:
+        detail = f"{PCIE_EFFICIENCY:.0%} of the rate of pinned copies, through host memory"
+        found = _value(PCIE_EFFICIENCY * sheet.link[0], "assumed", detail, _RINGS)
+    return {"gather_bytes_per_s": found, "reduce_bytes_per_s": found}
 
 
 def _wires(sheet: Sheet) -> dict[str, Quantity]:

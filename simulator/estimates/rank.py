@@ -2,6 +2,7 @@
 other nodes.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -270,21 +271,11 @@ class Rank(RankSizes):
 
     def parameters_s(self, block: Block) -> float:
         """Return the seconds of gathering a block's parameters for one forward or backward."""
-        return self.gather_s(block, self.wire)
+        return self.links.gather_s(self.whole_elements(block) * self.wire, self.layout.ring_in_node)
 
     def reduce_s(self, block: Block) -> float:
         """Return the seconds of reducing (summing) a block's gradients of one micro-batch over the ranks."""
-        return self.gather_s(block, self.job.gradient_bytes)
-
-    def gather_s(self, block: Block, element_bytes: int) -> float:
-        """Return the seconds of ZeRO's all-gather or reduce-scatter of one block among the ranks of one node.
-
-        Args:
-            block: Block of the model, such as a layer.
-            element_bytes: Bytes per element.
-        """
-        size = self.whole_elements(block) * element_bytes
-        return self.links.gather_s(size, self.layout.ring_in_node)
+        return self.links.reduce_s(self.whole_elements(block) * self.job.gradient_bytes, self.layout.ring_in_node)
 
     def tensor_exchange_s(self, block: Block) -> float:
         """Return the seconds of tensor parallelism's two all-reduces in a layer's forward. 0 for embedding and head.
@@ -294,10 +285,10 @@ class Rank(RankSizes):
         if not block.attention:
             return 0.0
         tensor, cut = self.job.tensor_parallel, self.layout.tensor_groups_cut
-        rate = self.links.bytes_per_s(min(tensor, self.machine.gpus_per_node))
-        if cut:
-            rate = min(rate, self.machine.rate("network_bytes_per_s") / cut)
-        return 2 * 2 * ring_s(self.exchanged_bytes, tensor, rate)
+        most = self.machine.rate("network_bytes_per_s") / cut if cut else math.inf
+        share = self.links.share(min(tensor, self.machine.gpus_per_node))
+        rates = (share * self.links.reduce_bytes_per_s, share * self.links.gather_bytes_per_s)
+        return 2 * sum(ring_s(self.exchanged_bytes, tensor, min(rate, most)) for rate in rates)
 
     @property
     def exchanged_bytes(self) -> int:

@@ -152,9 +152,10 @@ def test_memory_is_what_the_device_reports():
 
 def test_pairs_of_gpus_without_a_switch_have_the_pairs_wires():
     four, eight = Links.of(preset("a100-node")), Links.of(preset("h200"))
-    assert four.bytes_per_s(2) == pytest.approx(0.8 * 100e9)
-    assert four.bytes_per_s(4) == pytest.approx(0.8 * 300e9)
-    assert eight.bytes_per_s(2) == eight.bytes_per_s(8) == pytest.approx(0.8 * 450e9)
+    assert four.share(2) * four.gather_bytes_per_s == pytest.approx(0.8 * 100e9)
+    assert four.share(4) * four.reduce_bytes_per_s == pytest.approx(0.8 * 300e9)
+    assert eight.share(2) == eight.share(8) == 1.0
+    assert eight.gather_bytes_per_s == pytest.approx(0.8 * 450e9)
     assert four.gather_s(1e9, 1) == 0.0
     assert four.gather_s(1e9, 4) == pytest.approx(2e-5 + 0.75e9 / 240e9)
 
@@ -165,7 +166,7 @@ def test_without_nvlink_collectives_reach_half_of_what_copies_do():
     Collectives then run through host memory or a PCIe switch. The simulator assumes half of the bandwidth of a copy
     between host and GPU, here 12.5 GB/s. Published runs without NVLink reached 5 to 12 GB/s on PCIe 4.
     """
-    assert Links.of(preset("rtx4090-x4")).bytes_per_s(4) == 12.5e9
+    assert Links.of(preset("rtx4090-x4")).gather_bytes_per_s == 12.5e9
 
 
 def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():

@@ -40,10 +40,7 @@ def test_a_sweep_has_the_results_of_the_schedule_of_a_plan(seed):
             )
         }
     )
-    for some, of in (
-        (build_schedule(work, plan), sweep.on(on)),
-        (build_schedule(slower, plan), sweep.on(on).paced(1.7)),
-    ):
+    for some, of in ((build_schedule(work, plan), sweep.on(on)), (build_schedule(slower, plan), sweep.on(on, slower))):
         compiled = compile_schedule(some)
         expected, got = simulate_fast(compiled, on), of.result(plan)
         assert got.iteration_s == pytest.approx(expected.iteration_s, **EXACT)

@@ -192,6 +192,8 @@ MACHINE = {
     "device_flops_per_s": q(1e12),
     "attention_flops_per_s": q(1e11),
     "device_memory_bytes_per_s": q(1e10),
+    "gather_bytes_per_s": q(1e9),
+    "reduce_bytes_per_s": q(1e9),
     "device_reserved_bytes": 2**30,
     "layer_issue_s": q(0.01),
     "loop_s": q(0.01),
