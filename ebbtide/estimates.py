@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError, checked
+from ebbtide.simulator.rules import RuleError, checked, worded
 from ebbtide.simulator.shown import Shown
 
 if TYPE_CHECKING:
     from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.limits import Limits
+    from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.workload import Workload
 
 GIB = 2**30
@@ -23,26 +24,32 @@ MOST_WAYS = 3
 
 @dataclass(frozen=True, repr=False)
 class Estimate(Shown):
-    """An estimate of one training step of a model on a GPU. Memory is in bytes per GPU, and time in seconds.
+    """An answer to whether and how a model can be trained on a GPU. Memory is in bytes per GPU, and time in seconds.
 
     Attributes:
-        strategy: Strategy that was estimated: "no offload", "stock ZeRO-3 offload" or "ebbtide".
-        fits: True if GPU memory and host memory suffice.
+        sentence: Advice in one sentence, the same as that of `tune plan` and of the web page.
+        about: Model, parameters and machine, as the first line of `tune plan` names them.
+        strategy: Strategy that the numbers are for: "ebbtide", "no offload" or "stock ZeRO-3 offload". Without
+            ``ds_config`` it is the one that the sentence advises.
+        fits: True if the model can be trained so: GPU memory and host memory suffice.
         iteration_s: Seconds of one optimizer step, with its forwards and backwards.
-        gpu: Peak bytes of GPU memory by kind: parameters, gradients, optimizer state, activations, buffers,
-            reserved (the CUDA context).
+        tokens_per_s: Tokens that all GPUs together train on per second.
+        gpu: Peak bytes of GPU memory by kind: parameters, gradients, optimizer state, activations, buffers.
         host: Peak bytes of host memory by kind.
         gpu_limit_bytes, host_limit_bytes: Bytes of memory that training may use, after subtraction of the
-            margin that stays free for safety.
+            margin that stays free for safety and of the CUDA context.
         lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
         nearest: Smallest changes of the training, as sentences, with which it would fit into memory, best
             first. Empty if it fits already, or if no such change was found.
-        notes: Assumptions of the estimate, as sentences.
+        notes: What was assumed, and what is not simulated, as sentences.
     """
 
+    sentence: str
+    about: str
     strategy: str
     fits: bool
     iteration_s: float
+    tokens_per_s: float
     gpu: Mapping[str, int]
     host: Mapping[str, int]
     gpu_limit_bytes: int
@@ -66,10 +73,10 @@ class Estimate(Shown):
         return sum(self.host.values())
 
     def in_short(self) -> str:
-        answer = "fits" if self.fits else f"does not fit: {self.lacks}"
+        answer = self.strategy if self.fits else f"{self.strategy} does not fit: it {self.lacks}"
         told = (
-            f"{self.strategy} {answer}; {self.gpu_bytes / GIB:.1f} GiB of GPU memory, "
-            f"{self.host_bytes / GIB:.1f} GiB of host memory, {self.iteration_s:.3g} s per step"
+            f"{self.sentence} {self.about}. {answer}; {self.iteration_s:.3g} s per step, {self.tokens_per_s:,.0f} "
+            f"tokens/s, {self.gpu_bytes / GIB:.1f} GiB of GPU memory, {self.host_bytes / GIB:.1f} GiB of host memory"
         )
         return told + (f"; fits: {self.nearest[0]}" if self.nearest else "")
 
@@ -100,11 +107,18 @@ def estimate(
     sequence: int,
     gpu: str | Path | Machine = "rtx4090",
     ds_config: Mapping[str, Any] | str | Path | None = None,
+    gpus: int | None = None,
+    accumulation: int | None = None,
+    gpu_memory_bytes: float | None = None,
+    host_memory_bytes: float | None = None,
+    full: bool = False,
 ) -> Estimate:
-    """Estimate memory and time of training a model on one GPU, and suggest changes if it does not fit.
+    """Estimate memory and time of training a model, say whether to offload, and suggest changes if nothing fits.
 
-    >>> estimate("Llama 3 8B", batch=1, sequence=1024, gpu="RTX 4090").fits
-    False
+    The answer is that of `tune plan` and of the web page, which begin with the same sentence.
+
+    >>> estimate("Llama 3 8B", batch=1, sequence=1024, gpu="RTX 4090").strategy
+    'ebbtide'
 
     Args:
         model: A ``torch.nn.Module`` (live, or built under ``torch.device("meta")``), a Hugging Face model or
@@ -112,65 +126,121 @@ def estimate(
         optimizer: A torch optimizer, its class or its name. None: the optimizer in ``ds_config``, otherwise AdamW.
         batch: Samples per GPU and forward pass.
         sequence: Tokens per sample.
-        gpu: A `Machine`, a machine's file, or the name of a preset in any spelling.
-        ds_config: DeepSpeed's config. If it contains ``"ebbtide"``, a plan is estimated, otherwise plain
-            DeepSpeed. None: everything stays on the GPU, in bf16.
+        gpu: A `Machine`, a machine's file, or the name of a preset or of its card in any spelling.
+        ds_config: DeepSpeed's config, or Accelerate's. If it contains ``"ebbtide"``, the numbers are those of training
+            under a plan, otherwise those of plain DeepSpeed. None: they are for what the answer advises, in bf16.
+        gpus: GPUs among which ZeRO partitions. None: 1, or all cards of a preset such as rtx4090-x2.
+        accumulation: Micro-batches per optimizer step. None: as in ``ds_config``, or 1.
+        gpu_memory_bytes: Memory of each GPU, if it is not the machine's.
+        host_memory_bytes: Memory of the machine, if it is not the machine's own.
+        full: True to search for the plan as thoroughly as `tune plan` does, which takes longer.
 
     Raises:
         ModelError, ValueError: an argument cannot be read. The message says what is possible.
     """
-    from ebbtide.simulator.estimates.job import Job
-    from ebbtide.simulator.limits import Limits
+    from ebbtide.simulator.estimates.job import Job, default_ranks
+    from ebbtide.simulator.limits import Limits, within
 
     if batch < 1:
         raise RuleError(f"batch must be a whole number >= 1, but got {batch}", key="batch")
-    machine = _machine(gpu)
+    machine, memory, notes = within(_machine(gpu), gpu_memory_bytes, host_memory_bytes)
     shape: dict[str, Any] = {"sequence": sequence, "recompute": _recomputed(model)}
     if optimizer is not None:
         shape["optimizer"] = _rule(optimizer)
-    job = Job.of_deepspeed(model, _without_key(ds_config), micro_batch=batch, **shape)
-    limits = Limits.of(job.workload(machine), machine)
-    return _simulated(job, machine, limits, _strategy(ds_config), _notes(model, job))
-
-
-def _simulated(job: "Job", machine: "Machine", limits: "Limits", strategy: str, notes: tuple[str, ...]) -> Estimate:
-    from ebbtide.simulator.analysis.best_setting import simulated
-
+    shape["data_parallel"] = default_ranks(machine, shape) if gpus is None else gpus
+    job = Job.of_deepspeed(model, _without_key(ds_config), micro_batch=batch, accumulation=accumulation, **shape)
     work = job.workload(machine)
-    setting: dict[str, Any] = {}
-    if strategy == "stock":
-        strategy, setting = job.offload.strategy(work.zero_stage)
-    elif strategy == "ebbtide":
-        from ebbtide.tuner.advice.even import quick_or_roomiest
+    limits = Limits.of(work, machine, **memory)
+    told = tuple(map(worded, (*_notes(model, job), *notes, *work.notes, *limits.explained)))
+    return _answered(work, machine, limits, _strategy(ds_config), memory, told, full=full)
 
-        away = not job.offload.keeps_parameters
-        setting = {"plan": quick_or_roomiest(work, machine, limits, offload_parameters=away)}
-    row = simulated(strategy, work, machine, limits, setting)
+
+def _answered(
+    work: "Workload",
+    machine: "Machine",
+    limits: "Limits",
+    strategy: str | None,
+    memory: Mapping[str, Any],
+    notes: tuple[str, ...],
+    *,
+    full: bool,
+) -> Estimate:
+    """Return the answer for a training job, with the numbers of a strategy. None: of the advised one."""
+    from ebbtide.simulator.analysis.best_setting import simulated
+    from ebbtide.tuner.advice.even import quick_or_roomiest
+    from ebbtide.tuner.answer.about import about
+    from ebbtide.tuner.answer.roles import role_of
+    from ebbtide.tuner.answer.rows import alternatives, compare
+    from ebbtide.tuner.answer.verdict import verdict
+
+    plan, problem = _planned(work, machine, limits, memory, full=full)
+    if plan is None or not plan.alternatives:
+        others = alternatives(compare(work, machine, limits, plan))
+    else:
+        others = plan.alternatives
+    own = [] if plan is None or plan.prediction is None else [("plan", plan.prediction)]
+    rows: list[Any] = [*own, *((role_of(row.strategy), row) for row in others)]
+    decided = verdict(rows, problem)
+    if strategy is None:
+        strategy = "no_offload" if decided.choice == "no offload" else "ebbtide"
+    if strategy == "ebbtide" and plan is not None and plan.prediction is not None:
+        found, lacks = plan.prediction, ""
+        iteration_s, held = found.iteration_s, _plain(found.memory)
+    else:
+        setting: dict[str, Any] = {}
+        if strategy == "stock":
+            strategy, setting = work.job.offload.strategy(work.zero_stage)
+        elif strategy == "ebbtide":
+            away = not work.job.offload.keeps_parameters
+            setting = {"plan": quick_or_roomiest(work, machine, limits, offload_parameters=away)}
+        row = simulated(strategy, work, machine, limits, setting)
+        iteration_s, held, lacks = row.result.iteration_s, _plain(row.memory), row.lacks
+    ways = _nearest(work, machine, plan, memory) if lacks else ()
+    quick = [] if full or plan is None else plan.reasons[:1]
     return Estimate(
+        sentence=decided.sentence,
+        about=about(work, machine),
         strategy=_NAMES.get(strategy, f"stock ZeRO-{work.zero_stage} offload"),
-        fits=row.fits,
-        iteration_s=row.result.iteration_s,
-        gpu=_by_kind(row.memory.get("device", {}), machine.device_reserved_bytes),
-        host=_by_kind(row.memory.get("host", {}), 0),
-        gpu_limit_bytes=limits.device_bytes + machine.device_reserved_bytes,
+        fits=not lacks,
+        iteration_s=iteration_s,
+        tokens_per_s=(work.tokens_per_iteration or 0) / iteration_s,
+        gpu=_by_kind(held.get("device", {})),
+        host=_by_kind(held.get("host", {})),
+        gpu_limit_bytes=limits.device_bytes,
         host_limit_bytes=limits.host_bytes,
-        lacks=row.lacks,
-        nearest=() if row.fits else tuple(_nearest(work, machine, limits, strategy)),
-        notes=notes,
+        lacks=lacks,
+        nearest=tuple(ways),
+        notes=(*notes, *quick),
     )
 
 
-def _nearest(work: "Workload", machine: "Machine", limits: "Limits", strategy: str) -> Iterator[str]:
+def _planned(
+    work: "Workload", machine: "Machine", limits: "Limits", memory: Mapping[str, Any], *, full: bool
+) -> "tuple[Plan | None, str]":
+    """Return the plan for a training job, or None and the reason why there is none."""
+    from ebbtide.simulator.estimates.job import plan_refusal
+    from ebbtide.tuner.advice.even import even_plan
+    from ebbtide.tuner.placements.memory import ImpossibleError
+    from ebbtide.tuner.placements.planning import plan
+
+    if refusal := plan_refusal(work.job.config, work.job.offload):
+        return None, refusal
+    away = not work.job.offload.keeps_parameters
+    try:
+        if full:
+            return plan(work, machine, **memory, offload_parameters=away), ""
+        return even_plan(work, machine, limits, offload_parameters=away), ""
+    except ImpossibleError as error:
+        return None, error.fact
+
+
+def _nearest(work: "Workload", machine: "Machine", plan: "Plan | None", memory: Mapping[str, Any]) -> Iterator[str]:
     """Yield changes that let a training job fit into memory, as sentences for the user.
 
-    The job does not fit with its present strategy. If it fits under a plan, training under a plan is the only change.
+    If the job fits under a plan, training under a plan is the only change.
     """
-    from ebbtide.tuner.advice.even import quick_or_none
-
-    away = not work.job.offload.keeps_parameters
-    planned = None if strategy == "ebbtide" else quick_or_none(work, machine, limits, offload_parameters=away)
-    if planned is not None and planned.prediction is not None:
-        told = planned.prediction
+    if plan is not None and plan.prediction is not None:
+        told = plan.prediction
         yield (
             'DeepSpeed ZeRO-3 with "offload_optimizer": {"device": "cpu"} and "ebbtide": {"plan": "auto"}, '
             f"{told.iteration_s:.3g} s per step, {told.device_peak_bytes / GIB:.1f} GiB of GPU memory and "
@@ -179,13 +249,17 @@ def _nearest(work: "Workload", machine: "Machine", limits: "Limits", strategy: s
         return
     from ebbtide.tuner.advice.ways_out import ways_out
 
-    for way in ways_out(work.job, machine)[:MOST_WAYS]:
+    for way in ways_out(work.job, machine, **memory)[:MOST_WAYS]:
         yield f"{way.label}, {way.iteration_s:.3g} s per step under a plan"
 
 
-def _by_kind(held: Mapping[Any, int], reserved: int) -> dict[str, int]:
+def _plain(held: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(held)
+
+
+def _by_kind(held: Mapping[Any, int]) -> dict[str, int]:
     named: dict[str, int] = {}
-    for kind, size in [*held.items(), ("reserved", reserved)]:
+    for kind, size in held.items():
         if size:
             name = _KINDS.get(kind, kind)
             named[name] = named.get(name, 0) + size
@@ -214,16 +288,16 @@ def _rule(optimizer: Any) -> str:
     return found[0]
 
 
-def _strategy(ds_config: Any) -> str:
-    """Return the name of the strategy with which training runs under a DeepSpeed config: "ebbtide" (a plan), "stock"
-    (DeepSpeed alone, with the offload that the config sets) or "no_offload".
+def _strategy(ds_config: Any) -> str | None:
+    """Return the name of the strategy with which training runs under a DeepSpeed config: "ebbtide" (a plan) or "stock"
+    (DeepSpeed alone, with the offload that the config sets). None without a config.
     """
     from ebbtide.simulator.estimates.offloading import left_to_stock
 
     config = _read(ds_config)
     if "ebbtide" in config and not left_to_stock(config):
         return "ebbtide"
-    return "stock" if config else "no_offload"
+    return "stock" if config else None
 
 
 def _without_key(ds_config: Any) -> dict[str, Any] | None:
@@ -251,7 +325,9 @@ def _recomputed(model: Any) -> bool:
 
 def _notes(model: Any, job: "Job") -> tuple[str, ...]:
     activations = "recomputed in backward (gradient_checkpointing=True)" if job.recompute else "kept for backward"
-    notes = [f"{job.precision}, micro-batch {job.micro_batch}, {job.sequence} tokens, activations {activations}"]
+    notes = [
+        f"assumed: {job.precision}, micro-batch {job.micro_batch}, {job.sequence} tokens, activations {activations}"
+    ]
     frozen = [p.numel() for p in model.parameters() if not p.requires_grad] if hasattr(model, "parameters") else []
     if frozen:
         notes.append(f"{sum(frozen)} frozen parameters are estimated as if they were trained: LoRA takes far less")

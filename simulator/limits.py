@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError
@@ -92,11 +92,11 @@ class Limits:
         Args:
             margin: Fraction of each memory that stays free. None: derived from how much the memory peaks of the
                 profiled steps vary (`Workload.memory_peaks`).
+            host_memory_bytes: Host memory of a node, which its ranks share.
             storage_bytes: Limit for optimizer state on storage, for all ranks of a node together.
 
         Raises:
-            ValueError: A limit is not positive or exceeds the rank's share of the memory, or the margin is not in
-                [0, 1).
+            ValueError: A limit is not positive or exceeds the machine's memory, or the margin is not in [0, 1).
         """
         if storage_bytes is not None and storage_bytes <= 0:
             raise RuleError(f"storage_bytes (--storage) must be > 0, but got {storage_bytes}", key="storage_bytes")
@@ -196,53 +196,66 @@ def lacks(missing_bytes: Mapping[str, int]) -> str:
     return f"needs {needs}" if needs else ""
 
 
-def exceeds_share(host_bytes: int | None, machine: Machine, ranks: int) -> bool:
-    """Return True if a limit of host memory per rank is more than the rank's share of a node's host memory.
-
-    A limit that exceeds the share by at most the fraction `SOLD_AS` means the whole share.
-
-    Args:
-        host_bytes: Limit of one rank. None: no limit.
-        ranks: Number of ranks per node.
-    """
-    share = TIERS["host"].capacity_bytes(machine, ranks) or 0
-    return host_bytes is not None and host_bytes > share * (1 + SOLD_AS)
-
-
 def _asked(machine: Machine, values: Mapping[Memory, int | None], ranks: int) -> dict[Memory, int | None]:
-    """Check the user's limits for GPU memory and host memory, and return them as a dict by memory.
+    """Check the user's limits for GPU memory and host memory, and return one rank's part of them as a dict by memory.
 
     A limit is None if all memory that the rank has may be used: if the user gave no limit, or one that exceeds the
-    rank's memory by at most the fraction `SOLD_AS`.
+    machine's memory by at most the fraction `SOLD_AS`.
 
     Args:
         ranks: Number of ranks per node, which share host memory.
 
     Raises:
-        ValueError: A limit is not positive, or exceeds the rank's memory by more than that.
+        ValueError: A limit is not positive, or exceeds the machine's memory by more than that.
     """
     asked = dict(values)
     for memory, name in _NAMES.items():
-        value, there = asked[memory], TIERS[memory].capacity_bytes(machine, ranks) or 0
-        if value is not None and value <= 0:
+        value, there = asked[memory], TIERS[memory].capacity_bytes(machine) or 0
+        if value is None:
+            continue
+        if value <= 0:
             raise RuleError(f"{name} must be > 0, but got {value}", key=name.partition(" ")[0])
-        if value is not None and there < value <= there * (1 + SOLD_AS):
-            asked[memory] = None
-        elif value is not None and value > there:
+        if value > there * (1 + SOLD_AS):
             raise RuleError(
-                f"{name} must be at most {_most(machine, memory, ranks)}, but got "
+                f"{name} must be at most what the machine has, {there / GIB:.1f} GiB, but got "
                 f"{value / GIB:.1f} GiB: leave it out, or take another machine (--machine)",
                 key=name.partition(" ")[0],
             )
+        asked[memory] = None if value > there else value // (ranks if TIERS[memory].shared else 1)
     return asked
 
 
-def _most(machine: Machine, memory: Memory, ranks: int) -> str:
-    tier = TIERS[memory]
-    whole, share = (tier.capacity_bytes(machine, n) or 0 for n in (1, ranks))
-    if whole == share:
-        return f"what the machine has, {whole / GIB:.1f} GiB"
-    return f"the share of one rank, {whole / GIB:.1f} GiB per node / {ranks} ranks = {share / GIB:.1f} GiB"
+def within(machine: Machine, gpu_memory_bytes: float | None, host_memory_bytes: float | None) -> "Within":
+    """Return the machine and the limits with which to answer a question that has its own memory sizes.
+
+    A preset stands for machines with any memory, so more memory than its own makes it another machine. A measured
+    machine has the memory that it has. Sentences tell the user about sizes that are not taken as given.
+    """
+    limits: dict[str, int] = {}
+    more: dict[str, float] = {}
+    notes: list[str] = []
+    asked: dict[Memory, float | None] = {"device": gpu_memory_bytes, "host": host_memory_bytes}
+    for memory, given in asked.items():
+        field, name = TIERS[memory].capacity, MEMORIES[memory]
+        own = getattr(machine, field)
+        if given is None:
+            continue
+        if own < given <= own * (1 + SOLD_AS):
+            notes.append(f"{size(given)} of {name} are taken as the {size(own)} that programs can use on this machine")
+        elif given > own and machine.is_preset:
+            more[field] = int(given)
+            notes.append(f"the preset {machine.name} has {size(own)} of {name}. The answer is for {size(given)}")
+        else:
+            limits[field] = int(given)
+    return Within(machine.with_rates(**more) if more else machine, limits, tuple(notes))
+
+
+class Within(NamedTuple):
+    """The result of `within`: a machine, arguments of `Limits.of`, and sentences for the user."""
+
+    machine: Machine
+    limits: dict[str, int]
+    notes: tuple[str, ...]
 
 
 def _margin_bytes(workload: Workload, name: str, size_bytes: int, margin: float | None) -> tuple[float, str]:

@@ -1,6 +1,7 @@
 """The data type of a machine: rates and capacities of one node of a cluster, and how the node's ranks share them."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
@@ -23,6 +24,7 @@ ATTENTION_OF_PRODUCTS = 0.5
 DEVICE_UPDATE_BYTES = 32
 
 
+PRESET = "preset"  # value of `measured_with` of a preset machine
 BUILDERS: "list[Callable[[str], Machine]]" = []  # `ebbtide.simulator.estimates.presets` adds its `preset`
 
 
@@ -183,6 +185,19 @@ class Machine(Shown, Page):
                 key="rank_shares",
             )
         return self
+
+    @property
+    def is_preset(self) -> bool:
+        """Return True if the machine's rates come from data sheets and publications, and not from measurements."""
+        return self.measured_with == PRESET
+
+    @property
+    def default_gpus(self) -> int:
+        """Return the default number of GPUs of a training job on the machine: N for the preset of a host with N cards
+        (``rtx4090-x2``), and otherwise 1.
+        """
+        found = re.search(r"-x(\d+)$", self.name) if self.is_preset else None
+        return int(found[1]) if found and int(found[1]) == self.gpus_per_node else 1
 
     @staticmethod
     @checked

@@ -9,10 +9,15 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ebbtide.simulator.rules import RuleError, checked, explain
 from pydantic import BaseModel, ConfigDict, ValidationError
+
+if TYPE_CHECKING:
+    from pydantic._internal._model_construction import ModelMetaclass as _OfModels
+else:
+    _OfModels = type(BaseModel)
 
 DEEPSPEED_CONFIG, MODEL_CONFIG = "a DeepSpeed config", "a model's config"
 # Keys that occur together only in files of this kind.
@@ -30,16 +35,33 @@ _DEEPSPEED = {
     "bf16",
     "fp16",
 }
+_FORMER = frozenset(
+    {
+        *("construct", "copy", "dict", "from_orm", "json", "parse_file", "parse_obj", "parse_raw", "schema"),
+        *("schema_json", "update_forward_refs", "validate", "__fields__", "__fields_set__"),
+    }
+)
 # Keys for the number of layers and the hidden size in models' configs.
 LAYERS = ("num_hidden_layers", "n_layer", "layers", "num_layers")
 HIDDEN = ("hidden_size", "n_embd", "n_embed", "hidden")
 
 
-class Page(BaseModel):
+class _Meta(_OfModels):
+    """The class of `Page`, which hides the names of pydantic's former version from Tab."""
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _FORMER]
+
+
+class Page(BaseModel, metaclass=_Meta):
     """A frozen pydantic model that is stored as one JSON file. It refuses unknown fields and infinite numbers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     _error: ClassVar[type[RuleError]] = RuleError  # raised for a file that cannot be used
+
+    def __dir__(self) -> list[str]:
+        """Return the names that Tab completes: those of pydantic's former version, which warn, are left out."""
+        return [name for name in super().__dir__() if name not in _FORMER]
 
     def save(self, path: str | Path) -> None:
         """Write a plan, profile or other pydantic model to its JSON file, such that no reader ever sees the file

@@ -20,6 +20,7 @@ class Prediction(Page):
         iteration_s: Time of an iteration: one optimizer step with all its micro-batches.
         iteration_low_s: Lower end of the uncertainty interval of ``iteration_s``.
         iteration_high_s: Upper end of the uncertainty interval of ``iteration_s``.
+        tokens_per_s: Tokens that all ranks together train on per second. 0 if unknown.
         forward_s: Time of the forward passes of an iteration.
         backward_s: Time of the backward passes of an iteration.
         device_peak_bytes: Largest number of bytes in use in GPU memory.
@@ -42,6 +43,7 @@ class Prediction(Page):
     iteration_s: float = Field(gt=0)
     iteration_low_s: float = Field(gt=0)
     iteration_high_s: float = Field(gt=0)
+    tokens_per_s: float = Field(0.0, ge=0)
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
     step_s: float = Field(ge=0, description="Seconds for which optimizer.step() blocks the training loop.")

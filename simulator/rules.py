@@ -8,6 +8,7 @@ a name, such as "RTX 4090" for "rtx4090", and suggest similar names for a misspe
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar, get_args, get_type_hints
@@ -23,6 +24,16 @@ SHOWN_ERRORS = 4
 SHOWN = 120  # largest number of characters shown of a value
 
 
+# True while a `tune` command runs: texts then name its flags beside the arguments of the same meaning.
+FLAGS: ContextVar[bool] = ContextVar("FLAGS", default=False)
+_FLAG = re.compile(r" \((?=[^()`]*--[a-z])[^()`]*\)")
+
+
+def worded(text: str) -> str:
+    """Return a text for the user without the flags that stand in it in parentheses, except in a `tune` command."""
+    return text if FLAGS.get() else _FLAG.sub("", text)
+
+
 class RuleError(ValueError):
     """An error: a value, such as a field of a plan file or an option, breaks a rule.
 
@@ -31,7 +42,7 @@ class RuleError(ValueError):
     """
 
     def __init__(self, rule: str, key: str = "") -> None:
-        super().__init__(cut(rule))
+        super().__init__(cut(worded(rule)))
         self.key = key
 
 

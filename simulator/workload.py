@@ -258,6 +258,11 @@ class Workload(Shown, Page):
         made.__dict__.update(offload=offload, job=job)  # where `cached_property` keeps values
         return made
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return sentences on what was assumed and what was left out where the workload was estimated from a model."""
+        return () if self.job is None else tuple(self.provenance.split("; ")[1:])
+
     def _with(self, **fields: Any) -> "Workload":
         made = Workload.model_validate({**self.model_dump(), **fields})
         return made.configured(self.offload, self.job)

@@ -24,6 +24,7 @@ COMMANDS = {
 @click.group(
     cls=LazyGroup,
     commands_at=COMMANDS,
+    context_settings={"max_content_width": 120},
     epilog="Example: tune plan --machine machine.json --workload workload.json -o plan.json",
 )
 @click.version_option(package_name="ebbtide")

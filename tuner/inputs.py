@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 from ebbtide.tuner.files import BadInputError, check_kind, read, read_config
-from ebbtide.tuner.quantities import chance
+from ebbtide.tuner.quantities import chance, flops_per_s, rate_bytes_per_s
 
 if TYPE_CHECKING:
+    from ebbtide.simulator.estimates.hardware.cards import Card
     from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.estimates.offloading import Offloading
     from ebbtide.simulator.machine import Machine
@@ -43,18 +44,46 @@ class Text(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error), param, ctx)
 
 
-def _machines(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+def complete_machines(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
     from ebbtide.simulator.estimates.presets import preset_names
 
     names = [CompletionItem(name) for name in preset_names() if name.startswith(begun.lower())]
     return names or [CompletionItem(begun, type="file")]
 
 
+def complete_models(_: click.Context, __: click.Parameter, begun: str) -> list[CompletionItem]:
+    """Return the known models that begin with a text, as words without spaces."""
+    from ebbtide.simulator.estimates.models.families import HUB, MODELS
+
+    known = (*(name.lower().replace(" ", "-") for name in MODELS), *HUB)
+    names = [CompletionItem(name) for name in dict.fromkeys(known) if name.lower().startswith(begun.lower())]
+    return names or [CompletionItem(begun, type="file")]
+
+
 MACHINE = click.option(
     "--machine",
     required=True,
-    shell_complete=_machines,
+    shell_complete=complete_machines,
     help="Machine file (machine.json of `tune profile`), or a preset such as h200 or rtx4090.",
+)
+# Flags that describe a card without a preset -> arguments of `ebbtide.simulator.preset`.
+_CARD = {"flops": "flops", "gpu_bandwidth": "gpu_bytes_per_s", "link": "link_bytes_per_s"}
+CARD_OPTIONS = (
+    click.option(
+        "--flops",
+        type=Text("flop/s", flops_per_s),
+        help="Another card than the preset's: dense 16-bit speed by its data sheet, e.g. 125TFLOPS.",
+    ),
+    click.option(
+        "--gpu-bandwidth",
+        type=Text("rate", rate_bytes_per_s),
+        help="Another card than the preset's: bandwidth of its memory by its data sheet, e.g. 900GB/s.",
+    ),
+    click.option(
+        "--link",
+        type=Text("rate", rate_bytes_per_s),
+        help="Rate of copies between host memory and the card in each direction, instead of the preset's, e.g. 12GB/s.",
+    ),
 )
 LAUNCHER_OPTIONS = (
     click.option(
@@ -76,7 +105,9 @@ MODEL_FILE = (
 )
 _WORKLOAD_OPTIONS = (
     click.option("--workload", help="Workload file of the training run (workload.json of `tune profile`)."),
-    click.option("--model", help=f"Model to train, instead of --workload: {MODEL_FILE}."),
+    click.option(
+        "--model", shell_complete=complete_models, help=f"Model to train, instead of --workload: {MODEL_FILE}."
+    ),
     click.option("--ds-config", help='With --model: DeepSpeed config. May contain "auto".'),
     click.option(
         "--sequence", type=click.IntRange(min=1), help="With --model: number of tokens per sample (default: 2048)."
@@ -93,7 +124,9 @@ _WORKLOAD_OPTIONS = (
         help="With --model: ZeRO stage 1, 2 or 3 (default: the DeepSpeed config's, or 3).",
     ),
     click.option(
-        "--data-parallel", type=click.IntRange(min=1), help="With --model: number of data-parallel ranks (default: 1)."
+        "--data-parallel",
+        type=click.IntRange(min=1),
+        help="With --model: number of data-parallel ranks (default: 1, or all cards of a preset such as rtx4090-x2).",
     ),
     click.option(
         "--tensor-parallel",
@@ -145,6 +178,13 @@ _WORKLOAD_OPTIONS = (
 )
 
 
+def described(command: Command) -> Command:
+    """Add the options that describe another card than a preset's to a ``tune`` command."""
+    for option in reversed(CARD_OPTIONS):
+        command = option(command)
+    return command
+
+
 def launched(command: Command) -> Command:
     """Add the options on how training is launched (``--launcher`` and ``--omp-threads``) to a ``tune`` command."""
     for option in reversed(LAUNCHER_OPTIONS):
@@ -164,29 +204,67 @@ def workload_options(command: Command) -> Command:
 
 def read_machine(given: str) -> Machine:
     """Load a machine from a file. If there is no such file, return the preset of that name."""
-    from ebbtide.simulator.estimates.presets import preset
+    from ebbtide.simulator.estimates.presets import card_named, preset
     from ebbtide.simulator.machine import Machine
 
     if not Path(given).exists() and not given.endswith(".json"):
         try:
             return preset(given)
         except ValueError as error:
-            raise BadInputError(f"--machine must be a preset or a machine file. {error}", "machine") from None
+            card, rule = card_named(given), "--machine must be a preset or a machine file."
+            flags = f" There is none of the {given}. Describe it by its data sheet: {_flags_of(card)}" if card else ""
+            raise BadInputError(f"{rule}{flags or f' {error}'}", "machine") from None
     return read(Machine, given, "--machine")
 
 
-def model_shape(about: Mapping[str, Any]) -> dict[str, Any]:
+def read_asked(given: str, about: Mapping[str, Any]) -> tuple[Machine, dict[str, int]]:
+    """Load a machine as `read_machine` does, as the flags about its card and its memory describe it.
+
+    Sizes of memory that are not taken as given are told.
+
+    Returns:
+        The machine, and the limits of memory as arguments of `Limits.of`.
+    """
+    from ebbtide.simulator.estimates.presets import preset
+    from ebbtide.simulator.limits import within
+
+    machine = read_machine(given)
+    figures = {name: about[flag] for flag, name in _CARD.items() if about.get(flag) is not None}
+    if figures:
+        if not machine.is_preset:
+            flags = ", ".join(_flag(flag) for flag in _CARD if about.get(flag) is not None)
+            raise BadInputError(
+                f"{flags} must be given with a preset, whose card they change, but got --machine {given}"
+            )
+        machine = preset(machine.name, **figures)
+        click.echo(f"note: the machine is the preset {machine.name} with another card, as described", err=True)
+    machine, limits, notes = within(machine, about.get("gpu_memory"), about.get("host_memory"))
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
+    return machine, limits
+
+
+def _flags_of(card: Card) -> str:
+    return (
+        f"--machine {card.like} --gpu-memory {card.gib:g}GiB --flops {card.tflops:g}TFLOPS "
+        f"--gpu-bandwidth {card.gb_per_s:g}GB/s --link {card.link_gb_per_s:g}GB/s"
+    )
+
+
+def model_shape(about: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     """Return a dict of `Job` fields, such as the sequence length and the number of ranks, from the values of
     the command-line flags that accompany ``--model``.
     """
     for one, other in _EXCLUDE:
         if about.get(one) and about.get(other) is not None:
             raise BadInputError(f"only one of {_flag(one)} and {_flag(other)} may be given, but got both")
-    ranks = ("data_parallel", "tensor_parallel", "pipeline_parallel")
+    from ebbtide.simulator.estimates.job import default_ranks
+
     return {
         "sequence": about["sequence"] or SEQUENCE,
         **{name: about[name] for name in ("micro_batch", "accumulation", "zero_stage")},
-        **{name: about[name] or 1 for name in ranks},
+        "data_parallel": about["data_parallel"] or default_ranks(machine, about),
+        **{name: about[name] or 1 for name in ("tensor_parallel", "pipeline_parallel")},
         **started_by(about),
         "recompute": not about["keep_activations"],
         **computed_by(about),
@@ -276,7 +354,7 @@ def read_trained(
     from ebbtide.simulator.estimates.job import Job
 
     assert model is not None
-    shape = model_shape(about)
+    shape = model_shape(about, machine)
     if config is not None:
         _check_fields(config, about["ds_config"], shape)
     try:
@@ -333,15 +411,10 @@ def stored_in(trained: Trained, given: Iterable[tuple[str, int]]) -> dict[str, i
     return storage or ({named: ANY_BYTES} if named else {})
 
 
-def tell_unread(trained: Trained) -> None:
-    """Print which keys of a DeepSpeed config and which parts of the model a ``tune`` command ignored, and how it read
-    the other keys.
-    """
-    notes = trained.workload.provenance.partition("; ")[2]
-    job = trained.job
-    partly = job is not None and (job.pipeline_parallel > 1 or job.architecture.other_elements)
-    if (trained.config is not None or partly) and notes:
-        click.echo(f"note: {notes}", err=True)
+def tell_notes(workload: Workload) -> None:
+    """Print what was assumed for a training job, and what is not simulated."""
+    if notes := workload.notes:
+        click.echo(f"note: {'; '.join(notes)}", err=True)
 
 
 def program_of(command: Sequence[str], name: str) -> str:

@@ -15,7 +15,12 @@ _SIZES = {
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "k": 2**10,  # as Slurm writes sizes: 64G
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
 }
+_SPEEDS = {"gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 _ENDURANCE = {"": 10**12, "tb": 10**12, "tbw": 10**12, "pb": 10**15, "pbw": 10**15}
 _DURATIONS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _LEAST_BARE_SIZE = 10**6  # a smaller number without a unit probably means GiB, not bytes
@@ -83,6 +88,16 @@ def rate_bytes_per_s(text: str) -> float:
     """
     amount = text.strip().removesuffix("/s")
     return _parse(amount, _SIZES, "a rate such as 2GB/s or 500MB/s")
+
+
+def flops_per_s(text: str) -> float:
+    """Parse a speed such as ``125TFLOPS`` or ``1.2 PFLOP/s`` into floating-point operations per second.
+
+    Raises:
+        ValueError: The text is no positive number with one of these units.
+    """
+    amount = text.strip().lower().replace("flop/s", "flops")
+    return _parse(amount, _SPEEDS, "a speed such as 125TFLOPS")
 
 
 def duration_s(text: str) -> float:

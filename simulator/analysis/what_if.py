@@ -83,8 +83,8 @@ def what_if(
     which ``planner`` returns.
 
     Args:
-        strategies: Names of strategies (`STRATEGIES`), or pairs of a name and options of `build_strategy`. None:
-            DeepSpeed's optimizer offload at the workload's ZeRO stage (`stock_offload`), and "ebbtide".
+        strategies: Names of strategies (`STRATEGIES`), or pairs of a name and options of `build_strategy`. "stock" is
+            DeepSpeed's optimizer offload at the workload's ZeRO stage (`stock_offload`). None: "stock" and "ebbtide".
         gpu_memory_bytes: Sizes of GPU memory per rank to simulate. None: the machine's size. A margin of GPU and host
             memory stays free, as in a plan (`ebbtide.simulator.limits.Limits`).
         planner: Function that returns ebbtide's plan for a workload on a machine. `ebbtide.what_if` passes the short
@@ -115,7 +115,7 @@ def what_if(
     _check_kinds(workload, machine, gpu_memory_bytes)
     changes = {name: _listed(given) for name, given in changes.items()}
     _check_changes(changes, machine)
-    strategies = usual_strategies(workload) if strategies is None else strategies
+    strategies = usual_strategies(workload) if strategies is None else named(strategies, workload)
     points = list(grid(machine, strategies, gpu_memory_bytes, changes))
     for point in points:  # refuse bad input before a long sweep begins
         _changed(workload, machine, point)
@@ -129,6 +129,12 @@ def usual_strategies(workload: Workload) -> tuple[str, ...]:
     stage, and ebbtide.
     """
     return stock_offload(workload.zero_stage), "ebbtide"
+
+
+def named(strategies: Sequence[Strategy], workload: Workload) -> list[Strategy]:
+    """Return strategies with "stock", as all tables call it, replaced by DeepSpeed's own optimizer offload."""
+    given = [strategies] if isinstance(strategies, str) else strategies
+    return [stock_offload(workload.zero_stage) if one == "stock" else one for one in given]
 
 
 def _table(

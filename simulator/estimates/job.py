@@ -1,5 +1,6 @@
 """The training job: a model with its training settings, from which times and memory of training are estimated."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -229,6 +230,7 @@ def workload_from_model(
     machine: Machine,
     ds_config: Mapping[str, Any] | str | Path | None = None,
     *,
+    accumulation: int | None = None,
     gradient_accumulation_steps: int | None = None,
     activation_checkpointing: Checkpointing = "full",
     **job: Any,
@@ -250,6 +252,7 @@ def workload_from_model(
     Args:
         model: See `architecture`.
         ds_config: DeepSpeed's config, which may contain ``"auto"``. Its values have priority over defaults.
+        accumulation, gradient_accumulation_steps: Micro-batches per optimizer step. Both names mean the same number.
         activation_checkpointing: ``full`` keeps only the input of each layer, and computes the layer again in
             backward. ``selective`` does so for every other layer, ``none`` for no layer.
         job: Fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel, tensor_parallel,
@@ -265,6 +268,24 @@ def workload_from_model(
         )
     if activation_checkpointing == "selective":
         job.setdefault("recompute_share", SELECTIVE_SHARE)
-    return Job.of_deepspeed(
-        model, ds_config, accumulation=gradient_accumulation_steps, recompute=activation_checkpointing != "none", **job
-    ).workload(machine)
+    if job.get("data_parallel") is None:
+        job["data_parallel"] = default_ranks(machine, job)
+    if None not in (accumulation, gradient_accumulation_steps) and accumulation != gradient_accumulation_steps:
+        raise ModelError(
+            "accumulation and gradient_accumulation_steps are two names of one number, but got "
+            f"{accumulation} and {gradient_accumulation_steps}. Leave one out",
+            key="accumulation",
+        )
+    steps = accumulation if gradient_accumulation_steps is None else gradient_accumulation_steps
+    recompute = activation_checkpointing != "none"
+    return Job.of_deepspeed(model, ds_config, accumulation=steps, recompute=recompute, **job).workload(machine)
+
+
+def default_ranks(machine: Machine, shape: Mapping[str, Any]) -> int:
+    """Return the default number of data-parallel ranks of a job on a machine.
+
+    Args:
+        shape: Fields of the job, of which ``tensor_parallel`` and ``pipeline_parallel`` are read.
+    """
+    beside = [shape.get(name) or 1 for name in ("tensor_parallel", "pipeline_parallel")]
+    return max(1, machine.default_gpus // math.prod(n for n in beside if isinstance(n, int)))

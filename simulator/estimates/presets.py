@@ -16,7 +16,7 @@ from ebbtide.simulator.estimates.hardware.cards import CARDS, Card
 from ebbtide.simulator.estimates.hardware.sheet import Sheet
 from ebbtide.simulator.estimates.hardware.sheets import DOS, SHEETS
 from ebbtide.simulator.limits import GIB
-from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, Machine, ShareName
+from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, PRESET, Machine, ShareName
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
 from ebbtide.simulator.rules import RuleError, checked, spelled
 from ebbtide.simulator.schedules.stock_options import FRESH_PASSES
@@ -56,7 +56,6 @@ _RINGS = 0.69, 1.46
 _LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks take 2.0 to 2.7 ms (measured), plus six gathers per layer
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
 _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
-PRESET = "preset"  # value of `measured_with` of a preset machine
 # A card's own name -> its preset. Of several presets with a card, the one that is named after the card alone is taken.
 _BY_CARD = {
     **{
@@ -180,15 +179,6 @@ def card_named(given: str) -> Card | None:
     with suppress(RuleError):
         return CARDS[spelled(given, CARDS, "card")]
     return None
-
-
-def usual_ranks(machine: Machine) -> int:
-    """Return the number of GPUs that a training job on a machine has by default.
-
-    It is N for the preset of a host with N cards (``rtx4090-x2``), and 1 for other machines.
-    """
-    found = re.search(r"-x(\d+)$", machine.name) if machine.measured_with == PRESET else None
-    return int(found[1]) if found and int(found[1]) == machine.gpus_per_node else 1
 
 
 def sheet_limits(device_name: str) -> dict[str, float]:

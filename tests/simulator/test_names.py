@@ -8,7 +8,7 @@ from ebbtide.simulator.estimates.hardware.cards import CARDS
 from ebbtide.simulator.estimates.hardware.sheets import SHEETS
 from ebbtide.simulator.estimates.models.architecture import architecture, known_config
 from ebbtide.simulator.estimates.models.families import HUB, MODELS
-from ebbtide.simulator.estimates.presets import preset, preset_name, usual_ranks
+from ebbtide.simulator.estimates.presets import preset, preset_name
 from ebbtide.simulator.rules import RuleError
 
 from tests.machines import machine
@@ -72,10 +72,10 @@ def test_the_hub_names_are_those_of_models_with_the_same_sizes():
 
 
 def test_a_host_with_n_cards_has_n_ranks_and_a_node_one():
-    assert {name: usual_ranks(preset(name)) for name in ("rtx4090", "h100-node", "rtx4090-x2", "rtx5090-x8")} == {
+    assert {name: preset(name).default_gpus for name in ("rtx4090", "h100-node", "rtx4090-x2", "rtx5090-x8")} == {
         "rtx4090": 1,
         "h100-node": 1,
         "rtx4090-x2": 2,
         "rtx5090-x8": 8,
     }
-    assert usual_ranks(machine().model_copy(update={"name": "host-x2", "gpus_per_node": 2})) == 1
+    assert machine().model_copy(update={"name": "host-x2", "gpus_per_node": 2}).default_gpus == 1

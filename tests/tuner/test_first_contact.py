@@ -276,7 +276,7 @@ def test_names_of_any_language_in_any_locale(foreign):
     tune("show", "plan é.json")
     tune("report", "plan é.json", "-o", "bericht ü.html")
     plan = json.loads((foreign / "plan é.json").read_text(encoding="utf-8"))
-    assert plan["about"].startswith("Größe 模型 on ")
+    assert plan["about"].startswith("Größe 模型, ")
 
 
 def test_no_file_is_read_or_written_in_the_locales_encoding():

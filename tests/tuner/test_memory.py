@@ -70,20 +70,19 @@ def test_no_shares(bad):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_a_rank_may_ask_for_no_more_host_memory_than_its_share_of_the_node(ranks):
-    """Check that a limit of host memory per rank may be as large as the rank's share of the node, and no larger.
+def test_host_memory_is_that_of_the_machine_and_its_ranks_share_it(ranks):
+    """Check that a limit of host memory may be as large as the machine's memory, and no larger.
 
-    Memory is sold in round numbers, so a limit may exceed the share by the fraction `SOLD_AS`. All of the share may
-    then be used.
+    Memory is sold in round numbers, so a limit may exceed the machine's by the fraction `SOLD_AS`. All of the memory
+    may then be used.
     """
     have, work = machine(host_memory_bytes=2 * SIZE), workload(ranks_per_node=ranks)
-    share_bytes = 2 * SIZE // ranks
     whole = Limits.of(work, have).host_bytes
-    for asked in (share_bytes, int(share_bytes * (1 + SOLD_AS / 2))):
+    for asked in (2 * SIZE, int(2 * SIZE * (1 + SOLD_AS / 2))):
         assert Limits.of(work, have, host_memory_bytes=asked).host_bytes == whole
-    assert Limits.of(work, have, host_memory_bytes=share_bytes // 2).host_bytes < whole
-    beyond = int(share_bytes * (1 + SOLD_AS)) + 2
+    half = work.model_copy(update={"ranks_per_node": 2 * ranks})
+    assert Limits.of(work, have, host_memory_bytes=SIZE).host_bytes == Limits.of(half, have).host_bytes
+    beyond = int(2 * SIZE * (1 + SOLD_AS)) + 2
     with pytest.raises(ValueError, match=r"host_memory_bytes \(--host-memory\) must be at most") as refused:
         Limits.of(work, have, host_memory_bytes=beyond)
     assert refused.value.key == "host_memory_bytes"
-    assert (f"per node / {ranks} ranks = " in str(refused.value)) == (ranks > 1)

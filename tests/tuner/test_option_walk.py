@@ -85,7 +85,13 @@ BASES = {
     "checkpoint export": ("checkpoint", "export", ".", "--tag", "one", "--to", "out"),
     "calibrate": ("calibrate", "h200", "--runs", "runs.csv", "--model", "m.json", "-o", "c.json"),
 }
+CARD = {
+    "flops": changes("--flops", "500TFLOPS"),
+    "gpu_bandwidth": changes("--gpu-bandwidth", "1TB/s"),
+    "link": changes("--link", "20GB/s"),
+}
 MEMORY = {
+    **CARD,
     "gpu_memory": changes("--gpu-memory", "1300MiB"),
     "host_memory": changes("--host-memory", "20GiB"),
     "memory_margin": changes("--memory-margin", "20%"),
@@ -418,8 +424,6 @@ ALONE = [
     ("SEARCH --no-offload --free offload", "--no-offload fixes it"),
     ("SEARCH --zero-stage 2 --free zero_stage", "--zero-stage fixes"),
     ("SEARCH --micro-batch 2 --ds-config one.json", "must agree with"),
-    ("PLAN --gpu-memory 900GiB", "at most what the machine"),
-    ("PLAN --host-memory 9TiB", "at most what the machine"),
     ("PLAN --mtbf 1s", "must leave time to train"),
     ("PLAN --mtbf 1e300d", "a duration must be at most 1e.10 s, but got '1e300d'"),
     ("PLAN --emit-deepspeed ./p.json", "--emit-deepspeed must be another file than --output"),

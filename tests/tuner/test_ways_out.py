@@ -273,25 +273,6 @@ def test_the_refusal_is_printed_before_ways_out_are_tried(monkeypatch, capsys):
     assert "GPU memory" in printed[0]
 
 
-def test_more_ranks_are_offered_without_a_limit_that_exceeds_their_share():
-    """Check that more GPUs are offered without the user's limit of host memory, if a rank would have less than that.
-
-    100 GiB of host memory per rank are less than the node's 110 GiB, but two ranks share the node.
-    """
-    machine = preset("a100-40gb").with_rates(host_memory_bytes=110 * GIB)
-    job = Job.of_deepspeed(LLAMA_16B, sequence=2048)
-    memory = {"host_memory_bytes": 100 * GIB, "device_memory_bytes": 20 * GIB}
-    ways = [way for way in ways_out(job, machine, ONE_SIZE, **memory) if "data_parallel" in way.changes]
-    assert ways, "no change with more GPUs is offered"
-    for way in ways:
-        work, have = changed(job, machine, way.changes)
-        with pytest.raises(ValueError, match="the share of one rank"):
-            Limits.of(work, have, **memory)
-        assert flags(way, job).endswith(", without --host-memory")
-        assert "no limit of host memory" in way.label
-        assert Limits.of(work, have, 20 * GIB).hold(*peaks(way))
-
-
 @pytest.mark.parametrize(("ranks", "own_gib", "owned"), [(2, 1024, True), (1, 255, True), (2, 200, False)])
 def test_host_memory_that_the_machine_has_is_a_flag_and_more_is_bought(ranks, own_gib, owned):
     """Check that only the limit is raised if the machine has the memory, and that the printed flag is then enough.
@@ -305,9 +286,8 @@ def test_host_memory_that_the_machine_has_is_a_flag_and_more_is_bought(ranks, ow
     told = flags(way, job)
     if not owned:
         assert told == "256 GiB of host memory per node, without --host-memory"
-        assert way.label.endswith("256 GiB of host memory per node, no limit of host memory per rank")
+        assert way.label.endswith("256 GiB of host memory per node, no limit of host memory")
         return
-    assert "per node" not in told + way.label
     limit = size_bytes(told.removeprefix("--host-memory "))
     limits = Limits.of(job.workload(machine), machine, 20 * GIB, limit)
     assert limits.hold(*peaks(way))

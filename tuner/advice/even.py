@@ -64,5 +64,5 @@ def best_of(found: Decision) -> Plan:
     assert made.prediction is not None
     near = above_bound(made.prediction) < LITTLE
     more = f"a full search can make it at most {LITTLE:.1%} faster" if near else "a full search may find a better one"
-    why = (f"a quick plan: {more}", *about_early_updates(search, made), *brought(search, made))
+    why = (f"a quick plan: {more}", *about_early_updates(search, made), *brought(search, made), *search.workload.notes)
     return made.model_copy(update={"reasons": why})

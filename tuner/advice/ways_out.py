@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 from ebbtide.simulator.estimates.deepspeed_keys import AUTO, BATCH_KEYS, WHOLE_BATCH, ZERO, at
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.blocks import ModelError
-from ebbtide.simulator.limits import GIB, exceeds_share
+from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.rules import RuleError
-from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import best_of
 from ebbtide.tuner.placements.decision import MOST_PASSES, QUICK, Question, decide
 from ebbtide.tuner.placements.fit import check_bytes
@@ -41,17 +40,16 @@ class WayOut:
             (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``).
         plan: Plan that fits, with its prediction.
         tokens_per_s: Throughput of all ranks, or None if unknown.
-        no_host_limit: True if the user's limit of host memory per rank must be left out, because the node gets more
-            memory, or because the limit exceeds the share that a rank has after the changes.
-        host_limit_bytes: Limit of host memory per rank that replaces the user's, if the machine has that memory
-            already. ``changes`` then has the sum of all ranks of a node. Otherwise None.
+        no_host_limit: True if the user's limit of host memory must be left out, because the node gets more memory.
+        host_limit: True if the machine has the host memory of ``changes`` already, so that the user's limit of it need
+            only be raised.
     """
 
     changes: Changes
     plan: Plan
     tokens_per_s: float | None
     no_host_limit: bool = False
-    host_limit_bytes: int | None = None
+    host_limit: bool = False
 
     @property
     def iteration_s(self) -> float:
@@ -69,10 +67,8 @@ class WayOut:
     @property
     def label(self) -> str:
         """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4"."""
-        words = {name: _KINDS[name].told(value) for name, value in self.changes.items()}
-        if self.host_limit_bytes is not None:
-            words["host_memory_bytes"] = f"{_gib(self.host_limit_bytes)} GiB of host memory per rank"
-        return ", ".join([*words.values(), *(["no limit of host memory per rank"] if self.no_host_limit else [])])
+        words = [_KINDS[name].told(value) for name, value in self.changes.items()]
+        return ", ".join([*words, *(["no limit of host memory"] if self.no_host_limit else [])])
 
 
 _OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
@@ -135,16 +131,14 @@ class _Tried:
         made, tokens = best_of(found), found.search.workload.tokens_per_iteration
         assert made.prediction is not None
         speed = tokens and tokens / made.prediction.iteration_s
-        return WayOut(changes, made, speed, *self._host_limit(changes, question.workload))
+        return WayOut(changes, made, speed, *self._host_limit(changes))
 
-    def _host_limit(self, changes: Changes, workload: Workload) -> tuple[bool, int | None]:
-        """Return whether the user's limit of host memory must be left out, and otherwise the limit that replaces it."""
+    def _host_limit(self, changes: Changes) -> tuple[bool, bool]:
+        """Return whether the user's limit of host memory must be left out, and whether it need only be raised."""
         wanted = changes.get("host_memory_bytes")
         if wanted is None or "host_memory_bytes" not in self.limits:
-            return self._beyond_share(workload), None
-        if wanted > self.machine.host_memory_bytes:
-            return True, None
-        return False, int(wanted) // workload.ranks_per_node
+            return False, False
+        return wanted > self.machine.host_memory_bytes, wanted <= self.machine.host_memory_bytes
 
     def fits(self, changes: Changes) -> Question | None:
         key = tuple(changes.items())
@@ -166,18 +160,12 @@ class _Tried:
             return None
         if storage and self.freedom.get("pieces") and workload.zero_stage == 3:
             return None  # a drive holds whole subgroups of DeepSpeed, no parts of them
-        if self._beyond_share(workload):
-            asked.pop("host_memory_bytes", None)  # no limit: the rank may use its whole share
         limits, machine, _ = with_storage(workload, machine, storage, **asked)
         try:
             check_bytes(workload, machine, limits)
         except ImpossibleError:
             return None
         return Question(workload, machine, limits, effort=QUICK, **self.freedom)
-
-    def _beyond_share(self, workload: Workload) -> bool:
-        """Return True if the user's limit of host memory exceeds a rank's share of the present machine."""
-        return exceeds_share(self.limits.get("host_memory_bytes"), self.machine, workload.ranks_per_node)
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
         """Return the smallest change with which a training job fits into memory, or None.
@@ -326,7 +314,7 @@ def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes)
         _shorter(job),
         _more_ranks(job, machine),
         _stored(job, limits, base),
-        _more_host_memory(job, machine, limits),
+        _more_host_memory(machine, limits),
         [] if machine.unified_memory else _more_device_memory(machine, limits),
     ]
     for steps in all_steps:
@@ -394,10 +382,9 @@ def _more_device_memory(machine: Machine, limits: Mapping[str, Any]) -> list[Cha
     return [{"device_memory_bytes": n} for n in (*sold, own) if n > asked]
 
 
-def _more_host_memory(job: Job, machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
+def _more_host_memory(machine: Machine, limits: Mapping[str, Any]) -> list[Changes]:
     own, asked = machine.host_memory_bytes, limits.get("host_memory_bytes")
-    ranks = min(job.data_parallel * job.tensor_parallel * job.pipeline_parallel, machine.gpus_per_node)
-    least = own if asked is None else min(own, asked * ranks)
+    least = own if asked is None else min(own, asked)
     sizes = sorted({*(size * GIB for size in HOST_GIB), own})
     return [{"host_memory_bytes": size} for size in sizes if size > least]
 
@@ -413,8 +400,8 @@ def flags(way: WayOut, job: Job) -> str:
         for name, value in way.changes.items()
         if _KEYS.get(name) not in in_config
     }
-    if way.host_limit_bytes is not None:
-        changed["host_memory_bytes"] = f"--host-memory {_gib(way.host_limit_bytes)}GiB"
+    if way.host_limit:
+        changed["host_memory_bytes"] = f"--host-memory {_gib(int(way.changes['host_memory_bytes']))}GiB"
     return ", ".join(
         [
             *(f'"{key}": {value} in the DeepSpeed config' for key, value in in_config.items()),

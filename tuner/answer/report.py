@@ -123,7 +123,12 @@ def show_plan(plan: Plan, console: Console) -> None:
     """Print a training plan: the advice in one sentence, the placements, a table of ways to train with their predicted
     times, and the reasons for the plan.
     """
+    if plan.about:
+        console.print(plan.about, style="bold", markup=False, highlight=False, soft_wrap=True)
     console.print(headline(plan), style="bold")
+    if plan.prediction is not None and plan.prediction.tokens_per_s:
+        told = plan.prediction
+        console.print(f"this plan: {told_seconds(told.iteration_s)} per iteration, {told.tokens_per_s:,.0f} tokens/s")
     console.print(placed_in_words(plan))
     if plan.trained_as is not None:
         console.print(f"the plan assumes {plan.trained_as.in_words}", markup=False)

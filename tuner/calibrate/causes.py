@@ -20,8 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from ebbtide.simulator.estimates.presets import PRESET
-from ebbtide.simulator.machine import Machine
+from ebbtide.simulator.machine import PRESET, Machine
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedules.strategies import STOCK_OFFLOADS
 from ebbtide.simulator.workload import Workload

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from ebbtide.tuner.commands.options import JSON, guarded, needs
 from ebbtide.tuner.files import BadInputError, check_distinct, check_kind, read, read_config, written
-from ebbtide.tuner.inputs import check_model, model_shape, read_machine, workload_options
+from ebbtide.tuner.inputs import check_model, complete_machines, model_shape, read_machine, workload_options
+from ebbtide.tuner.lazy_group import Command
 
 if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 LARGE_MISS = 1.5
 
 
-@click.command(epilog="Example: tune calibrate h200 --runs train.log --model config.json -o machine.json")
-@click.argument("machine")
+@click.command(cls=Command, epilog="Example: tune calibrate h200 --runs train.log --model config.json -o machine.json")
+@click.argument("machine", shell_complete=complete_machines)
 @click.option(
     "--runs",
     multiple=True,
@@ -44,7 +45,7 @@ LARGE_MISS = 1.5
     type=click.FloatRange(0, 1),
     help="Twin-Flow's ratio in the measured runs (--runs), if they used Twin-Flow.",
 )
-@click.option("-o", "--out", required=True, help="Path of the corrected machine file to write.")
+@click.option("-o", "--out", "--output", "out", required=True, help="Path of the corrected machine file to write.")
 @workload_options
 @JSON
 @guarded
@@ -65,8 +66,9 @@ def calibrate(
     from ebbtide.tuner.calibrate.run_checks import check_scale
     from ebbtide.tuner.calibrate.run_logs import read_observations
 
-    described, before = _described(source, strategy, ratio), read_machine(machine)
-    check_distinct("--out", out)
+    before = read_machine(machine)
+    described = _described(source, before, strategy, ratio)
+    check_distinct("--output", out)
     for path in runs:
         if path.endswith(".json"):
             check_kind("--runs", path, "a workload file")
@@ -76,7 +78,7 @@ def calibrate(
     changes = [*_loop_change(before, calibrated.machine), *calibrated.changes]
     calibrated = replace(calibrated, changes=tuple(changes))
     notes = [*(note for one in seen for note in one.notes), *calibrated.unexplained]
-    with written("--out", out):
+    with written("--output", out):
         calibrated.machine.save(out)
     if as_json:
         told = asdict(calibrated) | {"machine": out, "warnings": notes}
@@ -87,7 +89,7 @@ def calibrate(
         click.echo(f"warning: {warning}", err=True)
 
 
-def _described(source: dict[str, Any], strategy: str | None, ratio: float | None) -> Described:
+def _described(source: dict[str, Any], machine: Machine, strategy: str | None, ratio: float | None) -> Described:
     from ebbtide.simulator.workload import Workload
     from ebbtide.tuner.calibrate.run_logs import Described
 
@@ -95,7 +97,7 @@ def _described(source: dict[str, Any], strategy: str | None, ratio: float | None
         raise BadInputError("only one of --workload and --model may be given, but got both")
     about = (k for k in source if k not in ("workload", "model", "launcher", "omp_threads"))
     needs("without --workload, which has its own", source["workload"] is None, *about)
-    shape = model_shape(source)
+    shape = model_shape(source, machine)
     profiled = source["workload"]
     read_config(source["ds_config"])
     if source["model"] is not None:

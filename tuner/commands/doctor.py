@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 from ebbtide.tuner.commands.options import JSON, guarded
 from ebbtide.tuner.files import check_contents, read_plan
+from ebbtide.tuner.lazy_group import Command
 
 if TYPE_CHECKING:
     from ebbtide.tuner.doctor.finding import Finding
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "slow": "yellow", "bad": "red"}
 
 
-@click.command(epilog="Example: tune doctor --plan plan.json --ranks 8 --checkpoint-dir /checkpoints")
+@click.command(cls=Command, epilog="Example: tune doctor --plan plan.json --ranks 8 --checkpoint-dir /checkpoints")
 @click.option("--plan", "plan_file", help="Plan file whose need of host memory is checked.")
 @click.option(
     "--ranks", type=click.IntRange(min=1), default=1, show_default=True, help="Number of ranks on this machine."

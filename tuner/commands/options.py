@@ -36,8 +36,10 @@ STORAGE = click.option(
     " for all ranks of the node (ZeRO-3). May be repeated: several drives share the state by "
     "their measured speed.",
 )
-GPU_MEMORY = click.option("--gpu-memory", type=SIZE, help="GPU memory per rank, e.g. 24GiB.")
-HOST_MEMORY = click.option("--host-memory", type=SIZE, help="Host memory per rank, e.g. 100GiB.")
+GPU_MEMORY = click.option("--gpu-memory", type=SIZE, help="GPU memory of each card, e.g. 24GiB.")
+HOST_MEMORY = click.option(
+    "--host-memory", type=SIZE, help="Host memory of the machine, which its ranks share, e.g. 100GiB."
+)
 
 
 def margin_option(default: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
@@ -71,9 +73,14 @@ def guarded(command: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> T:
+        from ebbtide.simulator.rules import FLAGS
+
+        before = FLAGS.set(True)
         try:
             return command(*args, **kwargs)
         except (ValueError, OSError, RuntimeError) as error:
             raise BadInputError(str(error), getattr(error, "key", "")) from None
+        finally:
+            FLAGS.reset(before)
 
     return wrapper

@@ -24,12 +24,14 @@ from ebbtide.tuner.inputs import (
     MACHINE,
     Trained,
     check_offloading,
-    read_machine,
+    described,
+    read_asked,
     read_trained,
     stored_in,
-    tell_unread,
+    tell_notes,
     workload_options,
 )
+from ebbtide.tuner.lazy_group import Command
 from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:
@@ -42,10 +44,12 @@ if TYPE_CHECKING:
 
 
 @click.command(
+    cls=Command,
     epilog="Example: tune plan --machine machine.json --workload workload.json --mtbf 4h; "
-    "tune plan --machine h200 --model config.json --ds-config ds.json --gpu-memory 40GiB"
+    "tune plan --machine h200 --model config.json --ds-config ds.json --gpu-memory 40GiB",
 )
 @MACHINE
+@described
 @workload_options
 @click.option("-o", "--output", default="plan.json", show_default=True, help="Plan file to write.")
 @click.option("--emit-deepspeed", help="Also write a DeepSpeed config that trains under the plan with `tune run`.")
@@ -133,21 +137,21 @@ def plan(
     check_folder("--output", output)
     check_folder("--emit-deepspeed", emit_deepspeed)
     _tell_interval(checkpoint_dir, mtbf)
-    measured = read_machine(machine)
+    card = {flag: source.pop(flag) for flag in ("flops", "gpu_bandwidth", "link")}
+    measured, limits = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
     if checkpoint_rate is not None:
         measured = measured.with_rates(storage_write_bytes_per_s=checkpoint_rate)
     trained = read_trained(measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
     check_distinct("--emit-deepspeed", emit_deepspeed)
     check_distinct("--output", output)  # after the inputs are read: they may include the default plan.json
     check_offloading(trained)
-    tell_unread(trained)
+    tell_notes(trained.workload)
     _tell_device(trained, emit_deepspeed)
     needs("under ZeRO-3", trained.workload.zero_stage == 3, "clip_rate")
     work, sizes = _recut(trained.workload, subgroup_size)
     work = work.configured(trained.offload, work.job)  # a profiled workload does not have the config
     options: dict[str, Any] = {
-        "device_memory_bytes": gpu_memory,
-        "host_memory_bytes": host_memory,
+        **limits,
         "seed": seed,
         "robust": robust,
         "subgroup_sizes": sizes,

@@ -6,9 +6,11 @@ from typing import Any
 import click
 from ebbtide.tuner.commands.options import JSON, guarded, needs
 from ebbtide.tuner.files import BadInputError, check_distinct, check_folder
+from ebbtide.tuner.lazy_group import Command
 
 
 @click.command(
+    cls=Command,
     epilog="Example: tune profile -o machine.json --storage-dir /checkpoints; "
     "tune profile --train-script train.py --launcher deepspeed --ranks 4 -- --epochs 1",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},

@@ -6,9 +6,10 @@ import click
 from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.files import BadInputError, check_kind, read_plan, written
+from ebbtide.tuner.lazy_group import Command
 
 
-@click.command(epilog="Example: tune report plan.json --run runs/demo/trace.json -o report.html")
+@click.command(cls=Command, epilog="Example: tune report plan.json --run runs/demo/trace.json -o report.html")
 @click.argument("plan_file", metavar="PLAN")
 @click.option("--run", help="Measured timeline: a trace.json written by the demo or the runtime.")
 @click.option("-o", "--output", default="report.html", show_default=True, help="File to write.")

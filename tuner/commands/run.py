@@ -11,6 +11,7 @@ import click
 from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.files import BadInputError
 from ebbtide.tuner.inputs import program_of
+from ebbtide.tuner.lazy_group import Command
 
 NO_ENGINE = (
     'ebbtide: no engine started on this node from a DeepSpeed config with the key "ebbtide". If anything trained, it '
@@ -23,6 +24,7 @@ ALONE = "EBBTIDE_ALONE"  # variable that `ebbtide.runtime.frontdoor.hook` reads
 
 
 @click.command(
+    cls=Command,
     epilog="Example: tune run -- torchrun --nproc-per-node 2 train.py --deepspeed ds_config.json; "
     "tune run -- deepspeed train.py --deepspeed_config ds_config.json",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},

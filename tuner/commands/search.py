@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 import click
 from ebbtide.tuner.commands.options import GPU_MEMORY, HOST_MEMORY, JSON, STORAGE, guarded, margin_option
 from ebbtide.tuner.files import BadInputError, check_distinct, check_folder, read_config, written
-from ebbtide.tuner.inputs import MACHINE, MODEL_FILE, check_model, launched, read_machine, started_by
+from ebbtide.tuner.inputs import (
+    MACHINE,
+    MODEL_FILE,
+    check_model,
+    complete_models,
+    described,
+    launched,
+    read_asked,
+    started_by,
+)
+from ebbtide.tuner.lazy_group import Command
 from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:
@@ -23,11 +33,13 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 
 
 @click.command(
+    cls=Command,
     epilog="Example: tune search --machine h100-node --model config.json --global-batch 256 "
-    "--free micro_batch,accumulation,recompute,offload"
+    "--free micro_batch,accumulation,recompute,offload",
 )
 @MACHINE
-@click.option("--model", required=True, help=f"Model to train: {MODEL_FILE}.")
+@described
+@click.option("--model", required=True, shell_complete=complete_models, help=f"Model to train: {MODEL_FILE}.")
 @click.option("--ds-config", help='DeepSpeed config, which fixes everything that is not searched. May contain "auto".')
 @click.option(
     "--sequence", type=click.IntRange(min=1), default=2048, show_default=True, help="Number of tokens per sample."
@@ -88,6 +100,7 @@ def search(
     **asked: Any,
 ) -> None:
     """Search for the fastest training configuration. Configurations are simulated, so the search takes seconds."""
+    from ebbtide.tuner.answer.about import about
     from ebbtide.tuner.answer.report import wide_console
     from ebbtide.tuner.configurations import report
     from ebbtide.tuner.configurations.deciding import explore
@@ -95,7 +108,7 @@ def search(
 
     check_folder("--output", output)
     check_distinct("--output", output)
-    question = _question(read_machine(machine), asked)
+    question = _question(*read_asked(machine, asked), asked)
     space = _space(question, asked, free, global_batch)
     with told_after(2.0) as tell:
         answer = explore(
@@ -113,10 +126,12 @@ def search(
         sys.exit(0 if answer.fitting else BadInputError.exit_code)
     if not answer.fitting:
         raise BadInputError(answer.remarks()[0])
+    best = answer.fitting[0].configuration
+    click.echo(about(question.workload(best), question.machine))
     report.show(answer, wide_console())
 
 
-def _question(machine: Machine, asked: Mapping[str, Any]) -> Question:
+def _question(machine: Machine, limits: Mapping[str, int], asked: Mapping[str, Any]) -> Question:
     from ebbtide.tuner.configurations.evaluation import Question
 
     config = read_config(asked["ds_config"])
@@ -126,9 +141,8 @@ def _question(machine: Machine, asked: Mapping[str, Any]) -> Question:
         machine,
         dict(config or {}),
         asked["sequence"],
-        asked["gpu_memory"],
-        asked["host_memory"],
-        asked["memory_margin"],
+        **limits,
+        margin=asked["memory_margin"],
         shape=started_by(asked),
         storage=dict(asked["storage"]),
     )

@@ -11,11 +11,12 @@ from typing import Any
 import click
 from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.files import BadInputError, check_folder
+from ebbtide.tuner.lazy_group import Command
 
 TOKEN = "EBBTIDE_TOKEN"
 
 
-@click.command(epilog="Example: tune serve --show runs/demo; then open http://127.0.0.1:8377")
+@click.command(cls=Command, epilog="Example: tune serve --show runs/demo; then open http://127.0.0.1:8377")
 @click.option(
     "--port",
     default=8377,

@@ -3,9 +3,10 @@
 import click
 from ebbtide.tuner.commands.options import JSON, guarded
 from ebbtide.tuner.files import read_plan
+from ebbtide.tuner.lazy_group import Command
 
 
-@click.command(epilog="Example: tune show plan.json")
+@click.command(cls=Command, epilog="Example: tune show plan.json")
 @click.argument("plan_file", metavar="PLAN")
 @JSON
 @guarded

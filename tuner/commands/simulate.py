@@ -17,11 +17,13 @@ from ebbtide.tuner.inputs import (
     MACHINE,
     Trained,
     check_offloading,
-    read_machine,
+    described,
+    read_asked,
     read_trained,
-    tell_unread,
+    tell_notes,
     workload_options,
 )
+from ebbtide.tuner.lazy_group import Command
 from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:
@@ -45,8 +47,9 @@ def _strategies(_: click.Context, __: click.Parameter, begun: str) -> list[Compl
     return [CompletionItem(name) for name in STRATEGIES if name.startswith(begun)]
 
 
-@click.command(epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow")
+@click.command(cls=Command, epilog="Example: tune simulate --machine m.json --workload w.json --strategy twin_flow")
 @MACHINE
+@described
 @workload_options
 @click.option("--plan", "plan_file", help="Plan file to simulate. Without it, --strategy is simulated.")
 @click.option(
@@ -84,20 +87,26 @@ def simulate(
     if plan_file is not None and strategy is not None:
         raise BadInputError(f"only one of --plan and --strategy may be given, but got {plan_file} and {strategy}")
     needs("with --plan", plan_file is not None, "clip_rate")
+    from ebbtide.tuner.answer.about import about
+
     check_distinct("--plot", plot)
     check_distinct("--trace", trace)
-    measured = read_machine(machine)
+    card = {flag: source.pop(flag) for flag in ("flops", "gpu_bandwidth", "link")}
+    measured, memory = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
     trained = read_trained(measured, **source)
-    tell_unread(trained)
     work, name, options = _stock(strategy, trained) if plan_file is None else _planned(plan_file, trained)
-    asked = {"device_memory_bytes": gpu_memory, "host_memory_bytes": host_memory, "margin": memory_margin}
+    asked = {**memory, "margin": memory_margin}
     limits = _limits(work, measured, options.get("plan"), asked)
+    about_job, notes = about(work, measured), work.notes
     timeline, figures = _simulated(work, measured, name, options, limits)
     _draw(timeline, trace, plot)
     missing = limits.shortfall(timeline)
+    tell_notes(work)
     if as_json:
-        click.echo(json.dumps({**figures, "fits": not missing, "missing": missing}, indent=2))
+        fields = {"about": about_job, **figures, "fits": not missing, "missing": missing, "notes": notes}
+        click.echo(json.dumps(fields, indent=2))
     else:
+        click.echo(about_job)
         for key, value in _told(figures, limits, missing):
             click.echo(f"{key:12} {value}")
     if missing:
@@ -143,7 +152,8 @@ def _simulated(
             low_s, high_s = workload_interval_s(build, work, machine)
             seconds = dict(zip(_SECONDS, (timeline.iteration_s, low_s, high_s), strict=True))
     peaks = {name: getattr(timeline, name) for name in ("device_peak_bytes", "host_peak_bytes")}
-    return timeline, {"strategy": timeline.strategy, **seconds, **timeline.phases(), **peaks}
+    tokens = (work.tokens_per_iteration or 0) / seconds["iteration_s"]
+    return timeline, {"strategy": timeline.strategy, **seconds, "tokens_per_s": tokens, **timeline.phases(), **peaks}
 
 
 def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[tuple[str, str]]:
@@ -153,6 +163,8 @@ def _told(figures: Mapping[str, Any], limits: Limits, missing: str) -> Iterator[
     low, high = told_seconds(figures["iteration_low_s"]), told_seconds(figures["iteration_high_s"])
     yield "strategy", figures["strategy"]
     yield "iteration", f"{told_seconds(figures['iteration_s'])} (nine runs in ten: {low} to {high})"
+    if figures["tokens_per_s"]:
+        yield "tokens/s", f"{figures['tokens_per_s']:,.0f}"
     if "clip_rate" in figures:
         yield ("", f"{told_seconds(figures['unclipped_s'])} if no step clips ({figures['clip_rate']:.0%} of steps do)")
     for phase in ("forward", "backward", "step", "update", "loop"):

@@ -9,6 +9,7 @@ from ebbtide.simulator.page import write_whole
 from ebbtide.tuner.commands.options import guarded
 from ebbtide.tuner.files import BadInputError, check_distinct, check_folder, written
 from ebbtide.tuner.inputs import program_of
+from ebbtide.tuner.lazy_group import Command
 
 if TYPE_CHECKING:
     from ebbtide.tuner.verify.sides import Verification
@@ -18,6 +19,7 @@ SIDES = ("stock", "no-offload")
 
 
 @click.command(
+    cls=Command,
     epilog="Example: tune verify -- torchrun --nproc-per-node 2 train.py --deepspeed ds.json; "
     "tune verify --against no-offload -- deepspeed train.py --deepspeed_config ds.json",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},

@@ -13,7 +13,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
 from ebbtide.simulator.estimates.job import Job, plan_refusal
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
-from ebbtide.simulator.limits import Limits, Peaks, exceeds_share
+from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
@@ -65,7 +65,7 @@ class Question:
         ds_config: DeepSpeed's config for settings that the search does not vary, such as precision
             and clipping. If empty, bf16 is used.
         device_memory_bytes: GPU memory of one rank in bytes. If None, the machine's.
-        host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
+        host_memory_bytes: Host memory of a node in bytes. If None, the machine's.
         margin: Fraction of both memories to leave free. If None, the planner's default.
         shape: Fields of a `Job` that no configuration changes, such as the kernels or how the ranks are started.
         storage: Directories for optimizer state that memory cannot hold, with the bytes that a node may use.
@@ -123,18 +123,12 @@ class Question:
     def limits(self, work: Workload) -> Limits:
         """Return the limits of the memory that plans for a workload may use, from this search's input.
 
-        The search may try several numbers of GPUs. If the ranks of a node have less host memory each than the limit
-        that the user gave, the limit is their share.
-
         Raises:
             ValueError: More memory is requested than the machine has.
         """
-        host_bytes, own = self.host_memory_bytes, self.machine
-        if not exceeds_share(host_bytes, own, 1) and exceeds_share(host_bytes, own, work.ranks_per_node):
-            host_bytes = None
         asked = {
             "device_memory_bytes": self.device_memory_bytes,
-            "host_memory_bytes": host_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
             "margin": self.margin,
         }
         return with_storage(work, self.machine, self.storage, **asked)[0]

@@ -39,7 +39,7 @@ class ImpossibleError(RuleError):
         }
         lacking = limits.missing(nearest.device_peak_bytes, nearest.host_peak_bytes, nearest.storage_bytes)
         binding = sorted(lacking, key=lambda name: -lacking[name])
-        short = [_short(name, lacking[name], taken[name]) for name in binding]
+        short = [_short(name, lacking[name], taken[name], workload.ranks_per_node) for name in binding]
         if limits.unified:
             short.append("GPU and host share one memory")
         state = size(workload.params * workload.optimizer_state.state_bytes)
@@ -49,9 +49,14 @@ class ImpossibleError(RuleError):
         return made
 
 
-def _short(name: str, lacking: int, taken: int) -> str:
+def _short(name: str, lacking: int, taken: int, ranks: int) -> str:
+    """Return a sentence about a memory that is too small. Host memory and storage are told for all ranks of a node."""
+    whose = ""
+    if name != "GPU memory" and ranks > 1:
+        lacking, taken, whose = lacking * ranks, taken * ranks, f" by the {ranks} ranks of a machine together"
     short = f"{lacking / GIB:.2f} GiB" if lacking > 0.01 * GIB else size(lacking)  # 0.00 would hide it
-    return f"{name} is {short} short ({taken / GIB:.2f} GiB are needed, {(taken - lacking) / GIB:.2f} GiB are usable)"
+    usable = f"{(taken - lacking) / GIB:.2f} GiB are usable"
+    return f"{name} is {short} short ({taken / GIB:.2f} GiB are needed{whose}, {usable})"
 
 
 _ADVICE = {

@@ -21,6 +21,7 @@ from ebbtide.simulator.rules import checked
 from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.about import about
 from ebbtide.tuner.answer.reasons import reasons
 from ebbtide.tuner.answer.rows import alternatives, compare
 from ebbtide.tuner.calibrate.interval import plan_interval_s
@@ -78,7 +79,7 @@ def plan(
 
     Args:
         device_memory_bytes: GPU memory of one rank in bytes. If None, the machine's.
-        host_memory_bytes: Host memory of one rank in bytes. If None, the rank's share of the machine's.
+        host_memory_bytes: Host memory of a node in bytes, which its ranks share. If None, the machine's.
         robust: True to minimize the upper end of the interval around the predicted iteration time, instead of the
             predicted time. The interval follows from the spread of the machine's speeds, such as those of copies.
         mtbf_s: Mean time between failures of the whole job, in seconds. Three checkpoint settings are then chosen for
@@ -170,14 +171,6 @@ def plan_of(found: Decision, **fields: Any) -> Plan:
     return made.model_copy(update={"prediction": prediction})
 
 
-def about(workload: Workload, machine: Machine) -> str:
-    """Return a text that names the model and the machine that a plan is made for, and says if the machine's
-    rates were measured or are a preset's.
-    """
-    known = "a preset" if machine.measured_with == "preset" else "measured"
-    return f"{workload.name} on {machine.device_name or machine.name}, {known}"
-
-
 def predict(
     workload: Workload,
     machine: Machine,
@@ -222,6 +215,7 @@ def predict(
         iteration_high_s=high * mean_s / result.iteration_s,
         stall_s=stall_s,
         **early,
+        tokens_per_s=(workload.tokens_per_iteration or 0) / mean_s,
         **result.phases,
         device_peak_bytes=result.device_peak_bytes,
         host_peak_bytes=result.host_peak_bytes,
@@ -247,7 +241,7 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
     stock = stock or search.workload
     rows = compare(stock, search.machine, search.limits, made, sweep=search.sweep)
     why = reasons(search.sweep, made, search.bound, stock)
-    why += [*brought(search, made), *search.limits.explained[:2], *more]
+    why += [*brought(search, made), *search.limits.explained[:2], *more, *stock.notes]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})
 
 

@@ -22,7 +22,7 @@ from ebbtide.simulator.analysis.goodput import (
 )
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.templates import Templates
-from ebbtide.simulator.analysis.what_if import evaluate, grid, usual_strategies
+from ebbtide.simulator.analysis.what_if import evaluate, grid, named, usual_strategies
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -35,6 +35,7 @@ from ebbtide.tuner.advice.even import even_plan, quick_or_roomiest
 from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
+from ebbtide.tuner.answer.about import about
 from ebbtide.tuner.answer.roles import BY_KIND, Role
 from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, figures, stock_beside
 from ebbtide.tuner.answer.timeline_view import view
@@ -63,6 +64,7 @@ from ebbtide.tuner.service.scenario import (
     job_of,
     machine_of,
     model_of,
+    notes_of,
     offload_of,
     resolve,
     shape_of,
@@ -98,6 +100,7 @@ def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
     lacks = limits.shortfall(result)
     numbers = figures(result, workload.tokens_per_iteration)
     answer = {"strategy": name, "fits": not lacks, "reason": lacks, **numbers, "limits": _limits(limits)}
+    answer["notes"] = list(notes_of(request, workload))
     if request.timeline:
         timeline = run_with_memory(build_strategy(name, workload, **options), machine)
         answer["spans"] = [asdict(span) for span in timeline.spans]
@@ -156,6 +159,8 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": None if plan is None else use(plan, workload, request.ds_config),
         "limits": _limits(limits),
+        "about": about(workload, machine),
+        "notes": list(notes_of(request, workload)),
         "machine": _about_machine(machine),
         "workload": _about_workload(workload, request),
     }
@@ -297,7 +302,7 @@ def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str
     """
     machine, workload = resolve(request)
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
-    strategies = request.strategies or usual_strategies(workload)
+    strategies = named(request.strategies, workload) if request.strategies else usual_strategies(workload)
     points = list(grid(machine, strategies, request.gpu_memory_bytes, changes))
     rows, planner = [], partial(quick_or_roomiest, **_freedom(request))
     for number, point in enumerate(points):

@@ -101,7 +101,7 @@ class ReportCall(BaseModel):
 def html_of_call(call: ReportCall, progress: Told) -> str:
     """Return the web page about a plan as HTML. Worker processes of the planning service call this function."""
     # Loads the compiled simulator, which the server itself never needs.
-    from ebbtide.tuner.placements.planning import about
+    from ebbtide.tuner.answer.about import about
 
     told = ""
     timelines = [] if call.run is None else [timeline_of(Run.model_validate_json(call.run))]

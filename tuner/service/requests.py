@@ -16,6 +16,7 @@ from ebbtide.simulator.rules import RuleError, shortened
 from ebbtide.simulator.workload import Workload
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -46,6 +47,7 @@ def _option(value: Any) -> Any:
 
 Name = Annotated[str, Field(min_length=1, max_length=80, json_schema_extra={"pattern": _NAME}), AfterValidator(_named)]
 Option = Annotated[float | int | bool, BeforeValidator(_option)]
+_OneOrMore = BeforeValidator(lambda given: [given] if isinstance(given, int | float) else given)
 Positive = Annotated[float, Field(gt=0, le=1e18, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=65_536)]
@@ -143,7 +145,7 @@ class Scenario(Request):
         model: A name that `GET /models` lists, or the contents of a model's config.json.
         workload: Measured workload instead of a model: a name that `GET /models` lists as profiled, or the contents of
             a workload.json. It determines the micro-batch, the sequence and the number of GPUs.
-        gpus: Number of ranks that ZeRO divides the model over.
+        gpus: Number of ranks that ZeRO divides the model over. If null, 1, or all cards of a preset such as rtx4090-x2.
         tensor_parallel: Number of ranks that share each layer.
         micro_batch: Samples per rank and micro-batch. If null, as in ``ds_config``, or else 1.
         accumulation: Micro-batches per optimizer step. If null, as in ``ds_config``, or else 1.
@@ -160,7 +162,7 @@ class Scenario(Request):
         host_memory_bytes: Host memory of a node.
         storage_bytes: Storage of a node for optimizer state that memory cannot hold. If null, as in ``ds_config``, or
             else none.
-        device_memory_bytes: Memory of a GPU.
+        device_memory_bytes: Memory of a GPU. ``gpu_memory_bytes`` is another name of this field.
         link_bytes_per_s: Bandwidth in each direction between host and GPU.
         clip_rate: Fraction of steps that clip gradients or overflow. If null, 10% is assumed.
     """
@@ -168,11 +170,13 @@ class Scenario(Request):
     machine: Name | Machine = "h100-node"
     model: Name | ModelConfig | None = None
     workload: Name | Workload | None = None
-    gpus: Count = 1
+    gpus: Count | None = None
     tensor_parallel: Count = 1
     launcher: Launcher | None = None
     omp_threads: Count | None = None
-    device_memory_bytes: Positive | None = None
+    device_memory_bytes: Annotated[
+        Positive | None, Field(validation_alias=AliasChoices("device_memory_bytes", "gpu_memory_bytes"))
+    ] = None
     host_memory_bytes: Positive | None = None
     storage_bytes: Positive | None = None
     link_bytes_per_s: Positive | None = None
@@ -295,7 +299,8 @@ class WhatIf(Scenario):
     """
 
     strategies: Annotated[list[Name], Field(min_length=1, max_length=16)] | None = None
-    gpu_memory_bytes: Annotated[list[Positive], Field(min_length=1, max_length=256)] | None = None
+    device_memory_bytes: Positive | None = None
+    gpu_memory_bytes: Annotated[list[Positive], _OneOrMore, Field(min_length=1, max_length=256)] | None = None
     changes: Annotated[dict[Name, Annotated[list[float], Field(min_length=1, max_length=256)]], Field(max_length=6)] = (
         Field(
             default_factory=dict,

@@ -50,6 +50,7 @@ class Simulated(Figures):
     strategy: str
     fits: bool
     reason: str
+    notes: list[str] = Field(description="What was assumed, and what is not simulated.")
     limits: LimitsTold
     spans: list[dict[str, Any]] | None = Field(
         None, description="Every op with its start and end, if the request has `timeline`."
@@ -159,6 +160,7 @@ class MachineFacts(Answered):
     device_name: str
     device_kind: str
     gpus_per_node: int
+    default_gpus: int
     device_memory_bytes: int
     host_memory_bytes: int
     unified_memory: bool
@@ -206,6 +208,8 @@ class AnswerTold(Answered):
     plan: Plan | None
     use: UseTold | None
     limits: LimitsTold
+    about: str = Field(description="Model, parameters, machine and source of its rates in one line.")
+    notes: list[str] = Field(description="What was assumed, and what is not simulated.")
     machine: MachineTold
     workload: WorkloadTold
 

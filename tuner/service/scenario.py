@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
-from ebbtide.simulator.estimates.job import Job, plan_refusal
+from ebbtide.simulator.estimates.job import Job, default_ranks, plan_refusal
 from ebbtide.simulator.estimates.launchers import started
 from ebbtide.simulator.estimates.models.architecture import KEYS, is_multimodal, known_config, quantized
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
@@ -16,9 +16,10 @@ from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
 from ebbtide.simulator.estimates.offloading import Offloading, offloading
 from ebbtide.simulator.estimates.presets import preset
+from ebbtide.simulator.limits import within
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
-from ebbtide.simulator.rules import RuleError, broken, shortened
+from ebbtide.simulator.rules import RuleError, broken, shortened, worded
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
@@ -44,15 +45,20 @@ def machine_of(scenario: Scenario) -> Machine:
     machine = scenario.machine
     if isinstance(machine, str):
         machine = _preset(machine)
-    changes: dict[str, float] = {}
-    if scenario.device_memory_bytes is not None:
-        changes["device_memory_bytes"] = scenario.device_memory_bytes
-    if scenario.host_memory_bytes is not None:
-        changes["host_memory_bytes"] = scenario.host_memory_bytes
+    machine, limits, _ = within(machine, scenario.device_memory_bytes, scenario.host_memory_bytes)
+    changes: dict[str, float] = dict(limits)
     if scenario.link_bytes_per_s is not None:
         changes |= dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), scenario.link_bytes_per_s)
     with _as_asked():
         return machine.with_rates(**changes) if changes else machine
+
+
+def notes_of(scenario: Scenario, workload: Workload) -> tuple[str, ...]:
+    """Return sentences for the user: what was assumed, what is not simulated, and sizes that are not taken as given."""
+    named = scenario.machine
+    machine = _preset(named) if isinstance(named, str) else named
+    given = within(machine, scenario.device_memory_bytes, scenario.host_memory_bytes).notes
+    return (*given, *map(worded, workload.notes))
 
 
 @contextmanager
@@ -227,7 +233,7 @@ def job_of(scenario: Scenario) -> Job:
             micro_batch=scenario.micro_batch,
             accumulation=scenario.accumulation,
             zero_stage=scenario.zero_stage,
-            data_parallel=scenario.gpus,
+            data_parallel=scenario.gpus or default_ranks(machine_of(scenario), shape_of(scenario)),
             recompute=not scenario.keep_activations,
             **shape_of(scenario),
         )
@@ -278,7 +284,7 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
         "zero_stage": request.zero_stage,
         "sub_group_size": request.subgroup_size,
         "offload": None if request.offload else "none",
-        "gpus": request.gpus if "gpus" in request.model_fields_set else None,
+        "gpus": request.gpus,
     }
     # As in `tune search`: a DeepSpeed config without offload keys does not offload.
     offloads = request.offload if "offload" in request.model_fields_set else request.ds_config is None

@@ -11,7 +11,7 @@ from typing import Any
 
 from ebbtide.simulator.estimates.models.blocks import Architecture, DescribedArchitecture, ModelError
 from ebbtide.simulator.estimates.models.families import ALL, HUB, MODELS, family_numbers, missing_size
-from ebbtide.simulator.estimates.models.modules import built, built_from, is_module
+from ebbtide.simulator.estimates.models.modules import built, built_from, is_module, predicts_tokens
 from ebbtide.simulator.page import HIDDEN, LAYERS
 from ebbtide.simulator.rules import RuleError, spelled
 
@@ -56,9 +56,9 @@ def architecture(model: Model) -> Architecture:
         model = known_config(model)
     if isinstance(model, (str, Path)):
         model = _read(Path(model))
-    model = _config_of(model)
-    if is_module(model):
+    if is_module(model) and not predicts_tokens(model):
         return built_from(model)
+    model = _config_of(model)
     if not isinstance(model, Mapping):
         raise ModelError(
             "A model must be a name, a file, a dict, a Hugging Face config or a torch.nn.Module, but got "

@@ -4,6 +4,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -90,12 +91,26 @@ def is_module(model: object) -> bool:
     return torch is not None and isinstance(model, torch.nn.Module)
 
 
+def predicts_tokens(module: Any) -> bool:
+    """Return True if a module is a transformers model that predicts tokens, and that its config describes whole.
+
+    Others are models without a vocabulary, such as for images, encoders, and heads that classify.
+    """
+    config, outputs = getattr(module, "config", None), getattr(module, "get_output_embeddings", None)
+    if not hasattr(config, "model_type") or outputs is None or outputs() is None:
+        return False
+    with suppress(ModelError):
+        model_class(config)
+        return True
+    return False
+
+
 def built_from(module: Any) -> Architecture:
     """Return the architecture of a torch module that has no Hugging Face config. The module may be on the ``meta``
     device.
 
     The layers are the elements of the ``nn.ModuleList`` or ``nn.Sequential`` that has the most parameter elements.
-    Attention heads are assumed to have a dimension of 64.
+    If the module has no config with a number of attention heads, they are assumed to have a dimension of 64.
     """
     import torch
 
@@ -108,16 +123,18 @@ def built_from(module: Any) -> Architecture:
     hidden = widths.most_common(1)[0][0] if widths else 1
     tables = [m for m in module.modules() if isinstance(m, torch.nn.Embedding)]
     outputs = [p.shape[0] for p in held[-1] if p.ndim > 1]
-    reader = _Reader(module, None)
+    config = getattr(module, "config", None)
+    reader = _Reader(module, config if hasattr(config, "get_text_config") else None)
+    heads = reader._number(("num_attention_heads",)) or max(1, hidden // 64)
     # A model without an output matrix uses its first embedding.
     head = [p for p in held[-1] if p.ndim > 1] or [m.weight for m in tables[:1]]
     return BuiltArchitecture(
         name=type(module).__name__,
         layers=len(layers),
         hidden=hidden,
-        heads=max(1, hidden // 64),
+        heads=heads,
         vocabulary=max([1, *outputs, *(m.num_embeddings for m in tables)]),
-        kv_heads=max(1, hidden // 64),
+        kv_heads=reader._number(("num_key_value_heads",)) or heads,
         tied=not outputs,
         held=(
             _block("embedding", held[0], 0.0),

@@ -54,7 +54,9 @@ def test_the_page_names_model_and_machine(tmp_path, monkeypatch):
     assert CliRunner().invoke(main, ["plan", *common, "-o", "plan.json"]).exit_code == 0
     assert CliRunner().invoke(main, ["report", "plan.json", "-o", "report.html"]).exit_code == 0
     data = re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', Path("report.html").read_text(), re.DOTALL).group(1)
-    assert json.loads(data)["about"] == "GPT-2 1.5B on NVIDIA GeForce RTX 4090, a preset"
+    assert json.loads(data)["about"].startswith(
+        "GPT-2 1.5B, 1.56 B parameters, on 1 x NVIDIA GeForce RTX 4090 (preset rtx4090"
+    )
     plan = Plan.load("plan.json")
     assert plan.model_copy(update={"about": ""}).digest == plan.digest, "a plan's digest depends on its description"
 
