@@ -319,6 +319,7 @@ def _monitor_steps(engine: Any, session: Session) -> None:
 
 def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overlap_forward: bool, size: int) -> Session:
     optimizer = engine.optimizer
+    optimizer._module_of = weakref.ref(engine.module)
     if engine.zero_optimization_stage() == 3:
         from ebbtide.runtime.zero import stage3
 
@@ -329,7 +330,6 @@ def _take_over(engine: Any, plan: Plan, device: Device, rule: UpdateRule, overla
         from ebbtide.runtime.zero import stage12
 
         stage12.take_over(optimizer, plan, device, rule, overlap_forward=overlap_forward)
-    optimizer._module_of = weakref.ref(engine.module)
     session: Session = optimizer._ebbtide
     _keep_flowing(engine)
     optimizer._hooks += _record_forward(engine.module, session.recorder)

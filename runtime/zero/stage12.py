@@ -1,10 +1,10 @@
 """DeepSpeed's ZeRO-1 and ZeRO-2 optimizer under a plan, with bit-identical results.
 
-Model parameters are plain tensors under ZeRO-1 and 2, which any code may read without a hook. `step`
-therefore waits for its updates. During `step` CPU, GPU and copies work at the same time.
+Model parameters are plain tensors under ZeRO-1 and 2, which any code may read without a hook. On one rank, a parameter
+therefore waits at its first use (`first_touch`). On several ranks, `step` waits for its updates.
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.zero.cuts import Cut
+from ebbtide.runtime.zero.first_touch import FirstTouch
 from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HostSums, hand_back
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
@@ -34,14 +35,17 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     """
 
     _flat: FlatPartitions
+    _touch: FirstTouch | None = None  # None if steps wait for their updates
     _offload_accumulated_param_ids: set[int]
     low_precision_master_weights_and_grads: bool
     use_grad_accum_attribute: bool
     _overflows: list[torch.Tensor]
     shares_state = True
-    overlaps_forward = False
-    # These attributes are public. Readers outside must also see state that is resident in GPU memory.
+    # These attributes are public. Readers outside must also see state that is resident in GPU memory, and wait for
+    # updates.
     single_partition_of_fp32_groups = gated("single_partition_of_fp32_groups")
+    bit16_groups_flat = gated("bit16_groups_flat")
+    parallel_partitioned_bit16_groups = gated("parallel_partitioned_bit16_groups")
     state = gated("state", lambda self: self.optimizer.state)
 
     # -- backward ----------------------------------------------------------------------------
@@ -181,6 +185,7 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         """
         del closure
         own = self._ebbtide
+        self._settle_parameters()  # if no backward has done so
         own.begin_step()
         self.micro_step_id = INITIAL_MICRO_STEP_ID
         self._wait_for_offload_copies()
@@ -227,12 +232,20 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         own = self._ebbtide
         self._flat.before_update(own)
         own.update(self._scale_of(norm))
-        own.executor.wait_all()
+        own.recorder.issue_ends()
+        overlaps = self._touch is not None and own.plan.overlap_forward
+        if not overlaps:
+            own.executor.wait_all()
         self._lazy_init_hp_params_optimizer_state()
         for group in range(len(self.bit16_groups)):
             self.averaged_gradients[group] = None
         self.reset_cpu_buffers()
-        self._gather()
+        if overlaps:
+            assert self._touch is not None
+            subgroups = range(len(self._cuts))
+            self._touch.updates_launched(dict(zip(subgroups, own.executor.updates_of(subgroups), strict=False)))
+        else:
+            self._gather()
 
     def _scale_of(self, norm: torch.Tensor) -> float:
         if is_invalid_grad_norm(norm):
@@ -242,8 +255,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def _gather(self) -> None:
         self._ebbtide.recorder.gather_begins()
         all_gather_dp_groups(
-            groups_flat=self.bit16_groups_flat,
-            partitioned_param_groups=self.parallel_partitioned_bit16_groups,
+            groups_flat=self.__dict__["bit16_groups_flat"],
+            partitioned_param_groups=self.__dict__["parallel_partitioned_bit16_groups"],
             dp_process_group=self.real_dp_process_group,
             start_alignment_factor=self.nccl_start_alignment_factor,
             allgather_bucket_size=self.allgather_bucket_size,
@@ -252,13 +265,45 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         for group in range(len(self.bit16_groups)):
             self._update_model_bit16_weights(group)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # no gradient waits for its parameter
+            super().zero_grad(set_to_none)
+
     # -- readers and writers -----------------------------------------------------------------
 
+    @property
+    def overlaps_forward(self) -> bool:
+        return all(torch.distributed.get_world_size(group=group) == 1 for group in self.real_dp_process_group)
+
+    def touch_parameters(self) -> None:
+        """Let parameters wait at their first use from now on, if updates may overlap the next forward."""
+        module = self._module_of()
+        if module is not None and self._ebbtide.overlaps:
+            self._touch = FirstTouch(module, self._subgroups_of, self._ebbtide.device)
+            self._touch.find(self._shown())
+
+    def _subgroups_of(self, param: Any) -> list[int]:
+        return [place.subgroup for place in self._places(param)]
+
+    def _shown(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield each parameter with its part of DeepSpeed's flat buffer."""
+        flats = self.__dict__["bit16_groups_flat"]
+        tables = self.round_robin_bit16_groups, self.round_robin_bit16_meta, self.round_robin_bit16_offsets
+        for flat, *columns in zip(flats, *tables, strict=True):
+            for param, meta, offset in zip(*columns, strict=True):
+                yield param, flat.narrow(0, offset, meta.numel()).view(meta.shape).data
+
+    def _settle_parameters(self) -> None:
+        if self._touch is not None:
+            self._touch.settle_all()
+
     def wait(self) -> None:
-        """Wait until DeepSpeed's buffers hold all optimizer state. The model's parameters need no wait: they are up to
-        date after every step.
-        """
+        """Wait until DeepSpeed's buffers hold all optimizer state, and the model's parameters their new values."""
         self.publish()
+
+    def publish(self) -> None:
+        super().publish()
+        self._settle_parameters()
 
     def _link_all_hp_params(self) -> None:
         """Make DeepSpeed's links from parameters to their optimizer state anew. Access through the links
@@ -363,6 +408,8 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
             self.get_data_parallel_partitions(flat, group) for group, flat in enumerate(self.bit16_groups_flat)
         ]
         self._flat.find_parameters()
+        if self._touch is not None:
+            self._touch.find(self._shown())
 
     # -- what the session asks ---------------------------------------------------------------
 
@@ -371,7 +418,14 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         return self._flat.cuts
 
     def first_use(self) -> list[int]:
-        return list(range(len(self._flat.cuts)))  # each step waits for all updates
+        module = self._module_of()
+        assert module is not None  # the engine keeps the module alive
+        place = {param: i for i, param in enumerate(module.parameters())}
+        first = [len(place)] * len(self._flat.cuts)
+        for param in self._trained():
+            for subgroup in self._subgroups_of(param):
+                first[subgroup] = min(first[subgroup], place.get(param, len(place)))
+        return first
 
     def _trained(self) -> list[Any]:
         return [param for group in self.bit16_groups for param in group]
@@ -395,6 +449,11 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
 
     def adopt(self, state: SubgroupState) -> None:
         self._flat.adopt(state)
+
+    def _let_go(self) -> None:
+        if self._touch is not None:
+            self._touch.close()
+        super()._let_go()
 
     def parameter_location(self) -> ParameterLocation:
         return "device"
@@ -432,6 +491,7 @@ def take_over(optimizer: Any, plan: Plan, device: Device, rule: UpdateRule, *, o
     optimizer.accumulated_grads_in_cpu = HostSums(optimizer.accumulated_grads_in_cpu, optimizer._sum_on_host)
     optimizer._link_all_hp_params()
     optimizer.resume_rule()
+    optimizer.touch_parameters()
     # For ``engine.basic_optimizer.state_dict()``. ZeRO-3 needs no hook, because its state dict has no parameters
     # between steps.
     inner = optimizer.optimizer

@@ -56,20 +56,15 @@ def check_plan(plan: Plan, workload: Workload) -> None:
 
 
 def check_locations(plan: Plan, zero_stage: int) -> None:
-    """Check that a plan's early updates, parameter locations and optimizer state on drives are possible at a ZeRO
-    stage.
-
-    An early update starts before the gradient norm is known.
+    """Check that a plan's parameter locations and optimizer state on drives are possible at a ZeRO stage.
 
     Raises:
-        PlanError: The stage is below 3, and the plan has early updates, parameters in host memory or optimizer state on
-            drives. Below ZeRO-3 each rank has all parameters, and DeepSpeed keeps the optimizer state in one flat
-            partition.
+        PlanError: The stage is below 3, and the plan has parameters in host memory or optimizer state on drives. Below
+            ZeRO-3 each rank has all parameters, and DeepSpeed keeps the optimizer state in one flat partition.
     """
     if zero_stage == 3:
         return
     only_zero3 = (
-        (any(way.early for way in plan.ways), "sets early updates (before the gradient norm is known)"),
         ("host" in plan.parameter_locations, "puts 16-bit parameters into host memory"),
         (plan.stores, "puts optimizer state on a drive (placement 'stored')"),
     )
