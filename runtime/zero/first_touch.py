@@ -211,7 +211,7 @@ class FirstTouch:
         self._watch_compiler()
         self._assign()
         self._ends, self._streams = ends, self._device.training_streams()
-        running = {subgroup for subgroup, end in ends.items() if not end.ended}
+        running = {subgroup for subgroup, end in ends.items() if not end.ended or end.error}
         self._settled = ends.keys() - running
         now = [one for one in self._touched if self.waits_in_step or not one.may_wait]
         self._wait({subgroup for one in now for subgroup in one.subgroups & running})

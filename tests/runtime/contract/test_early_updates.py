@@ -17,7 +17,17 @@ from studies.bench.bits import differences, state_of
 from studies.bench.byte_gpt import SIZES, Batches
 from tests.runtime.contract import test_bits
 from tests.runtime.contract.test_pieces import LARGE, dropping
-from tests.runtime.contract.training import DEVICES, SUBGROUP, assert_same, attached, outcome, plan_for, start, steps
+from tests.runtime.contract.training import (
+    DEVICES,
+    SUBGROUP,
+    all_state,
+    assert_same,
+    attached,
+    outcome,
+    plan_for,
+    start,
+    steps,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
@@ -42,7 +52,9 @@ PATTERNS = {
     "all": [*MIXED, "stored"],
 }
 PIECES = {f"pieces {name}": PATTERNS[name] for name in ("host", "staged", "mixed")}
-PLANS = PATTERNS | PIECES
+# ZeRO-1 and 2 have flat partitions, which plans cut as they like.
+FLAT = {f"ZeRO-{stage} {name}": PATTERNS[name] for stage in (1, 2) for name in ("host", "staged", "mixed")}
+PLANS = PATTERNS | PIECES | FLAT
 
 
 def engine_for(name, case="no_clipping", **options):
@@ -53,6 +65,8 @@ def engine_for(name, case="no_clipping", **options):
             large.
     """
     options = {"clipping": 0.0, "subgroup_size": LARGE if name in PIECES else SUBGROUP, **CASES[case], **options}
+    if name in FLAT:
+        options["stage"] = int(name[5])
     if "model" in options:
         options["model"] = options["model"]()
     return start(**options)
@@ -66,7 +80,8 @@ def trained(train, name, *args, **options):
 
 def stock(train, name, *args, **options):
     """Return stock DeepSpeed's result, which is trained once for all plans with subgroups of the same size."""
-    return trained(train, "pieces mixed" if name in PIECES else "mixed", *args, **options)
+    like = "pieces mixed" if name in PIECES else f"{name[:6]} mixed" if name in FLAT else "mixed"
+    return trained(train, like, *args, **options)
 
 
 def pausing(name, options=None, **fields):
@@ -82,7 +97,8 @@ def pausing(name, options=None, **fields):
     engine = engine_for(name, **(options or {}))
     attached(engine, PLANS[name], DEVICE, pieces=name in PIECES, **(ALL | fields))
     session, counts = engine.optimizer._ebbtide, []
-    assert (len(session.plan.placements) > len(engine.optimizer.fp16_groups)) == (name in PIECES)
+    if name not in FLAT:
+        assert (len(session.plan.placements) > len(engine.optimizer.fp16_groups)) == (name in PIECES)
     assert updated_early(engine)
     settle = session.executor.settle
 
@@ -115,6 +131,10 @@ RIGHT_PIECES = [*RIGHT, "one_subgroup", "fp32_accumulation", "l2_adam", "small_b
         *(("mixed", case, {}) for case in (*RIGHT[1:], "learning_rate_schedule")),
         *(("pieces mixed", case, {}) for case in RIGHT_PIECES),
         *((name, "accumulation", {"device_sums": True}) for name in PIECES),
+        *((name, "no_clipping", {}) for name in FLAT),
+        *((f"ZeRO-{stage} mixed", "no_clipping", {"overlap_forward": False}) for stage in (1, 2)),
+        *(("ZeRO-2 mixed", case, {}) for case in (*RIGHT[1:], "fp32_accumulation", "small_buckets", "dropout")),
+        ("ZeRO-1 mixed", "accumulation", {}),
     ],
 )
 def test_right_early_updates(name, case, fields):
@@ -134,6 +154,8 @@ NEVER, ALWAYS, UNTIL_PAUSED = [0] * 4, [1] * 4, [1, 1, 0, 0]
         *((name, NEVER) for name in ("mixed", "pieces mixed")),
         *((name, UNTIL_PAUSED) for name in ("mixed", "beside stored", "all")),
         ("pieces mixed", ALWAYS),
+        ("ZeRO-2 mixed", ALWAYS),
+        ("ZeRO-1 mixed", NEVER),
     ],
 )
 def test_wrong_early_updates_are_redone_and_then_left_out(name, begun):
@@ -176,6 +198,8 @@ def at_a_bound_that_some_steps_reach():
         ("pieces mixed", {"order_seed": 3}, 1),
         ("pieces mixed", {"speculate_visits": 2}, 1),
         ("pieces mixed", {}, 2),
+        *((f"ZeRO-{stage} {name}", {}, 1) for stage in (1, 2) for name in ("host", "staged")),
+        *((f"ZeRO-{stage} mixed", {"order_seed": 3}, 2) for stage in (1, 2)),
     ],
 )
 def test_some_steps_clip(name, fields, accumulation):
@@ -186,7 +210,7 @@ def test_some_steps_clip(name, fields, accumulation):
     assert accumulation > 1 or {right > 0 for begun, right in counts if begun} == {True, False}
 
 
-@pytest.mark.parametrize("name", ["all", "pieces mixed"])
+@pytest.mark.parametrize("name", ["all", "pieces mixed", "ZeRO-1 mixed", "ZeRO-2 mixed"])
 def test_overflows(monkeypatch, name):
     """Check that training steps with early updates, some of which overflow, have stock DeepSpeed's results.
 
@@ -213,7 +237,7 @@ def with_a_skipped_step(engine):
     return state, torch.stack(losses), None
 
 
-@pytest.mark.parametrize("name", ["all", "pieces mixed"])
+@pytest.mark.parametrize("name", ["all", "pieces mixed", "ZeRO-2 mixed"])
 def test_staged_updates_of_a_skipped_step_without_early_updates(name):
     """Check that optimizer state that was copied to the GPU for an update stays there for the next step if
     this step is skipped.
@@ -239,15 +263,21 @@ def another_gradient(engine, number):
 
 def another_master(engine, number):
     for param in list(engine.module.parameters())[number::3]:
-        safe_set_full_fp32_param(param, torch.full(param.ds_shape, 0.01 * (number + 1)))
+        safe_set_full_fp32_param(param, torch.full(getattr(param, "ds_shape", param.shape), 0.01 * (number + 1)))
+
+
+def masters_of(engine):
+    names = "fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"
+    return getattr(engine.optimizer, names[engine.zero_optimization_stage() < 3])
 
 
 def another_master_in_place(engine, number):
-    engine.optimizer.fp32_partitioned_groups_flat[number % 2].data.mul_(0.5)
+    masters = masters_of(engine)
+    masters[number % len(masters)].data.mul_(0.5)
 
 
 def another_moment_in_place(engine, number):
-    master = engine.optimizer.fp32_partitioned_groups_flat[0]
+    master = masters_of(engine)[0]
     if "exp_avg" in engine.optimizer.state[master]:
         engine.optimizer.state[master]["exp_avg"].mul_(0.5 + number)
 
@@ -263,8 +293,8 @@ IN_PLACE = [another_master_in_place, another_moment_in_place]  # writes to a vie
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        *((name, change) for name in ("all", "pieces mixed") for change in SAID),
-        *((name, change) for name in ("mixed", "pieces mixed") for change in IN_PLACE),
+        *((name, change) for name in ("all", "pieces mixed", "ZeRO-2 mixed") for change in SAID),
+        *((name, change) for name in ("mixed", "pieces mixed", "ZeRO-2 mixed") for change in IN_PLACE),
     ],
 )
 def test_what_changes_between_backward_and_step(name, change):
@@ -310,7 +340,7 @@ def nothing(engine, number):
     pass
 
 
-@pytest.mark.parametrize("name", ["mixed", "beside stored", "pieces mixed", "pieces host"])
+@pytest.mark.parametrize("name", ["mixed", "beside stored", "pieces mixed", "pieces host", "ZeRO-2 mixed"])
 def test_a_checkpoint_in_flight(tmp_path, name, small_blocks):
     """Check that an early update does not write to memory from which a checkpoint is still being written."""
     saved = (1, 2, 4)  # early updates of parts write to DeepSpeed's own tensors in every second step
@@ -333,7 +363,7 @@ def test_a_checkpoint_in_flight(tmp_path, name, small_blocks):
             resumed.append(engine_for(name))
         for ours in resumed:
             ours.load_checkpoint(str(tmp_path), tag=f"{number}")
-            assert not differences(state_of(ours), expected)
+            assert not differences(all_state(ours), expected)
             ours.destroy()
 
 

@@ -10,10 +10,13 @@ import multiprocessing.reduction
 import pickle
 import threading
 
+import ebbtide.runtime
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ebbtide.runtime.devices.lane import BackgroundError
+from ebbtide.runtime.zero import first_touch
 from ebbtide.runtime.zero.first_touch import FirstTouch, Pending
 from ebbtide.runtime.zero.stage12 import EbbtideStage2
 from ebbtide.simulator.schedule import OpKind
@@ -22,7 +25,8 @@ from torch.nn import functional as F
 from torch.utils import checkpoint, dlpack
 
 from studies.bench.byte_gpt import SIZES, Batches, train_step
-from tests.runtime.contract.training import DEVICES, attached, start
+from tests.runtime.contract.small_model import SmallModel
+from tests.runtime.contract.training import DEVICES, assert_same, attached, device_of, outcome, plan_for, start, train
 
 pytestmark = [
     pytest.mark.usefixtures("only_rank"),
@@ -119,11 +123,6 @@ def in_thread(call):
 def traced(w):
     x = torch.ones(1, dtype=w.dtype)
     return torch.jit.trace(lambda x: x + w, x)(x)
-
-
-def compiled_sum(p):
-    torch.compiler.reset()
-    return torch.compile(lambda w: (w * 2).sum(), backend="eager")(p)
 
 
 def written(p, call):
@@ -226,7 +225,6 @@ READS = {
     "all_gather": lambda e, p: dist.all_gather([torch.empty(p.shape, dtype=p.dtype)], p.detach()),
     "broadcast_object": lambda e, p: dist.broadcast_object_list([p.data], 0),
     "jit.trace": lambda e, p: traced(p.detach()),
-    "compiled function": lambda e, p: compiled_sum(p),
     "evaluation": lambda e, p: e.module.eval()(*batch(e, 7)),
     "forward": lambda e, p: e(*batch(e, 8)),
     "a module's forward": lambda e, p: e.module.first(torch.ones(1, 1, 64, dtype=p.dtype)),
@@ -337,3 +335,264 @@ def test_what_has_no_value_does_not_wait(two, name):
     assert type(held[1]) is Pending
     assert found == VALUELESS[name](held[0])
     ours.optimizer.wait()
+
+
+def settled(engine):
+    return [name for name, p in engine.module.named_parameters() if type(p) is nn.Parameter]
+
+
+@pytest.mark.parametrize("two", [1, 2], indirect=True)
+def test_forward_waits_module_by_module(two):
+    """Check that a module that begins has waited for its own parameters, while those of the last module still wait."""
+    stock, ours, holding = two
+    seen, hooks = {}, []
+    for name, module in ours.module.named_children():
+
+        def before(*_, name=name):
+            seen[name] = settled(ours)
+
+        hooks.append(module.register_forward_pre_hook(before))
+    stock_step(stock)
+    holding.step()
+    loss = ours(*batch(ours, 3))
+    for hook in hooks:
+        hook.remove()
+    for name in ("bytes_in", "first", "second", "head"):
+        own = [f"{name}.{p}" for p, _ in ours.module.get_submodule(name).named_parameters()]
+        assert set(own) <= set(seen[name])
+    assert "head.weight" not in seen["bytes_in"]
+    assert len(seen["bytes_in"]) < len(seen["second"])
+    assert torch.equal(loss, stock(*batch(stock, 3)))
+
+
+@pytest.mark.parametrize("two", [2], indirect=True)
+def test_a_graph_made_before_the_step_is_differentiated_with_the_new_values(two):
+    """Check that backward of a graph that was made before a step reads the parameters after the step.
+
+    Autograd reads them without Python, so backward waits before it begins.
+    """
+    stock, ours, holding = two
+    found = []
+    for engine, step in ((stock, lambda: stock_step(stock)), (ours, holding.step)):
+        p = engine.module.first.widen
+        x = torch.ones(1, p.shape[1], dtype=p.dtype, requires_grad=True)
+        y = F.linear(x, p).sum()
+        step()
+        found.append(torch.autograd.grad(y, x)[0])
+    assert holding.waits > 0
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("two", [2], indirect=True)
+def test_code_that_asks_no_class_sees_no_old_value(two):
+    _, ours, holding = two
+    stock_step(two[0])
+    holding.step()
+    assert torch.tensor(ours.module.first.widen).isnan().all()
+    assert holding.waits == 0
+
+
+class Quantized(nn.Parameter):
+    """A parameter of a class of its own, which must stay."""
+
+
+class Unusual(SmallModel):
+    """A model with a parameter of a subclass, a list of parameters, a tied, a frozen and an unused parameter."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.own = Quantized(torch.full((64,), 0.5))
+        self.listed = nn.ParameterList([nn.Parameter(torch.full((64,), 0.1 * i)) for i in range(3)])
+        self.frozen = nn.Parameter(torch.ones(64), requires_grad=False)
+        self.unused = nn.Linear(64, 64)
+        self.head.weight = self.bytes_in.weight
+
+    def forward(self, inputs, targets):
+        x = self.first(self.bytes_in(inputs)) * self.own + self.frozen
+        x = self.second(sum((x * p for p in self.listed), start=x))
+        logits = F.linear(x, self.head.weight)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_unusual_parameters(stage, monkeypatch):
+    ours = attached(start(model=Unusual(), stage=stage), MIX, "emulated", seed=None, subgroup=5_000)
+    classes = []
+
+    def look(engine, number):
+        del number
+        classes.append({name: type(p) for name, p in engine.module.named_parameters()})
+
+    result = outcome(ours, each=look)
+    assert {c["own"] for c in classes} == {Quantized}
+    assert {c["frozen"] for c in classes} == {nn.Parameter}
+    assert_same(result, outcome(start(model=Unusual(), stage=stage)))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_evaluation_takes_the_kernels_that_stock_takes(stage):
+    """Check evaluation right after a step. Some modules of torch take other kernels for parameters of another class."""
+
+    def model():
+        torch.manual_seed(0)
+        return nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+
+    seen = []
+    for attach in (lambda e: e, lambda e: attached(e, MIX, "emulated", subgroup=3_000)):
+        engine = attach(start(model=model(), stage=stage))
+        notes = []
+        for number in range(3):
+            torch.manual_seed(number)
+            x = torch.randn(2, 5, 32).bfloat16()
+            engine.train()
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+            engine.eval()
+            with torch.no_grad():
+                notes.append(engine(x).clone())
+        seen.append(notes)
+        engine.destroy()
+    assert all(map(torch.equal, *seen))
+
+
+class Whole(nn.Module):
+    """A model that torch.compile compiles without a graph break."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bytes_in, self.first = nn.Embedding(256, 64), nn.Linear(64, 256)
+        self.second, self.head = nn.Sequential(nn.Linear(256, 64), nn.LayerNorm(64)), nn.Linear(64, 256)
+
+    def forward(self, inputs, targets):
+        logits = self.head(self.second(F.gelu(self.first(self.bytes_in(inputs)))))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def whole(engine):
+    engine.module.compile(backend="eager")
+
+
+def parts(engine):
+    for module in engine.module.children():
+        module.compile(backend="eager")
+
+
+def forwards(engine):
+    engine.module.second.forward = torch.compile(engine.module.second.forward, backend="eager")
+    engine.module.forward = torch.compile(engine.module.forward, backend="eager")
+
+
+def wrapped(engine):
+    engine.module.second = torch.compile(engine.module.second, backend="eager")
+
+
+@pytest.mark.parametrize("compiled", [whole, parts, forwards, wrapped])
+@pytest.mark.parametrize("when", ["before", "after", "late"])
+def test_compiled_modules_are_compiled_once_and_whole(compiled, when, dynamo):
+    """Check that compiled modules see plain parameters only, so that nothing is compiled again in later steps."""
+
+    def counts():
+        return dynamo["stats"]["unique_graphs"], sum(dynamo["graph_break"].values())
+
+    def made():
+        engine = start(model=Whole(), stage=2)
+        if when == "before":
+            compiled(engine)
+        return engine
+
+    def run(engine):
+        torch.compiler.reset()
+        dynamo.clear()
+        if when == "after":
+            compiled(engine)
+        found = []
+
+        def look(engine, number):
+            if when == "late" and number == 0:
+                compiled(engine)
+            found.append(counts())
+
+        return outcome(engine, 6, each=look), found
+
+    stock, ours = run(made()), run(attached(made(), MIX, "emulated"))
+    assert_same(ours[0], stock[0])
+    assert [breaks for _, breaks in ours[1]] == [breaks for _, breaks in stock[1]]
+    assert ours[1][-1] == ours[1][2]  # with later steps, nothing is compiled again
+
+
+def test_a_compiled_function_outside_of_modules_ends_the_overlap(caplog, dynamo):
+    """Check a compiled function that reads parameters which no module's forward precedes: it has stock's results, and
+    is not compiled again without end.
+    """
+
+    def run(engine):
+        torch.compiler.reset()
+        penalty = torch.compile(lambda: engine.module.head.weight.float().square().sum(), backend="eager")
+        dynamo.clear()
+        notes, frames = [], []
+
+        def look(engine, number):
+            notes.append(penalty().detach())
+            frames.append(dynamo["stats"]["calls_captured"])
+
+        return outcome(engine, 8, each=look), notes, frames
+
+    ours, stock = run(attached(start(stage=2), MIX, "emulated")), run(start(stage=2))
+    assert_same(ours[0], stock[0])
+    assert all(map(torch.equal, ours[1], stock[1]))
+    assert ours[2][-1] == ours[2][5]
+    assert "reads parameters outside of their modules" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "read", [lambda e: e.module.head.weight.data, lambda e: e.optimizer.wait(), lambda e: train(e, 1)]
+)
+def test_a_failed_update_is_raised_by_the_first_touch(read):
+    engine = attached(start(stage=2), MIX, "emulated", seed=None)
+    train(engine, 1)
+    engine.optimizer.wait()
+
+    def fail(op):
+        if op.kind in HELD:
+            raise OSError("the memory of this test has died")
+
+    engine.optimizer._ebbtide.executor.gradients.before_op = fail
+    train(engine, 1)
+    for _ in range(2):
+        with pytest.raises(BackgroundError, match="the memory of this test has died"):
+            read(engine)
+    with pytest.raises(BackgroundError):
+        engine.destroy()
+    assert {type(p) for p in engine.module.parameters()} == {nn.Parameter}
+    assert not first_touch._waiting
+
+
+def test_two_engines_and_a_destroyed_one():
+    engines = [attached(start(stage=2), MIX, "emulated") for _ in range(2)]
+    results = [train(engine, 3) for engine in engines]
+    engines[0].destroy()
+    values = [[p.detach().clone() for p in engine.module.parameters()] for engine in engines]
+    engines[1].destroy()
+    stock = start(stage=2)
+    expected = train(stock, 3)
+    for result, shown in zip(results, values, strict=True):
+        assert all(map(torch.equal, result[0], expected[0]))
+        assert all(map(torch.equal, shown, stock.module.parameters()))
+    stock.destroy()
+    assert not first_touch._waiting
+
+
+def test_no_wait_is_left_to_first_touches_without_overlap():
+    engine = start(stage=2)
+    plan = plan_for(engine, MIX, overlap_forward=False)
+    ebbtide.runtime.attach(engine, plan, device=device_of("emulated"))
+    for number in range(3):
+        train(engine, 1, first=number)
+        assert {type(p) for p in engine.module.parameters()} == {nn.Parameter}
+    engine.optimizer._ebbtide.switch(plan.model_copy(update={"overlap_forward": True}))
+    seen = []
+    train(engine, 3, first=3, each=lambda e, _: seen.append(any(type(p) is Pending for p in e.module.parameters())))
+    assert any(seen)
+    engine.destroy()
