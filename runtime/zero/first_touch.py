@@ -75,12 +75,13 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(torch.Tensor, name).__get__ for name in names}
 
 
+_GRADIENT: Any = torch.Tensor.grad
 # Functions that use no value of a parameter, and so need not wait.
 VALUELESS = frozenset(
     {
         *_getters("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout"),
-        torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
-        torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
+        _GRADIENT.__set__,
+        _GRADIENT.__delete__,
         torch.Tensor.numel,
         torch.Tensor.nelement,
     }
