@@ -42,7 +42,7 @@ class WayRun(Page):
         early: True if the update starts before the gradient norm is known, assuming that the step neither clips
             nor overflows. If the step clips or overflows, the update is dropped and redone. An early update needs
             extra host memory for new state and new parameters. Early updates are allowed only for ``host`` and
-            ``device`` with parameters on the device, and only under ZeRO-3.
+            ``device`` with parameters on the device.
         sum_on_device: True if, with gradient accumulation, the sum of the micro-batches' gradients stays on the
             GPU until the last micro-batch is added. The sum takes GPU memory for one gradient. Sums on the GPU are
             allowed only for ``host`` and ``stored``.

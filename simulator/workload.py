@@ -89,8 +89,9 @@ class Workload(Shown, Page):
             the machine's ``loop_s``, which `tune calibrate` determines. CPU updates and copies continue in this time.
         stock_threads: Number of OpenMP threads of one rank's CPU updates in DeepSpeed. None: as many as there are
             cores. ebbtide uses the plan's ``threads`` instead.
-        zero_stage: DeepSpeed's ZeRO stage. Below 3 each rank has all parameters, a step waits for its updates, and the
-            ranks then exchange updated parameters. ZeRO-1 reduces gradients only after the last micro-batch.
+        zero_stage: DeepSpeed's ZeRO stage. Below 3 each rank has all parameters. With several ranks, a step then waits
+            for its updates, and the ranks exchange updated parameters. ZeRO-1 reduces gradients only after the last
+            micro-batch.
         reduced_beside: Fraction of the network traffic of a layer's gradient reduction (network_reduce_bytes) that
             overlaps with the next layer's backward. The rest comes first, and that backward waits for it, because
             parameters for that backward are gathered over the network only after the rest.
@@ -216,6 +217,13 @@ class Workload(Shown, Page):
                 "keeps them whole, but got network_gather_bytes: use network_step_gather_bytes",
                 key="layers",
             )
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Return whether updates may continue during the next forward. Below ZeRO-3 they may not if ranks exchange
+        updated parameters at the end of a step.
+        """
+        return self.zero_stage == 3 or not (self.step_gather_s or self.network_step_gather_bytes)
 
     @property
     def activation_bytes(self) -> int:

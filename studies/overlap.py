@@ -1,6 +1,7 @@
 """Distance of executed plans from the lower bound of an iteration, on an emulated device.
 
     python -m studies.overlap --json overlap.json
+    python -m studies.overlap --json overlap-zero-2.json --zero-stage 2
 
 The lower bound is a time that no plan can beat: ``backward + max(forward, U*)``, where ``U*`` is the shortest time in
 which the machine could do all updates (`ebbtide.simulator.analysis.bound`). DeepSpeed, copies and arithmetic are real.
@@ -20,7 +21,7 @@ with early updates, and with the time of the best plan without early updates. In
 steps clip. No number of this study is a GPU measurement.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,15 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="use a small, fast model, and plans for the given times, for tests"
     )
+    parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), default=3, help="DeepSpeed's ZeRO stage")
     args = parser.parse_args()
     become_only_rank(quiet=True)
     setting = Setting(layers=6, hidden=256).scaled(0.2) if args.quick else Setting()
+    setting = replace(setting, zero_stage=args.zero_stage)
     figures = measure(setting, args.steps, args.json.with_suffix(".trace.json"))
     passes = Setting(layers=8, hidden=256).scaled(0.1) if args.quick else many_layers()
     ratios = (1.0,) if args.quick else UPDATE_RATIOS
+    passes = replace(passes, zero_stage=args.zero_stage)
     figures |= measure_early_updates(passes, args.steps, args.clipped_steps, ratios, profiled=not args.quick)
     publish("overlap", args.json, figures)
 

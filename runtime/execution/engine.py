@@ -26,12 +26,14 @@ class TrainingEngine(Protocol):
     Attributes:
         shares_state: True if the framework keeps its own buffers of optimizer state under a plan. In this case, the old
             state buffers of a subgroup that moves to other memory are not released.
-        overlaps_forward: True if code that reads parameters can be made to wait, so that a step need not wait for its
-            updates.
     """
 
     shares_state: bool
-    overlaps_forward: bool
+
+    @property
+    def overlaps_forward(self) -> bool:
+        """Return whether code that reads parameters can be made to wait, so that a step need not wait itself."""
+        ...
 
     def sizes(self) -> tuple[int, ...]:
         """Return the number of elements of each subgroup on this rank, in the order of subgroups."""

@@ -177,16 +177,17 @@ def attach(
     """Run the optimizer of an existing DeepSpeed ZeRO engine under a plan, and return the engine.
 
     From then on ``engine.optimizer`` is an `EbbtideStage3`. For ZeRO-1 and 2 it is an `EbbtideStage2`, whose steps wait
-    for their updates. The optimizer's use of host memory falls to 14 bytes per parameter (12 of state, 2 of gradient)
-    plus buffers, which are logged. During the change the use is at most 16 bytes per parameter, since state moves one
-    subgroup at a time.
+    for their updates on several ranks. The optimizer's use of host memory falls to 14 bytes per parameter (12 of state,
+    2 of gradient) plus buffers, which are logged. During the change the use is at most 16 bytes per parameter, since
+    state moves one subgroup at a time.
 
     Args:
         machine: The machine that the plan was made for. If another machine runs the plan, a warning names the
             difference. With ``"auto"``, a plan is made for the given machine, and nothing is measured before training.
         checkpoint: Checkpoint settings that replace the plan's.
-        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code that reads
-            ``p.data`` or ``p.ds_tensor`` directly after a step, which cannot be made to wait.
+        overlap_forward: If False, steps wait for their updates, whatever the plan says. Use this for code that cannot
+            be made to wait: under ZeRO-3 code that reads ``p.data`` or ``p.ds_tensor`` directly after a step, under
+            ZeRO-1 and 2 code that keeps ``p.data`` over a step.
 
     Raises:
         ConfigError: A plan cannot be applied to the engine.

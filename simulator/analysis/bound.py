@@ -62,7 +62,7 @@ def lower_bound(
         ValueError: No plan fits into memory.
     """
     limits = limits or Limits.of(workload, machine, margin=0.0)
-    p = problem(workload, machine, limits, early=workload.zero_stage == 3 and not machine.unified_memory)
+    p = problem(workload, machine, limits, early=workload.zero_stage > 1 and not machine.unified_memory)
     if away is not None:
         there = [n for n, way in enumerate(p.ways) if way.parameters == "host"]
         p.rows.equal(away / workload.params, (p.x[:, there].ravel(), 1.0))
@@ -164,7 +164,7 @@ def _passes_s(workload: Workload, machine: Machine) -> float:
     work = workload.one_subgroup.model_copy(update={"module_issue_s": 0.0})
     sweep = PlanSweep(work, machine.model_copy(update=at_once))
     placed = np.array([PLACEMENT_CODES["resident"]], dtype=np.int8)
-    row = sweep.evaluate(placed, 0, overlap_forward=workload.zero_stage == 3)
+    row = sweep.evaluate(placed, 0, overlap_forward=workload.overlaps_forward)
     return _rounded_down(float(row[summary.ITERATION_S]))
 
 

@@ -182,10 +182,10 @@ class PlanSweep:
             overwrites the arrays of the schedule.
         """
         self._check(placement, staging_slots, prefetch, host_slots)
-        if overlap_forward and self.workload.zero_stage < 3:
+        if overlap_forward and not self.workload.overlaps_forward:
             raise PlanError(
-                f"overlap_forward must be false for ZeRO-{self.workload.zero_stage}, whose steps wait for their "
-                "updates, but got true"
+                f"overlap_forward must be false for ZeRO-{self.workload.zero_stage} with several ranks, whose steps "
+                "wait for their updates, but got true"
             )
         both = self.amounts(placement)
         slots = self.slots(both, staging_slots, host_slots)

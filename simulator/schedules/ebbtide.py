@@ -46,9 +46,9 @@ def check_plan(plan: Plan, workload: Workload) -> None:
             "and sub_group_size",
             key="plan.ways",
         )
-    if plan.overlap_forward and workload.zero_stage < 3:
+    if plan.overlap_forward and not workload.overlaps_forward:
         raise PlanError(
-            f"plan.overlap_forward must be false under ZeRO-{workload.zero_stage}, whose steps "
+            f"plan.overlap_forward must be false under ZeRO-{workload.zero_stage} with several ranks, whose steps "
             "wait for their updates, but got true: plan again with `tune plan`",
             key="plan.overlap_forward",
         )

@@ -238,11 +238,11 @@ def no_offload(workload: Workload, iterations: int = 3) -> Schedule:
 def ebbtide(workload: Workload, iterations: int = 3, plan: Plan | None = None) -> Schedule:
     """Return the schedule of training with ebbtide's runtime under a plan.
 
-    Without a plan, the CPU updates all subgroups. Below ZeRO-3 a step waits for its updates.
+    Without a plan, the CPU updates all subgroups, during the next forward if possible.
     """
     if plan is None:
         ways = Way.each(["host"] * len(workload.subgroups))
-        plan = Plan(subgroup_size=max(workload.subgroups), ways=ways, overlap_forward=workload.zero_stage == 3)
+        plan = Plan(subgroup_size=max(workload.subgroups), ways=ways, overlap_forward=workload.overlaps_forward)
     return build_schedule(workload, plan, iterations)
 
 

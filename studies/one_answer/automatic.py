@@ -54,7 +54,7 @@ def automatic(job: Workload, machine: Machine, *, stores: bool = False) -> tuple
     free_device = machine.device_memory_bytes - machine.device_reserved_bytes - watched.device_peak_bytes
     free_device -= int(DEVICE_MEMORY_MARGIN * machine.device_memory_bytes)
     free_host = room - footprint(work, first)["host"]
-    current = first.model_copy(update={"overlap_forward": work.zero_stage == 3})
+    current = first.model_copy(update={"overlap_forward": work.overlaps_forward})
     found = better_plan(seen, known, current, max(0, free_device), max(0, free_host))
 
     def run(plan: Plan) -> SimResult:

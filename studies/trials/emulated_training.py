@@ -35,8 +35,8 @@ def start(setting: Setting, **zero: Any) -> Any:
     from studies.bench.byte_gpt import ds_config, stock_engine
 
     torch.manual_seed(0)
-    micro_batches = setting.micro_batches
-    config = ds_config(ROWS, setting.subgroup, accumulation=micro_batches, reduce_bucket_size=setting.weight, **zero)
+    given = {"accumulation": setting.micro_batches, "stage": setting.zero_stage, "reduce_bucket_size": setting.weight}
+    config = ds_config(ROWS, setting.subgroup, **{**given, **zero})
     return stock_engine(PacedModel(setting), config)
 
 

@@ -9,6 +9,7 @@ import torch
 from ebbtide.simulator import Layer, Machine, Quantity, Workload
 from ebbtide.simulator.machine import OUT_OF_PLACE
 from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.workload import ZeroStage
 from torch import nn
 
 from studies.bench.products import product
@@ -34,6 +35,7 @@ class Setting:
             place.
         layers_per_subgroup: Number of layers in one subgroup of optimizer state. It must divide ``layers``.
         micro_batches: Number of gradient accumulation steps.
+        zero_stage: DeepSpeed's ZeRO stage.
     """
 
     layers: int = 16
@@ -49,6 +51,7 @@ class Setting:
     host_adam_out_of_place: float = OUT_OF_PLACE
     layers_per_subgroup: int = 1
     micro_batches: int = 1
+    zero_stage: ZeroStage = 3
 
     def scaled(self, factor: float) -> "Setting":
         """Return settings of an emulated training with all durations (of layers, copies and updates) multiplied by
@@ -146,6 +149,7 @@ class Setting:
             layers=(layer,) * self.layers,
             subgroups=(self.subgroup,) * self.subgroups,
             subgroup_size=self.subgroup,
+            zero_stage=self.zero_stage,
             gradient_accumulation_steps=self.micro_batches,
             reduce_bucket_params=self.weight,  # as in `start`
             tokens_per_iteration=ROWS * self.micro_batches,

@@ -136,7 +136,7 @@ def trained(
     """
     engine = started(shape.stage or stage, offload=offload, torchs=torchs, shape=shape)
     if attach:
-        _attach(engine, shape.stage or stage)
+        _attach(engine)
     if flipped:
         perturb(engine)
     yield engine
@@ -208,13 +208,13 @@ def _model(shape: Shape) -> ByteGPT:
     return model
 
 
-def _attach(engine: Any, stage: int) -> None:
+def _attach(engine: Any) -> None:
     import ebbtide.runtime
     from ebbtide.runtime.zero.cuts import subgroups_of
     from ebbtide.simulator.plan import Plan, Way
 
     count = len(subgroups_of(engine.optimizer, SUBGROUP))
-    plan = Plan(subgroup_size=SUBGROUP, ways=Way.each(["host"] * count), overlap_forward=stage == 3)
+    plan = Plan(subgroup_size=SUBGROUP, ways=Way.each(["host"] * count), overlap_forward=True)
     ebbtide.runtime.attach(engine, plan)
 
 

@@ -104,11 +104,11 @@ def random_plan(work, rng):
         prefetch=rng.randint(0, slots),
         threads=rng.choice([0, 1, 2]),
         host_slots=host_slots,
-        speculate=rng.randint(0, len(placements)) if work.zero_stage == 3 else 0,
+        speculate=rng.randint(0, len(placements)),
         speculate_among=rng.randint(0, len(placements)),
-        speculate_visits=rng.choice([0, rng.randint(0, len(placements))]) if work.zero_stage == 3 else 0,
+        speculate_visits=rng.choice([0, rng.randint(0, len(placements))]),
         device_sums=rng.choice([0, rng.randint(0, len(placements))]),
-        overlap_forward=work.zero_stage == 3 and rng.random() < 0.7,
+        overlap_forward=work.overlaps_forward and rng.random() < 0.7,
         order=random_order(placements, rng),
     )
 

@@ -5,6 +5,7 @@ state, and steps that wait for all updates before they gather parameters.
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from ebbtide.simulator import (
     Lane,
@@ -21,6 +22,7 @@ from ebbtide.simulator import (
     simulate,
     workload_from_model,
 )
+from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.update.footprint import footprint
 
@@ -97,11 +99,27 @@ def test_resident_state_takes_its_room_on_the_host_too():
     assert footprint(workload((10, 10)), plan)["host"] == 0
 
 
-def test_a_plan_that_overlaps_forward_is_refused():
-    work = workload((10, 10), zero_stage=1)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_updates_overlap_the_next_forward_on_one_rank(stage):
+    work = workload((10, 10), zero_stage=stage)
     plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 2))
-    with pytest.raises(PlanError, match=r"overlap_forward must be false under ZeRO-1.*got true"):
+    apart, beside = (
+        simulate(build_schedule(work, plan.model_copy(update={"overlap_forward": overlaps})), machine())
+        for overlaps in (False, True)
+    )
+    assert beside.iteration_s < apart.iteration_s
+    if stage == 2:
+        assert beside.iteration_s == simulate(build_schedule(workload((10, 10)), plan), machine()).iteration_s
+
+
+@pytest.mark.parametrize("fields", [{"step_gather_s": 1.0}, {"network_step_gather_bytes": 8}])
+def test_a_plan_that_overlaps_forward_is_refused_on_several_ranks(fields):
+    work = workload((10, 10), zero_stage=1, **fields)
+    plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * 2))
+    with pytest.raises(PlanError, match=r"overlap_forward must be false under ZeRO-1 with several ranks.*got true"):
         build_schedule(work, plan)
+    with pytest.raises(PlanError, match=r"overlap_forward must be false for ZeRO-1 with several ranks"):
+        PlanSweep(work, machine()).evaluate(np.zeros(2, dtype=np.int8), 0)
 
 
 @pytest.mark.parametrize("name", ["zero3_offload", "twin_flow", "superoffload"])

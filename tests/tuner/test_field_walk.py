@@ -124,7 +124,7 @@ def outcomes(work, on, plan=None):
     These are predicted times, memory and limits, the fingerprints (hashes) of workload and machine, and the
     output of `tune show`.
     """
-    plan = plan or base_plan(overlap_forward=work.zero_stage == 3)
+    plan = plan or base_plan(overlap_forward=work.overlaps_forward)
     strategies = [("ebbtide", {"plan": plan}), ("no_offload", {})]
     if work.zero_stage == 3:
         strategies += [

@@ -192,10 +192,10 @@ def _variants(workload: Workload, plan: Plan) -> Iterator[tuple[str, Plan]]:
             ways=tuple(Way("host", way.parameters) for way in plan.ways),
             staging_slots=0,
             threads=plan.threads,
-            overlap_forward=workload.zero_stage == 3,
+            overlap_forward=workload.overlaps_forward,
         ),
     )
-    if workload.zero_stage == 3:
+    if workload.overlaps_forward:
         yield ("ebbtide, no overlap with forward", plan.model_copy(update={"overlap_forward": False}))
 
 

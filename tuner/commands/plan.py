@@ -147,7 +147,7 @@ def plan(
     check_offloading(trained)
     tell_notes(trained.workload)
     _tell_device(trained, emit_deepspeed)
-    needs("under ZeRO-3", trained.workload.zero_stage == 3, "clip_rate")
+    needs("under ZeRO-2 or 3", trained.workload.zero_stage > 1, "clip_rate")
     work, sizes = _recut(trained.workload, subgroup_size)
     work = work.configured(trained.offload, work.job)  # a profiled workload does not have the config
     options: dict[str, Any] = {

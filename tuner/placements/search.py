@@ -101,7 +101,7 @@ class Search:
         self.spread: Any = None  # `Shares` of the fastest evenly spread plan
         self.spread_plans: dict[Any, Candidate] = {}  # keyed by the description of the plan in `Shares`
         self.fixed = dict(fixed or {})
-        if workload.zero_stage < 3:
+        if not workload.overlaps_forward:
             self.fixed["overlap_forward"] = False
         self.scores: dict[Candidate, Score] = {}
         self._best: tuple[tuple[float, int], Candidate] | None = None  # the best plan with its rank
@@ -401,7 +401,7 @@ class Search:
 def may_update_early(workload: Workload, machine: Machine) -> bool:
     """Return True if the plans of a training job may start updates before the gradient norm is known (early updates).
 
-    This needs ZeRO-3, and separate GPU and host memory. The result is False if every step clips gradients, because
-    early updates then never save time.
+    This needs separate GPU and host memory. The result is False if early updates never save time: if every step clips
+    gradients, and under ZeRO-1, which reduces gradients after the whole backward.
     """
-    return workload.zero_stage == 3 and not machine.unified_memory and workload.expected_clip_rate < 1
+    return workload.zero_stage > 1 and not machine.unified_memory and workload.expected_clip_rate < 1

@@ -90,7 +90,7 @@ def about_early_updates(search: Search, made: Plan) -> list[str]:
     """Return a list with one sentence about a plan's early updates (before the gradient norm is known) and the time
     that they save over the search's best plan without them.
 
-    The list is empty if the job cannot have early updates, as below ZeRO-3.
+    The list is empty if the job cannot have early updates, as under ZeRO-1.
     """
     count, work, told = sum(made.updated_early), search.workload, made.prediction
     if told is None or not search.early:
