@@ -13,11 +13,11 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, OPTIMIZER_TIMERS, DeepSpeedZeroOptimizer
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.passes import Place
+from ebbtide.runtime.execution.first_touch import FirstTouch
 from ebbtide.runtime.execution.session import Session
 from ebbtide.runtime.execution.subgroup_state import Buffers, SubgroupState
 from ebbtide.runtime.kernels.rule import UpdateRule
 from ebbtide.runtime.zero.cuts import Cut
-from ebbtide.runtime.zero.first_touch import FirstTouch
 from ebbtide.runtime.zero.flat_partitions import FlatPartitions, HostSums, hand_back
 from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ebbtide.runtime.devices.lane import BackgroundError
-from ebbtide.runtime.zero import first_touch
-from ebbtide.runtime.zero.first_touch import FirstTouch, Pending
+from ebbtide.runtime.execution import first_touch
+from ebbtide.runtime.execution.first_touch import FirstTouch, Pending
 from ebbtide.runtime.zero.stage12 import EbbtideStage2
 from ebbtide.simulator.schedule import OpKind
 from torch import nn
