@@ -80,13 +80,14 @@ def plan(
         "pieces": pieces,
         "memory_margin": memory_margin,
     }
+    notes: tuple[str, ...] = ()
     device_bytes = device_memory_bytes if gpu_memory_bytes is None else gpu_memory_bytes
     if isinstance(machine, Machine):
-        machine, memory, _ = within(machine, device_bytes, host_memory_bytes)
+        machine, memory, notes = within(machine, device_bytes, host_memory_bytes)
         asked |= memory
     told: dict[str, Any] = {} if progress is None else {"progress": progress}
     try:
-        return ebbtide.tuner.plan(
+        made = ebbtide.tuner.plan(
             workload,
             machine,
             **asked,
@@ -101,6 +102,7 @@ def plan(
         )
     except ebbtide.tuner.ImpossibleError as error:
         raise _with_ways(error, workload, machine, asked) from None
+    return made.model_copy(update={"reasons": (*made.reasons, *notes)}) if notes else made
 
 
 def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[str, Any]) -> Any:

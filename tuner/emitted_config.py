@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ebbtide.simulator.estimates.deepspeed_keys import PROCESSES
 from ebbtide.simulator.page import write_whole
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import TrainedAs
@@ -34,6 +35,7 @@ def emitted_config(
         ValueError: ``given`` is for another ZeRO stage.
     """
     config = _base(wire_dtype, zero_stage) if given is None else dict(given)
+    config.pop(PROCESSES, None)  # of Accelerate's config
     zero = config["zero_optimization"] = dict(config.get("zero_optimization") or {})
     if zero.get("stage") is None:
         zero["stage"] = zero_stage

@@ -217,13 +217,13 @@ def read_machine(given: str) -> Machine:
     return read(Machine, given, "--machine")
 
 
-def read_asked(given: str, about: Mapping[str, Any]) -> tuple[Machine, dict[str, int]]:
+def read_asked(given: str, about: Mapping[str, Any]) -> tuple[Machine, dict[str, int], tuple[str, ...]]:
     """Load a machine as `read_machine` does, as the flags about its card and its memory describe it.
 
     Sizes of memory that are not taken as given are told.
 
     Returns:
-        The machine, and the limits of memory as arguments of `Limits.of`.
+        The machine, the limits of memory as arguments of `Limits.of`, and the sentences that were told.
     """
     from ebbtide.simulator.estimates.presets import preset
     from ebbtide.simulator.limits import within
@@ -241,7 +241,7 @@ def read_asked(given: str, about: Mapping[str, Any]) -> tuple[Machine, dict[str,
     machine, limits, notes = within(machine, about.get("gpu_memory"), about.get("host_memory"))
     for note in notes:
         click.echo(f"note: {note}", err=True)
-    return machine, limits
+    return machine, limits, notes
 
 
 def _flags_of(card: Card) -> str:

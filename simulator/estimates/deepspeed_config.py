@@ -12,6 +12,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import (
     BATCHES,
     HELD,
     PRECISIONS,
+    PROCESSES,
     SIZES,
     STATE,
     SWITCHES,
@@ -29,7 +30,7 @@ from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 
 # Keys that the simulation reads. A note of the answer names the keys that it does not read.
 _READ = frozenset(
-    {*BATCHES, "gradient_clipping", "data_types", "optimizer", "ebbtide", AUTOTP}
+    {*BATCHES, PROCESSES, "gradient_clipping", "data_types", "optimizer", "ebbtide", AUTOTP}
     # The simulation reads which precision is used. How losses are scaled takes no time.
     | {
         f"{name}.{key}"
@@ -86,6 +87,11 @@ def deepspeed_fields(
     stage = resolver.stage(zero_stage)
     micro, steps = resolver.batches(ranks, micro_batch, accumulation)
     dtype = resolver.precision(precision)
+    if (processes := read.get(PROCESSES, ranks)) != ranks * tensor_parallel:
+        resolver.notes.append(
+            f"Accelerate's config is for {processes} processes, and the answer for {ranks * tensor_parallel}: give "
+            "data_parallel (--data-parallel)"
+        )
     return {
         "micro_batch": micro,
         "accumulation": steps,

@@ -40,6 +40,7 @@ SIZES = (
 )
 SWITCHES = ("overlap_comm", "cpu_offload", "cpu_offload_param", "round_robin_gradients", "parameter_alignment")
 STATE, HELD = f"{ZERO}.{OPTIMIZER}", f"{ZERO}.{PARAM}"
+PROCESSES = "num_processes"  # of Accelerate's config: its number of ranks
 AUTOTP = "tensor_parallel.autotp_size"
 _SECTIONS = (
     ZERO,
@@ -212,7 +213,7 @@ def of_accelerate(config: Mapping[str, Any], folder: Path | None = None) -> Mapp
         }
     if given.get("zero3_save_16bit_model") is not None:
         zero["stage3_gather_16bit_weights_on_model_save"] = given["zero3_save_16bit_model"]
-    precision = config.get("mixed_precision") or "no"
+    precision, ranks = config.get("mixed_precision") or "no", config.get(PROCESSES)
     clipping = given.get("gradient_clipping")
     return {
         WHOLE_BATCH: AUTO,
@@ -220,6 +221,7 @@ def of_accelerate(config: Mapping[str, Any], folder: Path | None = None) -> Mapp
         "gradient_accumulation_steps": given.get("gradient_accumulation_steps", AUTO),
         **({} if clipping in (None, "none") else {"gradient_clipping": clipping}),
         **({precision: {"enabled": True}} if precision in ("bf16", "fp16") else {}),
+        **({} if ranks in (None, 1) else {PROCESSES: ranks}),  # told if the answer is for another number of ranks
         ZERO: zero,
     }
 

@@ -54,8 +54,8 @@ JOBS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Llama 3.2 1B", "rtx4090", {"zero_stage": 2}),
 )
 FULL, QUICK = (
-    ("tune plan", "tuner.plan", "HTTP full", "HTTP job"),
-    ("HTTP quick", "Python quick", "what_if", "HTTP what-if", "tune search", "live re-plan"),
+    ("tune plan", "tuner.plan", "HTTP full", "HTTP job", "estimate full"),
+    ("HTTP quick", "Python quick", "estimate", "what_if", "HTTP what-if", "tune search", "live re-plan"),
 )
 
 
@@ -158,6 +158,8 @@ def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | N
         asked |= {
             "what_if": lambda: float(ebbtide.what_if(work, have, ["ebbtide"], n_jobs=1).iteration_s[0]),
             "HTTP what-if": lambda: _by_grid(grid),
+            "estimate": lambda: _estimated_s(model, about, have),
+            "estimate full": lambda: _estimated_s(model, about, have, full=True),
         }
     if effort is not None:  # only these entry points take an effort
         some = ("tuner.plan", "HTTP quick", "Python quick", "tune search", "live re-plan")
@@ -222,6 +224,14 @@ def _by_command(work: Workload, machine: Machine, storage: Mapping[str, int] | N
 def _quick_s(work: Workload, machine: Machine, storage: Mapping[str, int] | None) -> float:
     limits, drives, folders = with_storage(work, machine, storage)
     return _seconds(even_plan(work, drives, limits, folders=folders))
+
+
+def _estimated_s(model: str, about: Mapping[str, Any], machine: Machine, *, full: bool = False) -> float:
+    zero = {"stage": about.get("zero_stage", 3), "offload_optimizer": {"device": "cpu"}}
+    config = {"bf16": {"enabled": True}, "zero_optimization": zero, "ebbtide": {"plan": "auto"}}
+    more = {"gpus": about.get("gpus", 1), "accumulation": about.get("accumulation"), "ds_config": config}
+    shape = {"batch": 1, "sequence": about.get("sequence", 2048)}
+    return ebbtide.estimate(MODELS[model], **shape, gpu=machine, **more, full=full).iteration_s
 
 
 def search_s(model: str, about: Mapping[str, Any], machine: Machine, storage: Mapping[str, int] | None) -> float:

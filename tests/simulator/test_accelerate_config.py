@@ -123,7 +123,11 @@ def test_every_door_answers_for_accelerates_config(tmp_path):
     simulated = json.loads(CliRunner().invoke(main, ["simulate", *flags]).stdout)
     assert simulated["strategy"] == "zero3_offload"
     body = {"machine": "h100", "model": "Llama 3.2 1B", "sequence": 512}
-    job = job_of(Answer(**body, ds_config=yaml.safe_load(path.read_text())))
+    given = yaml.safe_load(path.read_text())
+    job = job_of(Answer(**body, ds_config=given))
+    more = job_of(Answer(**body, ds_config={**given, "num_processes": 8}))
+    assert any("for 8 processes, and the answer for 1" in note for note in more.notes)
+    assert job_of(Answer(**body, gpus=8, ds_config={**given, "num_processes": 8})).notes == job.notes
     assert (job.zero_stage, job.accumulation, job.clip, job.precision) == (3, 4, 0.5, "bf16")
     told = estimate("Llama 3.2 1B", batch=1, sequence=512, gpu="h100", ds_config=path)
     assert told.iteration_s == pytest.approx(simulated["iteration_s"])

@@ -78,6 +78,8 @@ def guarded(command: Callable[..., T]) -> Callable[..., T]:
         before = FLAGS.set(True)
         try:
             return command(*args, **kwargs)
+        except BrokenPipeError:  # `tune ... | head`: click ends quietly
+            raise
         except (ValueError, OSError, RuntimeError) as error:
             raise BadInputError(str(error), getattr(error, "key", "")) from None
         finally:

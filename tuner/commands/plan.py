@@ -138,7 +138,7 @@ def plan(
     check_folder("--emit-deepspeed", emit_deepspeed)
     _tell_interval(checkpoint_dir, mtbf)
     card = {flag: source.pop(flag) for flag in ("flops", "gpu_bandwidth", "link")}
-    measured, limits = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
+    measured, limits, notes = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
     if checkpoint_rate is not None:
         measured = measured.with_rates(storage_write_bytes_per_s=checkpoint_rate)
     trained = read_trained(measured, **source, beside_workload=("ds_config",) if emit_deepspeed else ())
@@ -166,6 +166,8 @@ def plan(
     needs("without --storage, whose drive is simulated", not options["storage"], "checkpoint_rate")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
     result = _searched(work, measured, failures, options)
+    if notes:
+        result = result.model_copy(update={"reasons": (*result.reasons, *notes)})
     if why:
         told = shadow_prices(work, with_storage(work, measured, options["storage"])[1], result)
         result = result.model_copy(update={"reasons": (*result.reasons, *told)})

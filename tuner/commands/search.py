@@ -108,7 +108,8 @@ def search(
 
     check_folder("--output", output)
     check_distinct("--output", output)
-    question = _question(*read_asked(machine, asked), asked)
+    on, limits, _ = read_asked(machine, asked)
+    question = _question(on, limits, asked)
     space = _space(question, asked, free, global_batch)
     with told_after(2.0) as tell:
         answer = explore(

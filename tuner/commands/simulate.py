@@ -92,12 +92,12 @@ def simulate(
     check_distinct("--plot", plot)
     check_distinct("--trace", trace)
     card = {flag: source.pop(flag) for flag in ("flops", "gpu_bandwidth", "link")}
-    measured, memory = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
+    measured, memory, told = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
     trained = read_trained(measured, **source)
     work, name, options = _stock(strategy, trained) if plan_file is None else _planned(plan_file, trained)
     asked = {**memory, "margin": memory_margin}
     limits = _limits(work, measured, options.get("plan"), asked)
-    about_job, notes = about(work, measured), work.notes
+    about_job, notes = about(work, measured), (*told, *work.notes)
     timeline, figures = _simulated(work, measured, name, options, limits)
     _draw(timeline, trace, plot)
     missing = limits.shortfall(timeline)
