@@ -1,8 +1,9 @@
 """The limits of one rank's memory in bytes, and the check whether the memory peaks of training stay within them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.rules import RuleError
@@ -231,7 +232,7 @@ def within(machine: Machine, gpu_memory_bytes: float | None, host_memory_bytes: 
     A preset stands for machines with any memory, so more memory than its own makes it another machine. A measured
     machine has the memory that it has. Sentences tell the user about sizes that are not taken as given.
     """
-    limits: dict[str, int] = {}
+    limits: dict[str, Any] = {}
     more: dict[str, float] = {}
     notes: list[str] = []
     asked: dict[Memory, float | None] = {"device": gpu_memory_bytes, "host": host_memory_bytes}
@@ -239,6 +240,9 @@ def within(machine: Machine, gpu_memory_bytes: float | None, host_memory_bytes: 
         field, name = TIERS[memory].capacity, MEMORIES[memory]
         own = getattr(machine, field)
         if given is None:
+            continue
+        if not (isinstance(given, int | float) and math.isfinite(given)):
+            limits[field] = given  # which its reader refuses
             continue
         if own < given <= own * (1 + SOLD_AS):
             notes.append(f"{size(given)} of {name} are taken as the {size(own)} that programs can use on this machine")
@@ -254,7 +258,7 @@ class Within(NamedTuple):
     """The result of `within`: a machine, arguments of `Limits.of`, and sentences for the user."""
 
     machine: Machine
-    limits: dict[str, int]
+    limits: dict[str, Any]
     notes: tuple[str, ...]
 
 

@@ -118,7 +118,7 @@ class LazyGroup(click.Group):
     def main(self, args: Sequence[str] | None = None, *more: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run a ``tune`` command. With ``--json`` an error is printed as JSON, in the planning service's format."""
         for stream in (sys.stdout, sys.stderr):  # a locale of ASCII only must not stop a command
-            if isinstance(stream, TextIOWrapper):
+            if isinstance(stream, TextIOWrapper) and stream.encoding.lower() in ("ascii", "ansi_x3.4-1968", "us-ascii"):
                 stream.reconfigure(errors="backslashreplace")
         run: Any = super().main  # Any, because the type of click's `main` does not allow further arguments
         given = list(sys.argv[1:] if args is None else args)

@@ -288,4 +288,6 @@ def default_ranks(machine: Machine, shape: Mapping[str, Any]) -> int:
         shape: Fields of the job, of which ``tensor_parallel`` and ``pipeline_parallel`` are read.
     """
     beside = [shape.get(name) or 1 for name in ("tensor_parallel", "pipeline_parallel")]
+    if not isinstance(machine, Machine):
+        return 1  # `Job.workload` refuses it
     return max(1, machine.default_gpus // math.prod(n for n in beside if isinstance(n, int)))

@@ -311,7 +311,7 @@ def test_the_command_corrects_a_preset_and_says_what_changed(tmp_path):
         before = path.read_text()
         refused = run(*arguments[:-1], path)
         assert (refused.exit_code, path.read_text()) == (2, before)
-        assert f"--out must be another file than {flag}" in refused.output
+        assert f"--output must be another file than {flag}" in refused.output
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("a100-node", 4), ("a100-node", 8), ("h100-node", 4)])

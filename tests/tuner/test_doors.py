@@ -45,7 +45,7 @@ def test_five_doors_agree_on_memory_to_the_byte(config, memory_gib, tmp_path):
     scenario = {"machine": have, "model": MODELS[model], "sequence": sequence}
 
     flags = ["simulate", "--machine", str(path), "--model", str(config), "--sequence", str(sequence), "--json"]
-    told = json.loads(CliRunner().invoke(main, flags).output)
+    told = json.loads(CliRunner().invoke(main, flags).stdout)
     rows = {
         "tune simulate": (told["device_peak_bytes"], told["host_peak_bytes"], told["fits"], told["missing"]),
         "/simulate": _peaks(answers.simulate(Simulate(**scenario), silent)),

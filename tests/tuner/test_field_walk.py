@@ -326,7 +326,6 @@ IN_TRAINING = {
     "subgroup_size",
     "deepspeed_subgroup_size",
     "versions",
-    "about",
     "host_slots",
     "storage_dir",
     "storage_shares",

@@ -54,21 +54,21 @@ def test_a_subgroup_size_that_is_given_is_kept_to(model, tmp_path):
 
 def test_flags_of_the_model_reach_the_workload(model):
     base = ["simulate", "--machine", "h200", "--model", model, "--json"]
-    once = json.loads(run(*base, "--sequence", 16384).output)
-    longer = json.loads(run(*base, "--sequence", 32768).output)
-    kept = json.loads(run(*base, "--sequence", 32768, "--keep-activations").output)
+    once = json.loads(run(*base, "--sequence", 16384).stdout)
+    longer = json.loads(run(*base, "--sequence", 32768).stdout)
+    kept = json.loads(run(*base, "--sequence", 32768, "--keep-activations").stdout)
     assert longer["forward_s"] > 1.6 * once["forward_s"]
     assert kept["device_peak_bytes"] > longer["device_peak_bytes"]
     assert kept["backward_s"] < longer["backward_s"]
-    divided = json.loads(run(*base, "--data-parallel", 4).output)
+    divided = json.loads(run(*base, "--data-parallel", 4).stdout)
     assert divided["host_peak_bytes"] < 0.3 * longer["host_peak_bytes"]
 
 
 def test_what_does_not_fit_is_simulated_and_says_by_how_much(model):
     base = ["simulate", "--machine", "a100-node", "--model", model, "--sequence", 8192]
     fitting, large = (run(*base, "--micro-batch", n) for n in (1, 64))
-    assert fitting.output.splitlines()[-1].split() == ["fits", "yes"]
-    told = json.loads(run(*base, "--micro-batch", 64, "--json").output)
+    assert fitting.stdout.splitlines()[-1].split() == ["fits", "yes"]
+    told = json.loads(run(*base, "--micro-batch", 64, "--json").stdout)
     a100 = preset("a100-node")
     there = (1 - UNKNOWN_MARGIN) * a100.device_memory_bytes - a100.device_reserved_bytes
     missing = (told["device_peak_bytes"] - there) / 2**30

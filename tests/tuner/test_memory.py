@@ -54,7 +54,7 @@ def test_more_spread_than_memory_leaves_nothing_not_less():
 
 @pytest.mark.parametrize("bad", [-0.1, 1.0, float("nan")])
 def test_a_margin_that_is_no_share_is_refused(bad):
-    with pytest.raises(ValueError, match=r"--memory-margin\) must lie in \[0%, 100%\)"):
+    with pytest.raises(ValueError, match=r"memory_margin must lie in \[0%, 100%\)"):
         limits({}, margin=bad)
 
 
@@ -83,6 +83,6 @@ def test_host_memory_is_that_of_the_machine_and_its_ranks_share_it(ranks):
     half = work.model_copy(update={"ranks_per_node": 2 * ranks})
     assert Limits.of(work, have, host_memory_bytes=SIZE).host_bytes == Limits.of(half, have).host_bytes
     beyond = int(2 * SIZE * (1 + SOLD_AS)) + 2
-    with pytest.raises(ValueError, match=r"host_memory_bytes \(--host-memory\) must be at most") as refused:
+    with pytest.raises(ValueError, match=r"host_memory_bytes must be at most") as refused:
         Limits.of(work, have, host_memory_bytes=beyond)
     assert refused.value.key == "host_memory_bytes"
