@@ -2,11 +2,12 @@
 
 Ranks that launch gathers in different orders hang. The orders could differ because a gather waits for the updates of
 its parameters, and updates end earlier on some ranks than on others. If some ranks may still have to wait for an
-update, all ranks delay the gather until the module of its parameters begins.
+update, all ranks delay the gather until a module that needs a parameter of this subgroup begins.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,12 +23,19 @@ class CollectiveGathers:
     """A launcher of ZeRO-3's parameter gathers in an order that is the same on all ranks.
 
     A gather waits for the updates of its parameters. If each rank launched a gather as soon as its own updates had
-    ended, two ranks could launch gathers in different orders and hang.
+    ended, two ranks could launch gathers in different orders and hang. So what is launched, and when, depends only on
+    the modules that run and on DeepSpeed's requests:
 
-    DeepSpeed requests the parameters of later modules in advance. Such a gather is launched immediately if all ranks
-    know that it need not wait for an update. They know this after the first gather from a subgroup, because every rank
-    waited for the subgroup's update before it took part. Any other gather is launched when its module begins. On a GPU
-    the host thread runs a module ahead, so that such a gather still runs during the previous module.
+    - When a module begins, those of its parameters that are not gathered yet, in one gather. It also brings all small
+      parameters of their subgroups, which stock DeepSpeed gathers in one call at the end of a step. They wait for the
+      same updates, so that no gather waits longer for them.
+    - After the module has its parameters, in one gather, all parameters that DeepSpeed has requested for later modules
+      and that need not wait for an update on any rank. All ranks know this of a subgroup after the first gather from
+      it, because every rank waited for the subgroup's update before it took part. On a GPU the host thread runs a
+      module ahead, so that the gathers run during the previous module.
+
+    On a device without streams nothing is gathered ahead, because the calling thread would wait while parameters are
+    copied from host memory to the device.
 
     The training thread calls the methods, and autograd's thread during backward.
 
@@ -38,13 +46,23 @@ class CollectiveGathers:
             the dtype that forward computes in, because stock DeepSpeed would gather them in forward.
     """
 
-    def __init__(self, partitions: Partitions) -> None:
-        self._partitions = partitions
+    def __init__(self, partitions: Partitions, small: Iterable[Any], in_flight: MutableMapping[Any, Any]) -> None:
+        """Create the launcher.
+
+        Args:
+            small: The parameters that stay gathered until the end of a step (``optimizer.persistent_parameters``).
+            in_flight: DeepSpeed's handles of parameters that are being gathered (``ds_inflight_param_registry``).
+        """
+        self._partitions, self._in_flight = partitions, in_flight
+        self._small: dict[int | None, list[Any]] = {}  # by subgroup. Parameters that are not trained have None
+        for param in small:
+            self._small.setdefault(partitions.subgroup_of.get(param.ds_id), []).append(param)
+        self._apart = set(self._small)  # subgroups whose small parameters come with their next gather
         self.awaited = set[int]()
         self.own_precision = False
         self._due = frozenset[int]()  # ds_ids of the parameters of the module that begins
-        self._begun = set[int]()  # ds_ids of modules that began before it, since own_precision was set
-        self._asks: list[_Ask] = []  # asks with a gather that is not launched yet, in the order of asking
+        self._begun = set[int]()  # ds_ids of parameters that were used before it, since own_precision was set
+        self._waiting: dict[Any, _Gathering] = {}  # requested and not launched yet, in the order of requests
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
@@ -59,6 +77,7 @@ class CollectiveGathers:
         """
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()
+        self._apart = set(self._small)
 
     def updates_launched(self) -> None:
         """Record that an update of every subgroup has been launched. Later parameter gathers wait for the updates."""
@@ -71,127 +90,171 @@ class CollectiveGathers:
         """
         self.awaited -= set(self._partitions.subgroups(params))
 
+    def read(self, params: list[Any]) -> None:
+        """Record that all ranks gather the given parameters now, outside of modules, as ``GatheredParameters`` does.
+
+        Small parameters that are being gathered for a later module are gathered now, because stock DeepSpeed would have
+        had them since the end of the step. Parameters that are already gathered are left out, because this may be the
+        only rank that asks for them.
+        """
+        with self._lock:
+            ahead = [p for p in params if p.ds_persist and p in self._in_flight]
+            self._launch([p for p in ahead if p in self._waiting])
+            for param in ahead:
+                self._in_flight.pop(param).wait()
+            self._begun |= {p.ds_id for p in params if p.ds_persist}
+            self.gathered([p for p in params if private.is_partitioned(p)])
+
     def module_begins(self, params: list[Any]) -> None:
         """Launch the delayed gathers of a module's parameters, because the module's forward or backward begins."""
-        self._begun |= self._due
-        self._due = frozenset(param.ds_id for param in params)
-        self._launch(lambda param: param.ds_id in self._due)
+        with self._lock:
+            self._begun |= self._due
+            self._due = frozenset(param.ds_id for param in params)
+            self._launch([p for p in params if p in self._waiting], due=True)
+
+    def module_has_begun(self) -> None:
+        """Launch the gathers that DeepSpeed has requested for later modules, as far as they wait for no update."""
+        with self._lock:
+            self._launch([p for p, gathering in self._waiting.items() if gathering.may_run_ahead and self._ready(p)])
 
     def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
-        """Launch the gathers of parameters that DeepSpeed requests, or delay them. Return handles through which
-        DeepSpeed waits for the parameters.
+        """Launch the gathers of parameters that DeepSpeed requests for a module that begins. Delay others.
 
-        All ranks must launch gathers in the same order, or they hang. A gather has to wait for the latest update of its
-        parameters, and updates end earlier on some ranks than on others. If some ranks may not have waited for this
-        update yet, all ranks delay the gather until the forward or backward of the parameter's module begins. On a
-        device without streams all gathers are delayed, because the calling thread would otherwise wait while parameters
-        are copied from host memory to the device.
+        Return handles through which DeepSpeed waits for the parameters.
 
         Args:
             gather: DeepSpeed's own gather for any of these parameters.
         """
-        ask = _Ask(self._partitions, self._as_stock(gather), executor)
+        ask = _Ask(gather, executor, private.current_stream())
+        asked = {p: _Gathering(p, ask, self._launch_all) for p in sorted(params, key=lambda p: p.ds_id)}
+        private.mark_in_flight(asked)
         with self._lock:
-            in_order = sorted(params, key=lambda p: p.ds_id)
-            put_off = {p: self._put_off(p, executor) for p in in_order}
-            later = [p for p in in_order if put_off[p]]
-            now = [p for p in in_order if not put_off[p]]
-            if later:
-                ask.put_off(later, [p for p in later if not self._awaits(p)])
-                self._asks.append(ask)
-            if now:
-                ask.launch(now)
-                self.gathered(now)
-        return Fetches({p: _Gathering(p, ask, self._launch_all) for p in in_order})
+            self._waiting |= asked
+            self._launch([p for p in asked if p.ds_id in self._due], due=True)
+            for param, gathering in asked.items():
+                if param in self._waiting and self._ready(param):
+                    self._bring([gathering])
+        return Fetches(asked)
 
-    def _as_stock(self, gather: Gather) -> Gather:
-        def gather_as_stock(params: list[Any]) -> private.Handle:
-            # A parameter that an earlier module used is gathered again, because DeepSpeed may have released it.
-            # DeepSpeed releases all of them while it records the order of modules again.
-            stays = [p for p in params if p.ds_persist and p.ds_id not in self._begun]
-            with private.in_own_precision(stays if self.own_precision else []):
-                return gather(params)
-
-        return gather_as_stock
-
-    def _put_off(self, param: Any, executor: Executor) -> bool:
-        if param.ds_id in self._due:
-            return False
-        device = executor.device
-        # Without streams, the calling thread itself would wait for the copy to the GPU.
-        return self._awaits(param) or not (device.unified or device.training_streams())
-
-    def _awaits(self, param: Any) -> bool:
-        return self._partitions.subgroup_of.get(param.ds_id) in self.awaited
+    def _ready(self, param: Any) -> bool:
+        return self._partitions.subgroup_of.get(param.ds_id) not in self.awaited
 
     def _launch_all(self) -> None:
-        self._launch(lambda _: True)
-
-    def _launch(self, wanted: Callable[[Any], bool]) -> None:
         with self._lock:
-            for ask in self._asks:
-                params = [param for param in ask.waiting if wanted(param)]
-                if params:
-                    ask.launch(params)
-                    self.gathered(params)
-            self._asks = [ask for ask in self._asks if ask.waiting]
+            self._launch(list(self._waiting))
 
+    def _launch(self, params: list[Any], *, due: bool = False) -> None:
+        """Launch the gathers of parameters that wait: one for all, except those that DeepSpeed gathers in its own ways
+        (quantized, or from a secondary partition).
 
-class _Ask:
-    """The parameters that DeepSpeed requested to gather in one call, and their gathers.
+        Args:
+            due: True if DeepSpeed waits for these parameters at once, because their module begins. Only then do small
+                parameters that DeepSpeed has not requested come with them: it has no handle to wait for them.
+        """
+        groups: dict[Any, list[_Gathering]] = {}
+        for param in params:
+            gathering = self._waiting[param]
+            groups.setdefault(None if private.is_plain(param) else gathering.ask, []).append(gathering)
+        for key, group in groups.items():
+            self._launch_together(group + (self._small_beside(group) if due and key is None else []))
 
-    Attributes:
-        waiting: Parameters that are not being gathered yet, in the order of their ids.
-    """
-
-    def __init__(self, partitions: Partitions, gather: Gather, executor: Executor) -> None:
-        self._partitions, self._gather, self._executor = partitions, gather, executor
-        self._stream = private.current_stream()
-        self.waiting: list[Any] = []
-        self.handles: dict[Any, private.Handle] = {}
-        self._copies: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
-        # Id of a gather's handle -> copies that the gather has waited for.
-        self._copied: dict[int, list[Completion]] = {}
-
-    def put_off(self, params: list[Any], new: list[Any]) -> None:
-        private.mark_in_flight(params)
-        self.waiting = params
-        self._bring(new)
-
-    def _bring(self, params: list[Any]) -> None:
-        away = [p for p in params if self._partitions.live_on_host(p, self._executor)]
-        away = [p for p in away if p not in self._copies and private.is_plain(p)]
-        self._copies |= self._partitions.bring(away, self._executor)
+    def _small_beside(self, group: list["_Gathering"]) -> list["_Gathering"]:
+        """Return the gatherings of the other small parameters of a group's subgroups, once after each step."""
+        of, ask = self._partitions.subgroup_of, group[0].ask
+        subgroups = {of.get(g.param.ds_id) for g in group} | {None}
+        missing = [p for s in subgroups & self._apart for p in self._small[s] if private.is_plain(p)]
+        self._apart -= subgroups
+        own, beside = {g.param for g in group}, []
+        for param in missing:
+            if param in own or not (param in self._waiting or private.is_partitioned(param)):
+                continue
+            # Without its handle DeepSpeed takes the parameter as gathered, and keeps it, as it does after its own step.
+            self._in_flight.pop(param, None)
+            beside.append(self._waiting.get(param) or _Gathering(param, ask, self._launch_all))
+        return beside
 
     @private.tensors_for_training()
-    def launch(self, params: list[Any]) -> None:
-        private.mark_partitioned(params)
-        with private.on_stream(self._stream):
-            self._executor.wait_parameters(self._partitions.subgroups(params))
-            self._bring(params)
-            copies = {p: self._copies.pop(p) for p in params if p in self._copies}
+    def _launch_together(self, group: list["_Gathering"]) -> None:
+        group = sorted(group, key=lambda g: g.param.ds_id)
+        params, ask = [g.param for g in group], group[0].ask
+        device = ask.executor.device
+        with private.on_stream(ask.stream):
+            ask.executor.wait_parameters(self._partitions.subgroups(params))
+            self._bring(group)
+            private.mark_partitioned(params)
+            copies = {g.param: g.copy for g in group if g.copy is not None}
             for _, ends in copies.values():
-                self._executor.device.training_waits(ends)
-            with private.partitions_at({p: tensor for p, (tensor, _) in copies.items()}):
-                handle = self._gather(params)
-        self._copied[id(handle)] = [end for _, ends in copies.values() for end in ends]
-        self.handles |= dict.fromkeys(params, handle)
-        self.waiting = [p for p in self.waiting if p not in self.handles]
+                device.training_waits(ends)
+            # A parameter that was used before is gathered again, because DeepSpeed may have released it. DeepSpeed
+            # releases all of them while it records the order of modules again.
+            stays = [p for p in params if p.ds_persist and p.ds_id not in self._begun]
+            with (
+                private.partitions_at({p: tensor for p, (tensor, _) in copies.items()}),
+                private.in_own_precision(stays if self.own_precision else []),
+            ):
+                handle = ask.gather(params)
+        launched = _Launched(handle, [end for _, ends in copies.values() for end in ends], ask.executor)
+        for gathering in group:
+            gathering.launched, gathering.copy = launched, None
+            self._waiting.pop(gathering.param, None)
+        self.gathered(params)
+
+    def _bring(self, gatherings: list["_Gathering"]) -> None:
+        executor = gatherings[0].ask.executor
+        away = {
+            g.param: g
+            for g in gatherings
+            if g.copy is None and self._partitions.live_on_host(g.param, executor) and private.is_plain(g.param)
+        }
+        for param, copy in self._partitions.bring(away, executor).items():
+            away[param].copy = copy
+
+
+@dataclass(frozen=True, eq=False)
+class _Ask:
+    """DeepSpeed's request for parameters, in one call."""
+
+    gather: Gather
+    executor: Executor
+    stream: Any
+
+
+class _Launched:
+    """A gather that runs, and the copies that it waits for."""
+
+    def __init__(self, handle: private.Handle, copies: list[Completion], executor: Executor) -> None:
+        self._handle, self._copies, self._executor = handle, copies, executor
 
     @private.tensors_for_training()
-    def wait(self, param: Any, **options: Any) -> None:
-        handle = self.handles[param]
-        self._executor.device.will_wait(self._copied.pop(id(handle), ()))
-        handle.wait(**options)
+    def wait(self, **options: Any) -> None:
+        if self._copies:
+            self._executor.device.will_wait(self._copies)
+            self._copies = []
+        self._handle.wait(**options)
 
 
 class _Gathering:
-    """A handle of one parameter that is being gathered. DeepSpeed can wait for this parameter alone."""
+    """A handle of one parameter that is being gathered. DeepSpeed can wait for this parameter alone.
+
+    Attributes:
+        launched: The gather. None if it is not launched yet.
+        copy: The copy of the partition on the GPU, and the ops that end before the copy holds values. None if the
+            partition is on the GPU, or the copy has not begun.
+    """
 
     def __init__(self, param: Any, ask: _Ask, launch_all: Callable[[], None]) -> None:
-        self._param, self._ask, self._launch_all = param, ask, launch_all
+        self.param, self.ask, self._launch_all = param, ask, launch_all
+        self.launched: _Launched | None = None
+        self.copy: tuple[torch.Tensor, list[Completion]] | None = None
+
+    @property
+    def may_run_ahead(self) -> bool:
+        device = self.ask.executor.device
+        # Without streams, the calling thread itself would wait for the copy to the GPU.
+        return bool(device.unified or device.training_streams())
 
     def wait(self, **options: Any) -> None:
-        if self._param not in self._ask.handles:
+        if self.launched is None:
             self._launch_all()
-        self._ask.wait(self._param, **options)
+        assert self.launched is not None
+        self.launched.wait(**options)

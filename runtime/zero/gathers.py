@@ -30,7 +30,8 @@ class Gathers:
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
         self._optimizer = optimizer
         self.partitions = Partitions(optimizer)
-        self.together = CollectiveGathers(self.partitions)
+        in_flight: Any = module.ds_inflight_param_registry
+        self.together = CollectiveGathers(self.partitions, optimizer.persistent_parameters, in_flight)
         self.shows = True
         self.moved = False
         self._at_rest = False
@@ -58,8 +59,8 @@ class Gathers:
         self._undo.append(gate_gathers(self._module.parameters(), self._before, self._fetch))
         self._undo.append(private.wait_one_by_one(self._module))
         if self._optimizer.partition_count > 1:
-            begins = self.together.module_begins
-            self._undo.append(private.before_modules(self._optimizer, begins))
+            begins, begun = self.together.module_begins, self.together.module_has_begun
+            self._undo.append(private.around_fetches(self._optimizer, begins, begun))
         for parameter, _ in self._stand_ins:
             self._undo.append(_gate_copies(parameter, self._before_copy))
         for module in self._module.modules():
@@ -156,8 +157,8 @@ class Gathers:
             return
         params = [param for param in params if hasattr(param, "ds_id")]
         own.executor.wait_parameters(self.partitions.subgroups(params))
-        # Parameters that are already gathered are left out, because this may be the only rank that asks for them.
-        self.together.gathered([p for p in params if private.is_partitioned(p)])
+        if self._optimizer.partition_count > 1:
+            self.together.read(params)
 
     def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> Fetches | None:
         """Start to make the given ZeRO-3 parameters available in GPU memory: by a copy on a single rank, by a gather on

@@ -247,7 +247,6 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         (``self.embedding.weight``).
         """
         self._gathers.shows = True
-        self._gathers.together.stay_gathered(True)
         if self._ebbtide.plan.overlap_forward:
             self.invalidate_secondary_tensor()
             # The plans of ranks may differ, and gathering is collective.
@@ -257,6 +256,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
                 self._gathers.show_at_rest()
         else:
             super().checkpoint_event_epilogue()
+        self._gathers.together.stay_gathered(True)
 
     _rigid_load_state_dict = published("_rigid_load_state_dict", "_adopt_loaded")
     _load_universal_checkpoint = published("_load_universal_checkpoint", "_adopt_loaded")

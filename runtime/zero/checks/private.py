@@ -280,10 +280,13 @@ def wait_one_by_one(module: Any) -> Callable[[], None]:
     return restore
 
 
-def before_modules(optimizer: Any, begins: Callable[[list[Any]], None]) -> Callable[[], None]:
+def around_fetches(
+    optimizer: Any, begins: Callable[[list[Any]], None], begun: Callable[[], None]
+) -> Callable[[], None]:
     """Arrange that ``begins`` is called with a module's parameters before its forward or backward gathers them.
 
-    Return a function that undoes this.
+    ``begun`` is called after DeepSpeed has gathered them and requested those of later modules. Return a function that
+    undoes this.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
@@ -291,9 +294,10 @@ def before_modules(optimizer: Any, begins: Callable[[list[Any]], None]) -> Calla
     coordinator = optimizer.parameter_offload.get_param_coordinator()
     fetch = coordinator.fetch_sub_module
 
-    def fetch_sub_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    def fetch_sub_module(module: Any, *args: Any, **kwargs: Any) -> None:
         begins(list(iter_params(module, recurse=z3_leaf_module(module))))
-        return fetch(module, *args, **kwargs)
+        fetch(module, *args, **kwargs)
+        begun()
 
     coordinator.fetch_sub_module = torch.compiler.disable(fetch_sub_module)
 
