@@ -32,16 +32,33 @@ def update_cores(
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
+    whole = _own(pci_address, sysfs, gpus, masks)
+    spared = whole[1:] if len(whole) > 1 else [whole[0][1:]]
+    cores = [core for together in spared for core in together] or whole[0]
+    return cores[: _most(cpu_quota())]
+
+
+def spared_cores(
+    pci_address: str | None, sysfs: Path = SYSFS, gpus: Sequence[str | None] = (), masks: Sequence[Collection[int]] = ()
+) -> list[int]:
+    """Return the cores that `update_cores` leaves to a rank's training thread: one physical core, or one thread of the
+    only one. Empty if it leaves none.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    whole = _own(pci_address, sysfs, gpus, masks)
+    return whole[0] if len(whole) > 1 else whole[0][:1] if whole[0][1:] else []
+
+
+def _own(
+    pci_address: str | None, sysfs: Path, gpus: Sequence[str | None], masks: Sequence[Collection[int]]
+) -> list[list[int]]:
     allowed, near = os.sched_getaffinity(0), near_cores(pci_address, sysfs)
     rank, same = local_rank(), [r for r, mask in enumerate(masks) if set(mask) == allowed]
     whole = _physical(near, sysfs)
     if len(same) == len(masks) if masks else len(allowed) == (os.cpu_count() or 1):
-        whole = _share(whole, _neighbours(pci_address, sysfs, gpus, len(allowed) // len(near)))
-    elif rank in same:
-        whole = _share(whole, (len(same), same.index(rank)))
-    spared = whole[1:] if len(whole) > 1 else [whole[0][1:]]
-    cores = [core for together in spared for core in together] or whole[0]
-    return cores[: _most(cpu_quota())]
+        return _share(whole, _neighbours(pci_address, sysfs, gpus, len(allowed) // len(near)))
+    return _share(whole, (len(same), same.index(rank))) if rank in same else whole
 
 
 def threads_of_updates(cores: int, sysfs: Path = SYSFS) -> int:

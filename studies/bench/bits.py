@@ -41,8 +41,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_state(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield each fp32 master and Adam moment of DeepSpeed's ZeRO-3 optimizer, in DeepSpeed's order, without a copy."""
-    for master in optimizer.fp32_partitioned_groups_flat:
+    """Yield each fp32 master and Adam moment of a ZeRO optimizer of DeepSpeed, in DeepSpeed's order, without a copy."""
+    partitioned = hasattr(optimizer, "fp32_partitioned_groups_flat")  # ZeRO-3
+    masters = optimizer.fp32_partitioned_groups_flat if partitioned else optimizer.single_partition_of_fp32_groups
+    for master in masters:
         yield master
         state = optimizer.optimizer.state.get(master, {})
         yield from (state[key] for key in MOMENTS if key in state)

@@ -1,8 +1,17 @@
-"""A clock for the phases of a training step (forward, backward, step), which does not slow down training."""
+"""A clock for the phases of a training step (forward, backward, step), which does not slow down training.
 
+The clock also records what the threads that train do in each phase: their CPU time, their cores, and what disturbs
+them. On a GPU, autograd runs the hooks of backward on a thread of its own. If a phase takes long, the thread's CPU time
+tells whether its core was slow (CPU time as long as wall time) or the thread waited.
+"""
+
+import os
 import statistics
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +19,103 @@ import torch
 from studies.bench.byte_gpt import Batch
 
 PHASES = ("forward", "backward", "step")
+CORE_FIELD = 36  # of /proc/PID/task/TID/stat, behind the program's name: the core that the thread ran on last
+STEAL_FIELD = 8  # of the first line of /proc/stat: ticks in which the hypervisor ran somebody else
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The counters of both training threads at one moment. None where the system or the thread does not have one."""
+
+    wall_s: float
+    main_s: float
+    main_core: int | None
+    autograd_s: float | None
+    autograd_core: int | None
+    steal_s: float | None
+    alloc_retries: int | None
+
+    def until(self, end: "Sample") -> dict[str, Any]:
+        """Return what a phase took, from this sample at its start to the sample at its end."""
+
+        def taken(name: str) -> Any:
+            before, after = getattr(self, name), getattr(end, name)
+            return None if before is None or after is None else after - before
+
+        counted = ("wall_s", "main_s", "autograd_s", "steal_s", "alloc_retries")
+        cores = {"main_core": end.main_core, "autograd_core": end.autograd_core}
+        return {name: taken(name) for name in counted} | cores
+
+
+class TrainingThreads:
+    """The main thread, which makes this object, and autograd's thread, which the first backward shows.
+
+    Args:
+        cores: Cores that both threads are bound to. None if they stay where they are.
+    """
+
+    def __init__(self, cores: list[int] | None = None) -> None:
+        self._main = _Thread()
+        self._autograd: _Thread | None = None
+        self._cores = cores or []
+        self._bind()
+
+    def watch(self, loss: torch.Tensor) -> None:
+        """Find out in the backward of ``loss`` which thread runs it."""
+        loss.register_hook(self._in_backward)
+
+    def _in_backward(self, gradient: torch.Tensor) -> None:
+        del gradient
+        known = {thread.number for thread in (self._main, self._autograd) if thread is not None}
+        if threading.get_native_id() not in known:
+            self._autograd = _Thread()
+            self._bind()
+
+    def _bind(self) -> None:
+        if self._cores:
+            os.sched_setaffinity(0, self._cores)
+
+    def sample(self) -> Sample:
+        other = self._autograd
+        return Sample(
+            time.perf_counter(),
+            self._main.cpu_s(),
+            self._main.core(),
+            None if other is None else other.cpu_s(),
+            None if other is None else other.core(),
+            _steal_s(),
+            _alloc_retries(),
+        )
+
+
+class _Thread:
+    """The calling thread. Another thread can read its CPU time and its core."""
+
+    def __init__(self) -> None:
+        self.number = threading.get_native_id()
+        self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def cpu_s(self) -> float:
+        return time.clock_gettime(self._clock)
+
+    def core(self) -> int | None:
+        try:
+            text = Path(f"/proc/self/task/{self.number}/stat").read_text(encoding="utf-8")
+        except OSError:
+            return None
+        return int(text.rpartition(")")[2].split()[CORE_FIELD])
+
+
+def _steal_s() -> float | None:
+    try:
+        with Path("/proc/stat").open(encoding="utf-8") as file:
+            return int(file.readline().split()[STEAL_FIELD]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return None
+
+
+def _alloc_retries() -> int | None:
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if torch.cuda.is_available() else None
 
 
 class PhaseClock:
@@ -17,14 +123,24 @@ class PhaseClock:
 
     The GPU is not synchronized before `iterations` is called, so that work that overlaps in training still
     overlaps when it is timed.
+
+    Args:
+        threads: The training threads, to record also what they do in each phase. None records times only.
     """
 
-    def __init__(self, cuda: bool) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: bool, threads: TrainingThreads | None = None) -> None:
+        self._cuda, self._threads = cuda, threads
         self._marks: list[Any] = []
+        self._samples: list[Sample] = []
+
+    def watch(self, loss: torch.Tensor) -> None:
+        if self._threads is not None:
+            self._threads.watch(loss)
 
     def mark(self) -> None:
         """Mark the end of one training phase, which is also the start of the next one."""
+        if self._threads is not None:
+            self._samples.append(self._threads.sample())
         if not self._cuda:
             self._marks.append(time.perf_counter())
             return
@@ -42,13 +158,23 @@ class PhaseClock:
 
     def iterations(self) -> list[dict[str, float]]:
         """Return a list with a dict per timed training step: the seconds by phase, and of the whole ``iteration``."""
-        seconds = self.seconds()
-        stride = len(PHASES) + 1  # the time between two steps (data, prints) belongs to no phase
-        rows = []
-        for start in range(0, len(seconds) - len(PHASES) + 1, stride):
-            row = dict(zip(PHASES, seconds[start : start + len(PHASES)], strict=True))
-            rows.append({**row, "iteration": sum(row.values())})
-        return rows
+        rows = _by_phase(self.seconds())
+        return [{**row, "iteration": sum(row.values())} for row in rows]
+
+    def threads(self) -> list[dict[str, dict[str, Any]]]:
+        """Return a list with a dict per timed training step: by phase, what the training threads did in the phase.
+
+        ``gpu_s`` is the time between two events of the GPU. None without a GPU.
+        """
+        seconds = self.seconds() if self._cuda else [None] * len(self._samples)
+        pairs = zip(self._samples, self._samples[1:], seconds, strict=False)
+        return _by_phase([{"gpu_s": gpu_s, **begin.until(end)} for begin, end, gpu_s in pairs])
+
+
+def _by_phase(spans: list[Any]) -> list[dict[str, Any]]:
+    stride = len(PHASES) + 1  # the time between two steps (data, prints) belongs to no phase
+    starts = range(0, len(spans) - len(PHASES) + 1, stride)
+    return [dict(zip(PHASES, spans[start : start + len(PHASES)], strict=True)) for start in starts]
 
 
 def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
@@ -58,6 +184,7 @@ def timed_step(engine: Any, batch: Batch, clock: PhaseClock) -> torch.Tensor:
     """
     clock.mark()
     loss: torch.Tensor = engine(*batch)
+    clock.watch(loss)
     clock.mark()
     engine.backward(loss)
     clock.mark()

@@ -4,12 +4,13 @@
     python -m studies.gpu --rehearse [--out DIR]     every part without a GPU, at toy sizes
     python -m studies.gpu --plot DIR                 pictures of the results in DIR
 
-The parts are smoke (quick checks), contract (are results bit-identical to stock DeepSpeed's?), baseline (speed against
-stock DeepSpeed), peers (speed against other offloading systems), speed (efficiency, gain of each feature, accuracy of
-predictions), parameters (16-bit parameters in host memory) and checkpoints (stalls). By default, baseline and speed
-train a model of 1.3 B parameters, and peers and parameters a model of 3 B. A part consists of sections, which can also
-be named after --part. Each section runs in its own process, which writes its result to DIR/SECTION.json and its output
-to DIR/logs/. If a section fails, the others still run. If the command is started again, it continues with what is
+The parts are smoke (quick checks), contract (are results bit-identical to stock DeepSpeed's?), stages (the cost of each
+ZeRO stage, with small and large batches), baseline (speed against stock DeepSpeed), peers (speed against other
+offloading systems), speed (efficiency, gain of each feature, accuracy of predictions), parameters (16-bit parameters in
+host memory) and checkpoints (stalls). By default, stages, baseline and speed train a model of 1.3 B parameters, and
+peers and parameters a model of 3 B. A part consists of sections, which can also be named after --part. Each section
+runs in its own process, which writes its result to DIR/SECTION.json and its output to DIR/logs/. If a section fails,
+the others still run. If the command is started again, it continues with what is
 missing. DIR/results.tar.gz holds all results.
 """
 

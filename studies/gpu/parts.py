@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from studies.gpu import contract, smoke, speed
 from studies.gpu.comparison import compare
+from studies.gpu.stages import stages
 from studies.gpu.suite import Figures, Suite
 
 # The most important sections come first. Each section is a process with its own record. The sections of a part together
@@ -14,6 +15,7 @@ SECTIONS: dict[str, Callable[[Suite], Figures]] = {
     "one_step": smoke.one_step,
     "sanitizer": smoke.sanitizer,
     "contract": contract.contract,
+    "stages": stages,
     "machine": speed.machine_profile,
     "baseline": speed.baseline,
     "ablation": speed.ablation,
@@ -26,6 +28,7 @@ SECTIONS: dict[str, Callable[[Suite], Figures]] = {
 PARTS: dict[str, tuple[str, ...]] = {
     "smoke": ("ops", "kernel_bits", "one_step", "sanitizer"),
     "contract": ("contract",),
+    "stages": ("stages",),
     "baseline": ("machine", "baseline"),
     "peers": ("peers",),
     "speed": ("efficiency", "ablation", "fidelity"),
@@ -33,14 +36,15 @@ PARTS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("checkpoint_stall",),
 }
 # Defaults without --size and --cap-gib: the model and a part of its state fit into the GPU memory.
-SIZES_OF_PARTS = {"baseline": "1.3b", "speed": "1.3b", "peers": "3b", "parameters": "3b"}
-CAPS_GIB = {"baseline": 12.0, "speed": 12.0, "peers": 24.0, "parameters": 12.0}
+SIZES_OF_PARTS = {"stages": "1.3b", "baseline": "1.3b", "speed": "1.3b", "peers": "3b", "parameters": "3b"}
+CAPS_GIB = {"stages": 1000.0, "baseline": 12.0, "speed": 12.0, "peers": 24.0, "parameters": 12.0}
 BUDGET_S = {
     "ops": 150.0,
     "kernel_bits": 90.0,
     "one_step": 120.0,
     "sanitizer": 120.0,
     "contract": 540.0,
+    "stages": 420.0,
     "machine": 120.0,
     "baseline": 420.0,
     "ablation": 180.0,

@@ -10,6 +10,7 @@ attention adds numbers in a varying order.
 
 import argparse
 import resource
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ebbtide.simulator.schedules.buckets import PLANNED_BUCKET_ELEMENTS
 
 from studies.bench.bits import digest, optimizer_state
 from studies.bench.byte_gpt import SIZES, Batches, ByteGPT, ds_config, stock_engine
-from studies.bench.phase_clock import PhaseClock, medians, timed_step
+from studies.bench.phase_clock import PhaseClock, TrainingThreads, medians, timed_step
 from studies.bench.rank import become_only_rank
 from studies.bench.record import write_record
 
@@ -54,6 +55,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--subgroup", type=int, default=100_000_000)
     parser.add_argument("--clipping", type=float, default=1.0)
+    parser.add_argument("--stage", type=int, default=3, choices=(1, 2, 3), help="ZeRO stage")
     parser.add_argument("--offload-param", action="store_true", help="keep parameters in host memory")
     parser.add_argument(
         "--keep",
@@ -62,6 +64,11 @@ def arguments() -> argparse.ArgumentParser:
         help="fraction of the parameters that ebbtide keeps in GPU memory, with --offload-param",
     )
     parser.add_argument("--cap-gib", type=float, help="limit on GPU memory, in GiB")
+    parser.add_argument(
+        "--bind-training",
+        action="store_true",
+        help="bind the main thread and autograd's thread to the core that ebbtide's updates leave free",
+    )
     parser.add_argument("--device", choices=["auto", "cuda", "emulated"], default="auto")
     parser.add_argument(
         "--workload", type=Path, help="profile the engine and write this workload file, instead of training"
@@ -117,7 +124,7 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     if args.workload:
         return _profile(engine, batches, args)
     before = allocator_calls()
-    times, steps, loss = timed(engine, batches, 0, args.steps, args.accumulation)
+    run = timed(engine, batches, 0, args.steps, args.accumulation, TrainingThreads(_spared(args)))
     after = allocator_calls()
     if args.timeline and hasattr(engine.optimizer, "timeline"):
         engine.optimizer.timeline().to_perfetto(args.timeline)
@@ -126,9 +133,9 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
         "variant": args.variant,
         "exact": args.variant.split(":")[0] not in INEXACT,
         "params": size.params,
-        **times,
-        "tokens_per_s": tokens / times["iteration_s"],
-        "loss": loss,
+        **run.times,
+        "tokens_per_s": tokens / run.times["iteration_s"],
+        "loss": run.loss,
         "hash": digest(optimizer_state(engine.optimizer)),
         "device": str(engine.device),
         "cap_gib": None if args.variant in UNCAPPED else args.cap_gib,
@@ -138,10 +145,21 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
         "allocator_calls": {name: count - before[name] for name, count in after.items()},
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "steps": args.steps,
-        "iterations": steps,
+        "iterations": run.steps,
+        "bound_to": _spared(args),
+        "phases": run.threads,
     }
     engine.destroy()
     return figures
+
+
+def _spared(args: argparse.Namespace) -> list[int] | None:
+    from ebbtide.runtime.hardware.cores import spared_cores
+    from ebbtide.runtime.hardware.pci import pci_address
+
+    if not args.bind_training:
+        return None
+    return spared_cores(pci_address(0) if torch.cuda.is_available() else None)
 
 
 def allocator_calls() -> dict[str, int]:
@@ -157,20 +175,34 @@ def allocator_calls() -> dict[str, int]:
     return {name: int(stats.get(name, 0)) for name in names}
 
 
-def timed(
-    engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1
-) -> tuple[dict[str, float], list[dict[str, float]], float]:
-    """Train with an engine. Return the median seconds of each phase after the warm-up, the seconds of each phase in
-    each step, and the last loss.
+@dataclass(frozen=True)
+class Run:
+    """The times of a training run.
 
-    The medians are a dict with keys such as ``forward_s``. The steps include the warm-up, and each is a dict with keys
-    such as ``forward``.
+    Attributes:
+        times: Median seconds of each phase after the warm-up, with keys such as ``forward_s``.
+        steps: Seconds of each phase in each step, with the warm-up, with keys such as ``forward``.
+        threads: What the training threads did in each phase of each micro-batch (see `PhaseClock.threads`).
+        loss: The last loss.
+    """
+
+    times: dict[str, float]
+    steps: list[dict[str, float]]
+    threads: list[dict[str, dict[str, Any]]]
+    loss: float
+
+
+def timed(
+    engine: Any, batches: Batches, first: int, steps: int, accumulation: int = 1, threads: TrainingThreads | None = None
+) -> Run:
+    """Train with an engine, and return the times.
 
     Args:
         first: Number of the first batch. A step takes ``accumulation`` batches.
         steps: Number of timed steps.
+        threads: The training threads. By default, they are those of this process, and are not bound.
     """
-    clock, loss = PhaseClock(torch.cuda.is_available()), torch.zeros(())
+    clock, loss = PhaseClock(torch.cuda.is_available(), threads or TrainingThreads()), torch.zeros(())
     # Made before the steps, because the time between two steps belongs to no phase, and updates would continue in it.
     numbers = range(first, first + (WARMUP + steps) * accumulation)
     made = [batches.at(number, engine.device) for number in numbers]
@@ -185,8 +217,8 @@ def timed(
         {phase: sum(row[phase] for row in rows[at : at + accumulation]) for phase in rows[at]}
         for at in range(0, len(rows), accumulation)
     ]
-    times = medians(whole, WARMUP)
-    return {f"{name}_s": value for name, value in times.items()}, whole, float(loss)
+    times = {f"{name}_s": value for name, value in medians(whole, WARMUP).items()}
+    return Run(times, whole, clock.threads(), float(loss))
 
 
 def make_engine(args: argparse.Namespace) -> Any:
@@ -218,6 +250,7 @@ def make_engine(args: argparse.Namespace) -> Any:
     config = ds_config(
         args.micro_batch,
         args.subgroup,
+        stage=args.stage,
         clipping=args.clipping,
         offload=not resident,
         accumulation=args.accumulation,
@@ -230,7 +263,7 @@ def make_engine(args: argparse.Namespace) -> Any:
     if name == "deepcompile":
         engine.compile()
     if name == "ebbtide":
-        plan = Plan.load(args.plan) if args.plan else host_plan(engine, args.keep)
+        plan = Plan.load(args.plan) if args.plan else host_plan(engine, args.subgroup, args.keep)
         ebbtide.runtime.attach(engine, plan, device=args.device)
     return engine
 
@@ -244,23 +277,21 @@ def _model(size: str) -> ByteGPT:
         return ByteGPT(SIZES[size])
 
 
-def host_plan(engine: Any, keep: float = 0.0) -> Plan:
+def host_plan(engine: Any, subgroup: int, keep: float = 0.0) -> Plan:
     """Return a plan that keeps all optimizer state of an engine in host memory and updates it there.
 
     Args:
+        subgroup: Number of elements of a subgroup.
         keep: Fraction of the subgroups that keep their 16-bit parameters in GPU memory. The 16-bit parameters of the
             other subgroups stay where DeepSpeed's config puts them.
     """
     from ebbtide.runtime.zero.checks.private import parameter_location
+    from ebbtide.runtime.zero.cuts import subgroups_of
 
-    count = len(engine.optimizer.fp16_partitioned_groups_flat)
+    count = len(subgroups_of(engine.optimizer, subgroup))
     there, kept = parameter_location(engine.optimizer), int(keep * count)
     homes: list[ParameterLocation] = ["device" if i < kept else there for i in range(count)]
-    return Plan(
-        subgroup_size=int(engine.optimizer.sub_group_size),
-        ways=tuple(Way("host", home) for home in homes),
-        staging_slots=0,
-    )
+    return Plan(subgroup_size=subgroup, ways=tuple(Way("host", home) for home in homes), staging_slots=0)
 
 
 def _profile(engine: Any, batches: Batches, args: argparse.Namespace) -> dict[str, Any]:

@@ -42,15 +42,16 @@ def trials(args: argparse.Namespace) -> Any:
     batches, number = Batches(args.micro_batch, SIZES[args.size].sequence), 0
     for name, plan in plans.items():
         switch_plan(engine, plan)
-        times, _, loss = timed(engine, batches, number, args.steps, args.accumulation)
+        run = timed(engine, batches, number, args.steps, args.accumulation)
         number += (WARMUP + args.steps) * args.accumulation
         yield {
             "name": name.removesuffix(".plan.json").split("_", 1)[1],
             "variant": "ebbtide",
             "exact": True,
-            **times,
-            "loss": loss,
+            **run.times,
+            "loss": run.loss,
             "steps": args.steps,
+            "phases": run.threads,
         }
     engine.destroy()
 

@@ -37,6 +37,24 @@ def node(tmp_path, monkeypatch):
 
 def test_one_rank_takes_its_gpus_node_less_one_core(node):
     assert cores.update_cores(GPU, node) == list(range(9, 16))
+    assert cores.spared_cores(GPU, node) == [8]
+
+
+def test_updates_and_the_training_thread_share_no_core(node, monkeypatch):
+    for core in range(16):
+        folder = node / f"devices/system/cpu/cpu{core}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{core // 2 * 2}-{core // 2 * 2 + 1}\n")
+    for ranks in (1, 2, 4, 8):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        spared, updated = set(), set()
+        for rank in range(ranks):
+            monkeypatch.setenv("LOCAL_RANK", str(rank))
+            spared |= set(cores.spared_cores(GPU, node))
+            updated |= set(cores.update_cores(GPU, node))
+        assert not spared & updated
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {9})
+    assert cores.spared_cores(GPU, node) == []
 
 
 @pytest.mark.parametrize(("rank", "expected"), [(0, [9, 10, 11]), (1, [13, 14, 15]), (2, [9, 10, 11])])

@@ -1,8 +1,11 @@
+import threading
+import time
+
 import pytest
 import torch
 
 from studies.bench import phase_clock
-from studies.bench.phase_clock import PhaseClock, medians, timed_step
+from studies.bench.phase_clock import PHASES, PhaseClock, TrainingThreads, medians, timed_step
 
 
 class _Engine:
@@ -47,3 +50,51 @@ def test_medians_leave_the_warm_up_out():
     assert medians(rows, warmup=1) == {"iteration": 2.0}
     with pytest.raises(ValueError, match="has 4 steps, of which the first 4 are left out"):
         medians(rows, warmup=4)
+
+
+class _Elsewhere:
+    """A training engine whose backward runs on another thread, as autograd's does on a GPU."""
+
+    def __init__(self):
+        self._orders, self.ended = threading.Semaphore(0), threading.Event()
+        self.thread = threading.Thread(target=self._work, daemon=True)
+        self.thread.start()
+
+    def _work(self):
+        while True:
+            self._orders.acquire()
+            self._busy()
+            self.loss.backward()
+            self.ended.set()
+
+    def _busy(self):
+        begun = time.thread_time()
+        while time.thread_time() < begun + 0.02:
+            pass
+
+    def __call__(self):
+        return torch.ones((), requires_grad=True) * 2
+
+    def backward(self, loss):
+        self.loss = loss
+        self.ended.clear()
+        self._orders.release()
+        assert self.ended.wait(60.0)
+
+    def step(self):
+        self._busy()
+
+
+def test_the_cpu_time_of_autograds_thread_is_told_from_that_of_the_main_thread():
+    engine, clock = _Elsewhere(), PhaseClock(cuda=False, threads=TrainingThreads())
+    for _ in range(3):
+        timed_step(engine, (), clock)
+    first, second, third = clock.threads()
+    assert [*first] == list(PHASES)
+    assert first["forward"]["autograd_s"] is None  # not known before the first backward
+    for row in (second, third):
+        assert row["backward"]["autograd_s"] >= 0.02
+        assert row["backward"]["main_s"] < 0.02 <= row["step"]["main_s"]
+        assert row["step"]["autograd_s"] < 0.02
+        assert row["backward"]["autograd_core"] is not None
+        assert row["backward"]["alloc_retries"] is None or torch.cuda.is_available()
