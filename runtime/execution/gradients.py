@@ -5,7 +5,8 @@ Each gradient is copied once, in its own dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
 
@@ -79,8 +80,25 @@ class GradientBuffers(Generic[Piece]):
         on_host = [RECIPES[s.placement].gradient == "host" for s in self.states]
         self._crosses = [there and not self.device.unified for there in on_host]
         self._open = False  # True if a gradient has arrived since the last step
+        self._later: list[int] | None = None  # subgroups to report as complete at the end of `together`
 
     # -- arriving ----------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Copy adjacent gradients as one, if they are accepted inside the ``with`` block.
+
+        Subgroups whose gradient becomes complete are reported at the end of the block (`complete`).
+        """
+        self._later = []
+        try:
+            with self.ops.together():
+                yield
+            later = self._later
+        finally:
+            self._later = None
+        for subgroup in later:
+            self._completed(subgroup)
 
     def accept(self, piece: Piece, gradient: torch.Tensor, *, first: bool, boundary: bool) -> torch.Tensor:
         """Store this rank's part of a parameter's gradient, or add the part to the sum of earlier micro-batches.
@@ -111,8 +129,15 @@ class GradientBuffers(Generic[Piece]):
     def _reached(self, piece: Piece) -> None:
         self._missing[piece.subgroup] -= not piece.touched
         piece.touched = True
-        if self.complete is not None and not self._missing[piece.subgroup]:
-            self.complete(piece.subgroup)
+        if not self._missing[piece.subgroup]:
+            if self._later is None:
+                self._completed(piece.subgroup)
+            else:
+                self._later.append(piece.subgroup)
+
+    def _completed(self, subgroup: int) -> None:
+        if self.complete is not None:
+            self.complete(subgroup)
 
     def _awaited(self) -> list[int]:
         return [sum(p.real and not p.touched for p in pieces) for pieces in self.by_subgroup]

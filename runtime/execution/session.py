@@ -35,6 +35,7 @@ class Session:
     Attributes:
         after_step: Functions to call, in order, after each optimizer step, once step counter and learning-rate schedule
             have advanced. A change of the plan comes first, and checkpoints come last.
+        after_switch: Functions to call after a switch, whether the new plan runs or the old one again.
         before_switch: Functions to call before subgroups move to other buffers. Each one waits until some
             reader of the old buffers, such as a checkpoint, has finished.
         stored: The optimizer state on drives, which a checkpoint commits there without a copy.
@@ -55,6 +56,7 @@ class Session:
         self.recorder = Recorder(device)
         self.after_step: list[Callable[[], None]] = []
         self.before_switch: list[Callable[[], object]] = []
+        self.after_switch: list[Callable[[], None]] = []
         self.set_aside: Plan | None = None
         self.closed = False
         self._lost: Exception | None = None  # reason why the session can run no plan any more
@@ -323,6 +325,8 @@ class Session:
         self._gradient_buffers = self._gradient_buffers.moved(self._executor.states, self._executor.gradients)
         self._make_spares()
         self._register_saved()
+        for call in self.after_switch:
+            call()
 
     def _go_back(self, plan: Plan, former: Executor, locked: LockedBuffers, error: BaseException) -> None:
         try:

@@ -55,21 +55,22 @@ class Partitions:
             before the tensor is used.
         """
         held = {param: param.ds_tensor.data for param in params}
-        there = {p: self._on_device(p, source, executor) for p, source in held.items()}
+        there = {
+            param: executor.device.device_empty(source.numel(), source.dtype)
+            for param, source in held.items()
+            if self.live_on_host(param, executor)
+        }
         # Memory allocated for a copy may still be in use on the current stream.
-        free = Completion.done(executor.device.current_event())
-        brought = {}
+        free = Completion.done(executor.device.current_event()) if there else None
+        brought: dict[Any, tuple[torch.Tensor, list[Completion]]] = {}
         for param, source in held.items():
-            tensor, ends = there[param], executor.updates_of(self.subgroups([param]))
-            if tensor is not source:
-                ends = [executor.fetch(tensor, source, [free, *ends])]
-            brought[param] = tensor, ends
+            subgroup, tensor = self.subgroup_of.get(param.ds_id), there.get(param)
+            ends = [] if subgroup is None else executor.updates_of([subgroup])
+            if tensor is None or free is None:
+                brought[param] = source, ends
+            else:
+                brought[param] = tensor, [executor.fetch(tensor, source, [free, *ends])]
         return brought
-
-    def _on_device(self, param: Any, held: torch.Tensor, executor: Executor) -> torch.Tensor:
-        if not self.live_on_host(param, executor):
-            return held
-        return executor.device.device_empty(held.numel(), held.dtype)
 
     def fetch(self, params: list[Any], executor: Executor) -> "Fetches | None":
         """Start to copy parameters to the GPU, if this rank holds them whole. Return handles to wait for.

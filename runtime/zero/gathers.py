@@ -7,6 +7,7 @@ import torch
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.collective import CollectiveGathers
 from ebbtide.runtime.zero.fetches import Fetches, Partitions
+from ebbtide.runtime.zero.one_rank.views import Views
 
 Fetch = Callable[[list[Any], Callable[[list[Any]], private.Handle]], private.Handle | None]
 
@@ -18,7 +19,9 @@ class Gathers:
     uses this object.
 
     Attributes:
+        parameters: All ZeRO-3 parameters of the model.
         partitions: A table of the memory (host or GPU) that holds each parameter's partition.
+        views: The hooks that take the places of DeepSpeed's on a single rank.
         together: The object that starts gathers in the same order on all ranks.
         shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, which stock DeepSpeed
             keeps gathered between steps. False while DeepSpeed saves or loads a checkpoint, because all parameters must
@@ -29,9 +32,11 @@ class Gathers:
 
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
         self._optimizer = optimizer
+        self.parameters = [param for param in module.parameters() if hasattr(param, "ds_id")]
         self.partitions = Partitions(optimizer)
         in_flight: Any = module.ds_inflight_param_registry
         self.together = CollectiveGathers(self.partitions, optimizer.persistent_parameters, in_flight)
+        self.views = Views(optimizer, self.partitions, self.parameters)
         self.shows = True
         self.moved = False
         self._at_rest = False
@@ -67,9 +72,11 @@ class Gathers:
             # No bound method, because a copy of the module would then include a copy of the whole optimizer.
             hook = module.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
             self._undo.append(hook.remove)
+        self.views.choose()
 
     def open(self) -> None:
         """Remove all hooks that make DeepSpeed's parameter gathers wait for updates."""
+        self.views.end()
         self.blank()
         for undo in self._undo:
             undo()
@@ -159,6 +166,7 @@ class Gathers:
         own.executor.wait_parameters(self.partitions.subgroups(params))
         if self._optimizer.partition_count > 1:
             self.together.read(params)
+        self.views.gathered(params)
 
     def _fetch(self, params: list[Any], gather: Callable[[list[Any]], private.Handle]) -> Fetches | None:
         """Start to make the given ZeRO-3 parameters available in GPU memory: by a copy on a single rank, by a gather on

@@ -341,6 +341,13 @@ def float64_norm(part: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(part, dtype=torch.float64)
 
 
+def float64_norms(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return the L2 norms of several gradients in float64, in one tensor."""
+    if parts[0].device.type == "cpu":
+        return torch.tensor([host.norm(part) for part in parts], dtype=torch.float64)
+    return torch.stack([float64_norm(part) for part in parts])
+
+
 def take_loaded_moments(inner: Any, rule: UpdateRule, master: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
     """Copy the optimizer's moments, after a checkpoint load, into the tensors that training uses.
 

@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO-3 optimizer under a plan, with bit-identical results."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.cuts import Cut, cuts_of
 from ebbtide.runtime.zero.flat_partitions import FlatState
 from ebbtide.runtime.zero.gathers import Gathers
-from ebbtide.runtime.zero.planned import PlannedZero, float64_norm, gated, published, take_loaded_moments
+from ebbtide.runtime.zero.planned import PlannedZero, float64_norms, gated, published, take_loaded_moments
 from ebbtide.runtime.zero.windows import ZeroSlice
 from ebbtide.simulator.plan import ParameterLocation, Plan, PlanError
 from ebbtide.simulator.schedules.gathers import Gathered
@@ -33,6 +34,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     _swapped: list[int]  # subgroups whose parameters DeepSpeed's swapper holds
     _unread: torch.Tensor  # unused output of the updates of these subgroups: the swapper reads the master
     _infinite: set[int]  # parameters with a sum of micro-batches that is infinite or NaN
+    _layers: dict[tuple[int, int], str]  # see `GradientOps.layers`. Empty until the first backward
     shares_state = False
     overlaps_forward = True
     # These attributes of DeepSpeed are public. Reading them waits for the updates.
@@ -45,26 +47,38 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     @torch.no_grad()
     def partition_grads(self, params_to_release: list[Any], grad_partitions: list[torch.Tensor]) -> list[torch.Tensor]:
         """Send each reduced gradient once to the memory where its update will run, and compute its norm on the GPU."""
-        own = self._ebbtide
-        boundary = private.at_boundary(self)
+        own, windows = self._ebbtide, self._windows
+        boundary, first, dtype = private.at_boundary(self), self.micro_step_id == 0, self.gradient_accumulation_dtype
         if boundary:
             own.prefetch()
-        for param, partition in zip(params_to_release, grad_partitions, strict=True):
-            piece = self._piece(param)
-            if piece.real:
-                private.note_active(self, param)
-                # Older DeepSpeeds convert a gradient to fp32 only when they add it up.
-                arrived = partition.view(-1).to(self.gradient_accumulation_dtype)
-                total = self._windows.accept(piece, arrived, first=self.micro_step_id == 0, boundary=boundary)
-                if boundary:
-                    self.norm_for_param_grads[self.get_param_id(param)] = _norm(total)
-            if param.grad is not None:
-                # Autograd made a gradient larger than a bucket on another stream than the present one.
-                own.executor.device.let_go(param.grad)
-            param.grad = None
+        if not windows.ops.layers:  # a new plan
+            windows.ops.layers = self._layers = self._layers or self.units()
+        with windows.together():
+            totals: dict[int, torch.Tensor] = {}
+            for param, partition in zip(params_to_release, grad_partitions, strict=True):
+                key = self.get_param_id(param)
+                piece = windows.slices[key]
+                if piece.real:
+                    private.note_active(self, param)
+                    # Older DeepSpeeds convert a gradient to fp32 only when they add it up.
+                    arrived = partition.view(-1).to(dtype)
+                    totals[key] = windows.accept(piece, arrived, first=first, boundary=boundary)
+                if param.grad is not None:
+                    # Autograd made a gradient larger than a bucket on another stream than the present one.
+                    own.executor.device.let_go(param.grad)
+                param.grad = None
+            if boundary:  # before a complete subgroup's update begins, which may depend on the norms
+                self.norm_for_param_grads.update(zip(totals, _norms(list(totals.values())), strict=True))
         if private.in_bucket(self, grad_partitions):
-            self._windows.before_reuse()
+            windows.before_reuse()
         return []
+
+    def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(  # noqa: N802 - DeepSpeed's private method
+        self, params: list[Any], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        gradients = private.own_sums(self, params, dtype) if private.only_rank(self) else None
+        name = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+        return getattr(super(), name)(params, dtype) if gradients is None else gradients
 
     def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
         """Make the sum of a parameter's micro-batch gradients the gradient of the next update, and store the norm of
@@ -74,7 +88,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         is the last one of a step.
         """
         total = self._windows.finish(self._piece(param))
-        self.norm_for_param_grads[self.get_param_id(param)] = _norm(total.to(grad_buffer.device))
+        (self.norm_for_param_grads[self.get_param_id(param)],) = _norms([total.to(grad_buffer.device)])
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        super().backward_epilogue(*args, **kwargs)
+        self._gathers.views.backward_ends()
 
     # -- step --------------------------------------------------------------------------------
 
@@ -96,7 +114,11 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     def _get_norm_groups(self) -> list[torch.Tensor]:
         self._norms_to_host()
-        return super()._get_norm_groups()
+        if not private.only_rank(self):
+            return super()._get_norm_groups()
+        # The same sums and roots, without DeepSpeed's tensor, reductions and waits for each of them.
+        norms = {key: float(norm) for key, norm in self.norm_for_param_grads.items()}
+        return [private.group_norm(self, group, norms) for group in self.fp16_groups]
 
     def step(self, closure: Any = None) -> None:
         """Start the optimizer's updates and return. Code that later reads a parameter waits for that
@@ -134,7 +156,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
 
     def _partition_all_parameters(self) -> None:
         self._gathers.together.stay_gathered(False)
-        super()._partition_all_parameters()
+        private.release_all(self, self._gathers.parameters)
+        self._gathers.views.stepped()
 
     def empty_partition_cache(self) -> None:
         super().empty_partition_cache()
@@ -322,7 +345,7 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         return private.parameter_location(self)
 
     def gathers(self) -> Gathered | None:
-        return private.gathers(self)
+        return private.gathers(self, self._gathers.views.trace)
 
     def zero_stage(self) -> ZeroStage:
         return 3
@@ -362,7 +385,7 @@ def take_over(
         master.grad = None  # 4 bytes per parameter
     optimizer._pieces = stage3_buffers.Pieces(optimizer, cuts_of(optimizer, subgroup_size))
     optimizer._gathers, optimizer._flat = Gathers(optimizer, module), None
-    optimizer._rule, optimizer._infinite, optimizer._hooks = rule, set(), []
+    optimizer._rule, optimizer._infinite, optimizer._hooks, optimizer._layers = rule, set(), [], {}
     optimizer.__class__ = EbbtideStage3
     try:  # converts one subgroup at a time
         optimizer._ebbtide = Session(optimizer, plan, device, overlap_forward=overlap_forward)
@@ -373,6 +396,7 @@ def take_over(
         raise
     optimizer.resume_rule()
     optimizer._gathers.gate()
+    optimizer._ebbtide.after_switch.append(optimizer._gathers.views.choose)
 
 
 def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
@@ -385,11 +409,15 @@ def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:
         )
 
 
-def _norm(gradient: torch.Tensor) -> torch.Tensor:
-    total = None
-    for part in gradient.split(250_000_000):
-        square = float64_norm(part) ** 2.0
-        total = square if total is None else total + square
-    assert total is not None
-    root: torch.Tensor = total**0.5
-    return root
+def _norms(gradients: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Return the 2-norms of gradients in float64, each with the bits that DeepSpeed computes."""
+    if not gradients:
+        return ()
+    if all(gradient.numel() <= 250_000_000 for gradient in gradients):
+        return ((float64_norms(gradients) ** 2.0) ** 0.5).unbind()
+    return [_in_parts(gradient) for gradient in gradients]
+
+
+def _in_parts(gradient: torch.Tensor) -> torch.Tensor:
+    squares = float64_norms(list(gradient.split(250_000_000))) ** 2.0
+    return functools.reduce(torch.add, squares.unbind()) ** 0.5

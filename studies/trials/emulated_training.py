@@ -92,15 +92,18 @@ class ReducedBeside(GradientOps):
     immediately, and emulated copies of dummy data take the time of the real copies.
     """
 
-    def _send(self, how: GradientCopy, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor) -> None:
+    def _send(
+        self, how: GradientCopy, subgroup: int, offsets: list[int], buffer: torch.Tensor, source: torch.Tensor
+    ) -> None:
         buffer.copy_(source)
-        super()._send(how, subgroup, offset, torch.empty_like(buffer), source)
+        super()._send(how, subgroup, offsets, torch.empty_like(buffer), source)
 
     def fetch_sum(self, subgroup: int, offset: int, base: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        self._leave()
         there, lane = torch.empty_like(base), FETCH_SUM.lane
         stream = self._lanes[lane].stream
         copy = lambda: self._device.copy(there, torch.empty_like(there), lane, stream)
-        self._submit(FETCH_SUM, subgroup, offset, base.nbytes, copy)
+        self._submit(FETCH_SUM, subgroup, [offset], base.nbytes, copy)
         return base + gradient
 
 

@@ -631,8 +631,11 @@ def install_under_deepspeed(monkeypatch, fake):
     for name in ("stream", "current_stream", "default_stream", "synchronize"):
         member = members.get(name, getattr(fake.cuda, name))
         monkeypatch.setattr(kind, name, lambda self, *args, member=member: member(*args))
-    for stage in ("stage3", "stage12"):  # a kernel like any other, as on CUDA
-        monkeypatch.setattr(f"ebbtide.runtime.zero.{stage}.float64_norm", _float64_norm)
+    monkeypatch.setattr(
+        "ebbtide.runtime.zero.stage12.float64_norm", _float64_norm
+    )  # kernels like any other, as on CUDA
+    norms = lambda parts: torch.stack([_float64_norm(part) for part in parts])
+    monkeypatch.setattr("ebbtide.runtime.zero.stage3.float64_norms", norms)
     monkeypatch.setattr(
         coalesced_collectives,
         "_torch_reduce_scatter_fn",

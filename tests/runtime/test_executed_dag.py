@@ -135,13 +135,18 @@ def executed(workload, plan):
 def backward(executor, workload):
     """Deliver the gradients of each micro-batch of a step to the executor, those of the last layer first.
 
-    In the tests of this module, a layer has one parameter in each subgroup that holds a part of the layer.
+    A layer has up to three parameters in each subgroup that holds a part of the layer. With several micro-batches it
+    has one, because each parameter's sum is fetched apart.
     """
-    held, slices = [0] * len(workload.subgroups), {}
+    last = workload.gradient_accumulation_steps - 1
+    held, parts, slices = [0] * len(workload.subgroups), {}, {}
     for layer, shares in enumerate(workload.shares()):
         for subgroup, n in shares:
-            slices[layer, subgroup] = ParameterSlice(subgroup, held[subgroup], n, real=True)
-            held[subgroup] += n
+            parts[layer, subgroup] = n
+            for elements in [n] if last or n < 3 else [1, n - 2, 1]:
+                slices[layer, subgroup, held[subgroup]] = ParameterSlice(subgroup, held[subgroup], elements, real=True)
+                held[subgroup] += elements
+    executor.gradients.layers = {(subgroup, offset): layer for layer, subgroup, offset in slices}
 
     def complete(subgroup):
         if subgroup in executor.early_updates.wires:
@@ -149,17 +154,19 @@ def backward(executor, workload):
         executor.come_in()
 
     locations = GradientBuffers(executor.device, executor.states, slices, executor.gradients, complete=complete)
-    last = workload.gradient_accumulation_steps - 1
     for micro_batch in range(last + 1):
-        for keys, executor.device.layer in delivered(slices, workload.planned_bucket_params):
+        for delivery, executor.device.layer in delivered(parts, workload.planned_bucket_params):
             if micro_batch == last:
                 executor.prefetch()
-            for key in keys:
-                gradient = torch.zeros(slices[key].elements)
-                locations.accept(slices[key], gradient, first=micro_batch == 0, boundary=micro_batch == last)
+            keys = [key for part in delivery for key in slices if key[:2] == part]
+            bucket = torch.zeros(sum(slices[key].elements for key in keys))  # as DeepSpeed's, in one piece
+            gradients = bucket.split([slices[key].elements for key in keys])
+            with locations.together():
+                for key, gradient in zip(keys, gradients, strict=True):
+                    locations.accept(slices[key], gradient, first=micro_batch == 0, boundary=micro_batch == last)
 
 
-def delivered(slices, size):
+def delivered(parts, size):
     """Yield a pair for each time that DeepSpeed hands gradients over to ebbtide: the list of these gradients, and the
     layer whose backward ran last.
 
@@ -167,11 +174,14 @@ def delivered(slices, size):
     ``reduce_independent_p_g_buckets_and_remove_grads``. When the next gradient does not fit, the bucket's gradients are
     handed over in the order of their parameters. If ``size`` is 0, each gradient is handed over alone, as soon as it is
     computed.
+
+    Args:
+        parts: Number of elements of each layer's part of a subgroup.
     """
     bucket = []
-    for key in reversed(slices):
+    for key in reversed(parts):
         layer, _ = key
-        if bucket and sum(slices[one].elements for one in [*bucket, key]) > size:
+        if bucket and sum(parts[one] for one in [*bucket, key]) > size:
             yield sorted(bucket), layer if size else bucket[0][0]
             bucket = []
         bucket.append(key)
@@ -290,6 +300,22 @@ def test_who_takes_a_buffer_waits_for_who_gave_it_back(monkeypatch):
         given.clear()
         executed(*random_case(rng))
     assert set(uses) == set(Slot)
+
+
+def test_a_layer_that_lies_in_one_piece_is_copied_once(monkeypatch):
+    workload = Workload(
+        name="w",
+        layers=(Layer(params=40, forward_s=1.0, backward_s=1.0),) * 2,
+        subgroups=(50, 30),
+        planned_bucket_params=1000,
+        parameters=((40,), (40,)),
+    )
+    plan = Plan(subgroup_size=50, placement=Plan.runs(["host"] * 2), staging_slots=0)
+    sent = []
+    leaving = lambda device, source, stream: sent.append(source.numel()) or source
+    monkeypatch.setattr(Recording, "leaving", leaving)
+    executed(workload, plan)
+    assert sent == [40, 10, 30] * STEPS
 
 
 @pytest.mark.parametrize("forgotten", ["all waits", "the first wait", "arrival", "after", "reduced"])

@@ -7,6 +7,7 @@ tested range, and a DeepSpeed that lacks a member that its version should have.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -182,6 +183,49 @@ def checked_norm(optimizer: Any) -> torch.Tensor | None:
     return None if optimizer._loss_scale_update_and_overflow_cleanup() else norm
 
 
+def only_rank(optimizer: Any) -> bool:
+    """Return whether the job has a single process, so that every sum over ranks is that of this rank."""
+    import deepspeed.comm as dist
+
+    return optimizer.partition_count == 1 and dist.get_world_size() == 1
+
+
+def own_sums(optimizer: Any, params: list[Any], dtype: torch.dtype) -> list[torch.Tensor] | None:
+    """Return what DeepSpeed's ``__avg_scatter_grads`` returns in a job with a single process, without a collective.
+
+    None if DeepSpeed multiplies gradients by factors.
+
+    Args:
+        dtype: The dtype in which DeepSpeed adds gradients of ranks up.
+    """
+    if optimizer.postscale_gradients and optimizer.gradient_predivide_factor != 1.0:
+        return None
+    gradients = [param.grad.view(-1) for param in params]
+    if dtype != optimizer.dtype:
+        gradients = [gradient.to(dtype) for gradient in gradients]
+    if len(gradients) > 1:  # in one piece, and no more in the bucket
+        gradients = list(torch.cat(gradients).split([gradient.numel() for gradient in gradients]))
+    return gradients
+
+
+def group_norm(optimizer: Any, group: Iterable[Any], norms: Mapping[int, float]) -> torch.Tensor:
+    """Return the gradient norm of one of DeepSpeed's subgroups, in a job with a single process.
+
+    The sum is that of ``complete_grad_norm_calculation_for_cpu_offload``: in float64, in the order of the parameters.
+    Only its root is computed in fp32. DeepSpeed marks an infinite or invalid norm by -1.
+
+    Args:
+        norms: Norm of each parameter's gradient, by the id of the parameter.
+    """
+    total = 0.0
+    for param in group:
+        norm = norms.get(optimizer.get_param_id(param))
+        if norm is not None:
+            total += norm * norm
+    root: torch.Tensor = torch.tensor([total], dtype=torch.float32)[0] ** 0.5
+    return root if bool(torch.isfinite(root)) else torch.tensor(-1.0)
+
+
 # -- ZeRO-3: gradients and gathers ---------------------------------------------------------------
 
 
@@ -207,6 +251,7 @@ def partition_count(optimizer: Any) -> int:
     return int(optimizer.partition_count)
 
 
+@cache
 def _status() -> Any:
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
@@ -215,7 +260,7 @@ def _status() -> Any:
 
 def is_partitioned(param: Any) -> bool:
     """Return whether a parameter is partitioned, so that it has no values until it is gathered."""
-    return bool(param.ds_status == _status().NOT_AVAILABLE)
+    return param.ds_status is _status().NOT_AVAILABLE
 
 
 def stands_in(param: Any) -> bool:
@@ -310,24 +355,104 @@ def around_fetches(
 _COORDINATOR = "_PartitionedParameterCoordinator__"
 
 
-def module_trace(optimizer: Any) -> list[list[tuple[int, int]]] | None:
+@torch.no_grad()
+def release_all(optimizer: Any, params: Iterable[Any]) -> None:
+    """Partition all parameters again that are gathered, as ``release_and_reset_all`` does, in one pass.
+
+    Args:
+        params: All ZeRO-3 parameters of the model.
+    """
+    coordinator, arriving = optimizer.parameter_offload.get_param_coordinator(), _arriving(optimizer)
+    partitioned, available = _status().NOT_AVAILABLE, f"{_COORDINATOR}n_available_params"
+    released = 0
+    for param in params:
+        if arriving and param in arriving:
+            arriving.pop(param).wait()
+        param.ds_active_sub_modules.clear()
+        if param.ds_status is not partitioned:
+            hide_partitions([param])
+            released += param.ds_numel
+    setattr(coordinator, available, getattr(coordinator, available) - released)
+
+
+def lies_in_partition(param: Any) -> bool:
+    """Return whether a gathered parameter shows the memory of its partition, and is not a copy."""
+    own: int = param.ds_tensor.untyped_storage().data_ptr()
+    return own != 0 and own == param.data.untyped_storage().data_ptr()
+
+
+def show_partitions(optimizer: Any, params: Iterable[Any]) -> bool:
+    """Make each partitioned parameter a view of its partition, which this rank holds whole on the GPU.
+
+    Return whether any of them was partitioned. No update may write the partitions any more.
+    """
+    if torch.is_inference_mode_enabled():  # the views may serve the next training step too
+        with torch.inference_mode(False):
+            return show_partitions(optimizer, params)
+    status, shown = _status(), False
+    for param in params:
+        if param.ds_status is status.AVAILABLE:
+            continue
+        if param.ds_status is status.INFLIGHT:  # DeepSpeed has asked for it before its hooks were taken off
+            _arriving(optimizer).pop(param).wait()
+        else:
+            param.data = param.ds_tensor.data.view(param.ds_shape)
+            param.ds_status = status.AVAILABLE
+        shown = True
+    return shown
+
+
+def _arriving(optimizer: Any) -> Any:
+    return getattr(optimizer.parameter_offload.get_param_coordinator(), f"{_COORDINATOR}inflight_param_registry")
+
+
+def hide_partitions(params: Iterable[Any]) -> None:
+    """Partition parameters again that are gathered."""
+    if torch.is_inference_mode_enabled():  # an empty tensor made there would be of no use in training
+        with torch.inference_mode(False):
+            return hide_partitions(params)
+    status = _status()
+    for param in params:
+        if param.ds_status is status.AVAILABLE:
+            if is_plain(param) and lies_in_partition(param):  # nothing is freed
+                param.data = param.data.new_empty(0)
+                param.ds_status = status.NOT_AVAILABLE
+            else:
+                with torch.no_grad():
+                    param.partition()
+    return None
+
+
+def gather(params: Iterable[Any]) -> None:
+    """Gather those of the given parameters that are partitioned. All ranks must call this function."""
+    partitioned = [param for param in params if is_partitioned(param)]
+    if partitioned:
+        partitioned[0].all_gather(partitioned)
+
+
+def module_trace(optimizer: Any, modules: list[Any] | None = None) -> list[list[tuple[int, int]]] | None:
     """Return the modules that forward and backward ran, in order, as DeepSpeed has recorded them.
 
     Each module is a list of its parameters. A parameter is given as its `get_param_id` and its total number
     of elements. None if DeepSpeed has not recorded the modules yet.
+
+    Args:
+        modules: The modules, if they ran without DeepSpeed's hooks.
     """
     from deepspeed.runtime.zero.partitioned_param_coordinator import iter_params
     from deepspeed.utils import z3_leaf_module
 
     coordinator = optimizer.parameter_offload.get_param_coordinator()
-    if not coordinator.is_complete_trace():
-        return None
+    if modules is None:
+        if not coordinator.is_complete_trace():
+            return None
+        modules = getattr(coordinator, f"{_COORDINATOR}submodule_order")
     return [
         [
             (optimizer.get_param_id(param), param.ds_numel)
             for param in sorted(set(iter_params(module, recurse=z3_leaf_module(module))), key=lambda p: p.ds_id)
         ]
-        for module in getattr(coordinator, f"{_COORDINATOR}submodule_order")
+        for module in modules
     ]
 
 
@@ -343,12 +468,15 @@ def gather_rules(optimizer: Any) -> GatherRules:
     )
 
 
-def gathers(optimizer: Any) -> Gathered | None:
+def gathers(optimizer: Any, modules: list[Any] | None = None) -> Gathered | None:
     """Return the parameter gathers of one forward and backward, as DeepSpeed has recorded them.
 
     None if DeepSpeed has not recorded the gathers yet.
+
+    Args:
+        modules: The modules of forward and backward, in order, if they ran without DeepSpeed's hooks.
     """
-    trace = module_trace(optimizer)
+    trace = module_trace(optimizer, modules)
     if trace is None:
         return None
     found = gathered(trace, gather_rules(optimizer))
@@ -430,10 +558,11 @@ def mark_in_flight(params: Iterable[Any]) -> None:
     Raises:
         RuntimeError: One of the parameters is already gathered or being gathered.
     """
+    status = _status()
     for param in params:
-        if param.ds_status != _status().NOT_AVAILABLE:
+        if param.ds_status is not status.NOT_AVAILABLE:
             raise RuntimeError(f"the parameter must be partitioned (ZeRO-3), but got {param.ds_summary()}")
-        param.ds_status = _status().INFLIGHT
+        param.ds_status = status.INFLIGHT
 
 
 def mark_partitioned(params: Iterable[Any]) -> None:

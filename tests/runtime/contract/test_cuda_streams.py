@@ -271,9 +271,12 @@ def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
     def pass_a_minute():
         monkeypatch.setattr(fake_cuda.DEFAULT, "age_s", fake_cuda.DEFAULT.age_s + 60.0)
 
+    copies = []
+
     def takes_a_minute(self, to, source, lane, stream):
         copy(self, to, source, lane, stream)
         if lane is Lane.D2H_GRADIENTS:
+            copies.append(lane)
             stream.enqueue(pass_a_minute)
 
     ours = attached(engine_for("clipping"), ["host"])
@@ -285,7 +288,8 @@ def test_a_wait_for_a_gradients_copy_is_no_time_of_the_gpu(fake, monkeypatch):
     passes = [p for p in recorder.passes() if p.kind == OpKind.BACKWARD]
     ours.destroy()
     assert len(passes) == 3
-    assert all(p.end_s - p.start_s > 600.0 for p in passes)
+    assert len(copies) >= 12, "several for each backward"
+    assert all(p.end_s - p.start_s > 60.0 * (len(copies) / 3 - 2) for p in passes)
     assert all(p.computed_s < 130.0 for p in passes), "but for the last bucket's, which DeepSpeed waits for"
 
 

@@ -48,14 +48,14 @@ def stock(steps, **options):
 
 def crossings(engine):
     """Record the gradient copies of an engine between host and device. Return a list that gets (op kind,
-    subgroup) whenever a copy is submitted.
+    subgroup) for each gradient whose copy is submitted.
     """
     seen, ops = [], engine.optimizer._ebbtide.executor.gradients
     submit = ops._submit
 
-    def noted(how, subgroup, *others):
-        seen.append((how.kind, subgroup))
-        return submit(how, subgroup, *others)
+    def noted(how, subgroup, offsets, *others):
+        seen.extend([(how.kind, subgroup)] * len(offsets))
+        return submit(how, subgroup, offsets, *others)
 
     ops._submit = noted
     return seen

@@ -206,6 +206,7 @@ def test_some_steps_clip(name, fields, accumulation):
     options = {"clipping": at_a_bound_that_some_steps_reach(), "accumulation": accumulation}
     engine, counts = pausing(name, options, **fields)
     never_pause(engine)
+    engine.optimizer.early_updates_allowed = lambda: True  # as on a GPU, where norms are not read in backward
     assert_same(outcome(engine), stock(outcome, name, **options))
     assert accumulation > 1 or {right > 0 for begun, right in counts if begun} == {True, False}
 

@@ -97,6 +97,7 @@ CASES = {
     "readers": (lambda: engine_for("clipping"), read_between),
     "sums on the device": (lambda: start(accumulation=2, reduce_bucket_size=50), repeat_backward, {"device_sums": 99}),
     "early updates": (lambda: start(clipping=0.0), None, EARLY_KINDS),
+    "early updates, small buckets": (lambda: start(clipping=0.0, reduce_bucket_size=50), None, EARLY_KINDS),
     "early updates of which some are wrong": (
         lambda: start(clipping=at_a_bound_that_some_steps_reach()),
         never_paused,
@@ -218,7 +219,7 @@ MUTANTS = {
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
     "ops do not wait for those of their step": ("ZeRO-3, clipping", without(Wait.PREVIOUS)),
     "an early update does not wait for its gradient": (
-        "early updates",
+        "early updates, small buckets",
         deaf(Executor, "update_early", "current_event"),
     ),
     "a staged update comes in while another goes out": ("ZeRO-3, clipping", taken_at_once(Slot.STAGING)),
@@ -275,6 +276,7 @@ WAITERS = {
     "execution/gradient_ops.py: _submit": "a gradient is copied before it is there",
     "zero/gathers.py: _before": "readers wait for nothing",
     "zero/collective.py: launch": "a parameter is read before it is copied",
+    "one_rank/views.py: _show": "readers wait for nothing",
     "zero/fetches.py: bring": "a parameter is copied to where another is still read",
     "zero/fetches.py: wait": "a parameter is read before it is copied",
 }

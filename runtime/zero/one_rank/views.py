@@ -1,0 +1,277 @@
+"""Parameters that are shown as views of their partitions, without DeepSpeed's hooks on modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ebbtide.runtime.zero.checks import private
+from ebbtide.runtime.zero.checks.module_hooks import (
+    ModuleHooks,
+    external_parameters,
+    forget_trace,
+    module_stack,
+    own_parameters,
+    to_tensors,
+)
+from ebbtide.runtime.zero.fetches import Partitions
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Parameters that are shown together, and their subgroups."""
+
+    params: list[Any]
+    subgroups: list[int]
+
+
+class Views:
+    """The parameters of a single rank that holds them whole on the GPU, shown without DeepSpeed's hooks on modules.
+
+    A gathered parameter is then a view of its own partition, so gathers and releases move nothing, and what is left of
+    DeepSpeed's hooks is this:
+
+    - Before a module's first forward of a step, its parameters are shown. Their updates have ended then.
+    - All parameters are partitioned at each step, before its updates begin, and the large ones also at the end of a
+      backward, or of a forward that records no gradients. Other code thus finds them as DeepSpeed leaves them.
+    - If a parameter is partitioned before backward needs it, it is shown again by the next module in backward.
+    - A module's inputs and outputs pass through a node of autograd each, as under DeepSpeed. Without the nodes,
+      gradients would be added up in another order, and the code of modules would see other tensors:
+      ``self.attention(x, x, x)`` gets three.
+
+    Everything else that reads a partitioned parameter gathers it, and waits for its update (see `Gathers`).
+
+    Attributes:
+        on: True while these hooks are in the places of DeepSpeed's.
+        trace: The modules of the first forward and backward, in order, as DeepSpeed would record them. None before.
+    """
+
+    def __init__(self, optimizer: Any, partitions: Partitions, parameters: list[Any]) -> None:
+        self._optimizer, self._partitions, self._parameters = optimizer, partitions, parameters
+        self.on = False
+        self.trace: list[torch.nn.Module] | None = None
+        self._order: list[torch.nn.Module] = []
+        self._held: dict[torch.nn.Module, _Held] = {}
+        self._shown: dict[int, _Held] = {}  # since the last step
+        self._hidden = False  # True if some of them may be partitioned again
+        self._depth = 0  # modules with a running forward
+        self._hooks: ModuleHooks | None = None
+        self._undo: list[Callable[[], None]] = []
+
+    def choose(self) -> None:
+        """Use these hooks or DeepSpeed's, as the plan needs. A plan with parameters in host memory needs DeepSpeed's.
+
+        Call this method when a plan has been attached or switched.
+        """
+        if self._fits() and not self.on:
+            self._begin()
+        elif self.on and not self._fits():
+            self.end()
+
+    def _fits(self) -> bool:
+        optimizer, device = self._optimizer, private.training_device().type
+        executor = optimizer._ebbtide.executor
+        return optimizer.partition_count == 1 and all(
+            private.is_whole(param)
+            and param.ds_tensor.device.type == device
+            and not self._partitions.live_on_host(param, executor)
+            for param in self._parameters
+        )
+
+    def _begin(self) -> None:
+        hooks = ModuleHooks.of(self._optimizer)
+        if hooks is None:  # leave DeepSpeed as it is
+            return
+        for module in hooks.modules:
+            if held := self._hold(own_parameters(module)):
+                self._held[module] = held
+        root = self._optimizer.parameter_offload.module
+        before, after = _hooks(self, root)
+        hooks.replace(before, after)
+        self._undo = [_noticed(param, self._notice) for param in self._parameters]
+        self._hooks, self.on = hooks, True
+
+    def end(self) -> None:
+        """Put DeepSpeed's hooks back into their places."""
+        if self._hooks is None:
+            return
+        self._hooks.restore()
+        for undo in self._undo:
+            undo()
+        forget_trace(self._optimizer)
+        self._hooks, self._undo, self.on = None, [], False
+        self._held.clear()
+        self.stepped()
+
+    def _hold(self, params: list[Any]) -> _Held | None:
+        return _Held(params, self._partitions.subgroups(params)) if params else None
+
+    def _notice(self) -> None:
+        self._hidden = True
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def begins(self, module: torch.nn.Module, *, root: bool) -> None:
+        """Show a module's parameters before its forward. On CUDA the current stream waits for their updates."""
+        if root:
+            self._depth = 0  # the forward before may have ended with an error
+            self._order = []
+        self._depth += 1
+        self._note(module)
+        held = self._held.get(module)
+        if held is not None:
+            self._show(held)
+        for param in external_parameters(module):
+            if held := self._hold([param]):
+                self._show(held)
+
+    def _note(self, module: torch.nn.Module) -> None:
+        if self.trace is None:
+            self._order.append(module)
+
+    def _show(self, held: _Held) -> None:
+        executor = self._optimizer._ebbtide.executor
+        if executor.busy:
+            ends = executor.updates_of(held.subgroups)
+            executor.device.will_wait(ends)
+            executor.device.training_waits(ends)
+        if private.show_partitions(self._optimizer, held.params):
+            self._shown[id(held.params[0])] = held
+
+    def gathered(self, params: list[Any]) -> None:
+        """Record that other code has gathered parameters, which forward may use."""
+        for param in params if self.on else ():
+            if held := self._hold([param]):
+                self._shown.setdefault(id(param), held)
+
+    def ends(self) -> None:
+        self._depth -= 1
+        if self._depth <= 0 and not torch.is_grad_enabled():
+            self._hide()
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def backward_begins(self, module: torch.nn.Module) -> None:
+        """Show parameters again that backward needs and that were partitioned since their forward."""
+        self._note(module)
+        if self._hidden:
+            self._hidden = False
+            if self.on:
+                for held in list(self._shown.values()):
+                    self._show(held)
+            else:  # the plan was switched after forward
+                private.gather(param for held in self._shown.values() for param in held.params)
+
+    def backward_ends(self) -> None:
+        if self.on:
+            if self.trace is None and self._order:
+                self.trace = self._order
+            self._hide()
+
+    def stepped(self) -> None:
+        """Forget which parameters were shown, because a step has partitioned all."""
+        self._shown.clear()
+        self._hidden = False
+
+    def _hide(self) -> None:
+        private.hide_partitions(param for param in self._parameters if not param.ds_persist)
+        self._hidden = True
+
+
+def _noticed(parameter: Any, notice: Callable[[], None]) -> Callable[[], None]:
+    partition = parameter.partition
+
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        notice()
+        with private.tensors_for_training():
+            return partition(*args, **kwargs)
+
+    parameter.partition = noticed
+
+    def restore() -> None:
+        parameter.partition = partition
+
+    return restore
+
+
+def _hooks(views: Views, root: torch.nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the hooks before and after the forward of each module.
+
+    They are functions and no methods, because a copy of the model would otherwise include a copy of the optimizer.
+    torch.compile breaks its graphs at them as it does at DeepSpeed's, so that it fuses the same kernels.
+    """
+    stack, left = module_stack(), _applied(_left(views))
+
+    def before(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        stack.append(module)
+        views.begins(module, root=module is root)
+        return tuple([_through(value, _entering) for value in inputs])
+
+    def after(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        del inputs
+        stack.pop()
+        views.ends()
+
+        def leaving(tensor: torch.Tensor) -> torch.Tensor:
+            return left(tensor, module) if tensor.requires_grad else tensor.detach()
+
+        return _through(output, leaving)
+
+    return torch.compiler.disable(before), torch.compiler.disable(after)
+
+
+def _through(value: Any, node: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a module's input or output with ``node`` applied to its tensors, as DeepSpeed does with its own nodes."""
+    if type(value) is torch.Tensor:
+        return node(value)
+    return value if type(value) in _PLAIN else to_tensors(node, value)
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        del ctx
+        return gradient
+
+
+def _applied(node: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
+    """Return the function that adds a node, without torch's checks for the transforms of ``torch.func``."""
+    quick: Callable[..., torch.Tensor] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
+
+    def apply(*args: Any) -> torch.Tensor:
+        if torch._C._are_functorch_transforms_active():
+            return node.apply(*args)  # type: ignore[no-any-return]
+        return quick(*args)
+
+    return apply
+
+
+_entered = _applied(_Entered)
+
+
+def _entering(tensor: torch.Tensor) -> torch.Tensor:
+    return _entered(tensor) if tensor.requires_grad else tensor.detach()
+
+
+def _left(views: Views) -> type[torch.autograd.Function]:
+    class Left(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+            ctx.module = module
+            return tensor.detach()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            views.backward_begins(ctx.module)
+            return gradient, None
+
+    return Left
