@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError, checked, worded
+from ebbtide.simulator.rules import RuleError, checked
 from ebbtide.simulator.shown import Shown
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def estimate(
     job = Job.of_deepspeed(model, _without_key(ds_config), micro_batch=batch, accumulation=accumulation, **shape)
     work = job.workload(machine)
     limits = Limits.of(work, machine, **memory)
-    told = tuple(map(worded, (*_notes(model, job), *notes, *work.notes, *limits.explained)))
+    told = (*_notes(model, job), *notes, *work.notes, *limits.explained)
     return _answered(work, machine, limits, _strategy(ds_config), memory, told, full=full)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError, worded
 from ebbtide.simulator.update.tiers import TIERS, Memory
 from ebbtide.simulator.workload import Workload
 
@@ -121,7 +121,7 @@ class Limits:
         return cls(
             max(0, int(available["device"] - left["device"][0]) - reserved),
             max(0, int(available["host"] - left["host"][0])),
-            tuple(explained),
+            tuple(map(worded, explained)),
             machine.unified_memory,
             None if storage_bytes is None else int(storage_bytes * (1 - PADDING)) // ranks,
         )

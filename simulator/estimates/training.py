@@ -9,6 +9,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import AUTOTP, ZERO, at
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading
+from ebbtide.simulator.rules import worded
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM
 from ebbtide.simulator.workload import WireDtype, ZeroStage
@@ -233,4 +234,4 @@ class Training(BaseModel):
             millions = self.architecture.other_elements / 1e6
             ignored.append(f"the compute of the model's parts for images or sound ({millions:,.0f} M parameters)")
         old = [_OLD_ATTENTION] if self.flash_attention and not self.flash_version and self.sequence >= _LONG else []
-        return (*self.notes, *old, *(f"not simulated: {what}" for what in ignored))
+        return tuple(map(worded, (*self.notes, *old, *(f"not simulated: {what}" for what in ignored))))

@@ -167,4 +167,4 @@ def _within_limit(work: Workload, machine: Machine, stored: Plan, drive: str, sp
     taken = footprint(work, stored)
     room = taken["host"] + (taken["device"] if machine.unified_memory else 0) + spare_bytes
     storage = {drive: 2 * taken["storage"]}
-    return plan(work, machine, host_memory_bytes=int(room), memory_margin=0.0, storage=storage)
+    return plan(work, machine, host_memory_bytes=int(room) * work.ranks_per_node, memory_margin=0.0, storage=storage)

@@ -451,7 +451,7 @@ BAD = [
     (
         LLAMA,
         {"ds_config": {"zero_optimization": {"stage": 2}}, "zero_stage": 1},
-        "stage is 2 in the DeepSpeed config, but zero_stage \\(--zero-stage\\) is 1",
+        "stage is 2 in the DeepSpeed config, but zero_stage is 1",
     ),
     (
         LLAMA,

@@ -196,6 +196,9 @@ def test_python_errors_name_arguments_and_commands_name_flags():
     with pytest.raises(ValueError, match="host memory") as short:
         ebbtide.tuner.plan(workload_from_model("Llama 3 70B", preset("rtx4090")), preset("rtx4090"))
     assert "--" not in str(short.value)
+    told = ebbtide.estimate(MODEL, batch=1, sequence=16384, gpu="h200")
+    made = ebbtide.plan(workload_from_model(MODEL, preset("h200")), preset("h200"), effort=0.02)
+    assert [text for text in (*told.notes, *made.reasons) if "(--" in text] == []
 
 
 @pytest.mark.parametrize(("text", "size"), [("64G", 64 * GIB), ("512M", 2**29), ("1T", 2**40), ("64GB", 64 * 10**9)])

@@ -6,6 +6,7 @@ from typing import Any
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
+from ebbtide.simulator.rules import worded
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import LITTLE, above_bound
 from ebbtide.tuner.candidates.cuts import SIZES
@@ -65,4 +66,4 @@ def best_of(found: Decision) -> Plan:
     near = above_bound(made.prediction) < LITTLE
     more = f"a full search can make it at most {LITTLE:.1%} faster" if near else "a full search may find a better one"
     why = (f"a quick plan: {more}", *about_early_updates(search, made), *brought(search, made), *search.workload.notes)
-    return made.model_copy(update={"reasons": why})
+    return made.model_copy(update={"reasons": tuple(map(worded, why))})

@@ -17,7 +17,7 @@ from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import versions
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.simulator.rules import checked
+from ebbtide.simulator.rules import checked, worded
 from ebbtide.simulator.schedules.ebbtide import check_plan
 from ebbtide.simulator.update.way import SUMMED
 from ebbtide.simulator.workload import Workload
@@ -242,7 +242,7 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
     rows = compare(stock, search.machine, search.limits, made, sweep=search.sweep)
     why = reasons(search.sweep, made, search.bound, stock)
     why += [*brought(search, made), *search.limits.explained[:2], *more, *stock.notes]
-    return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(why)})
+    return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(map(worded, why))})
 
 
 def about_sums(search: Search, chosen: Candidate) -> list[str]:

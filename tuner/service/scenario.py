@@ -19,7 +19,7 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import within
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
-from ebbtide.simulator.rules import RuleError, broken, shortened, worded
+from ebbtide.simulator.rules import RuleError, broken, shortened
 from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
@@ -58,7 +58,7 @@ def notes_of(scenario: Scenario, workload: Workload) -> tuple[str, ...]:
     named = scenario.machine
     machine = _preset(named) if isinstance(named, str) else named
     given = within(machine, scenario.device_memory_bytes, scenario.host_memory_bytes).notes
-    return (*given, *map(worded, workload.notes))
+    return (*given, *workload.notes)
 
 
 @contextmanager
