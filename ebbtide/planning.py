@@ -146,6 +146,8 @@ def what_if(
     storage_write_bytes_per_s: Values = None,
     storage_read_bytes_per_s: Values = None,
     network_bytes_per_s: Values = None,
+    gather_bytes_per_s: Values = None,
+    reduce_bytes_per_s: Values = None,
     duplex_factor: Values = None,
     ranks_per_node: Values = None,
     gradient_accumulation_steps: Values = None,
