@@ -172,11 +172,11 @@ def test_a_robust_plan_is_another_one_where_that_lowers_the_upper_end():
 
 
 def test_what_does_not_fit_says_what_is_missing():
-    with pytest.raises(ImpossibleError, match=r"GPU memory is .* GiB short.*--gpu-memory"):
+    with pytest.raises(ImpossibleError, match=r"GPU memory is .* GiB short.*more GPU memory"):
         ebbtide.tuner.plan(workload(), machine(), device_memory_bytes=GIB)
     with pytest.raises(ImpossibleError, match=r"host memory is .* GiB short"):
         ebbtide.tuner.plan(workload(40, 10**9), machine(), host_memory_bytes=10 * GIB)
-    with pytest.raises(ValueError, match="--gpu-memory"):
+    with pytest.raises(ValueError, match="device_memory_bytes must be > 0"):
         Limits.of(workload(), machine(), device_memory_bytes=-1)
 
 

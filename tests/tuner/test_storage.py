@@ -54,7 +54,7 @@ def stored():
 
 def test_what_does_not_fit_into_memory_is_stored_and_the_plan_keeps_all_three_limits(stored):
     work = workload()
-    with pytest.raises(ImpossibleError, match="--storage"):
+    with pytest.raises(ImpossibleError, match="Keep state on a drive"):
         ebbtide.tuner.plan(work, machine(), **SHORT)
     assert 0 < stored.count("stored") < 12
     held = footprint(work, stored)
