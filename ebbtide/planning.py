@@ -107,11 +107,13 @@ def plan(
 
 def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[str, Any]) -> Any:
     from ebbtide.tuner import ImpossibleError
-    from ebbtide.tuner.advice.ways_out import asked_of, ways_out
+    from ebbtide.tuner.advice.ways_out import ways_out
+    from ebbtide.tuner.configurations.tried import asked_of
 
     if workload.job is None:
         return error
-    ways = ways_out(workload.job, machine, **asked_of(options))
+    asked = asked_of(options)
+    ways = ways_out(workload.job, machine, asked["freedom"], **asked["asked"])
     lines = [f"{way.label}: {way.iteration_s:.3g} s per iteration" for way in ways]
     told = ImpossibleError(error.fact, f"These fit: {'; '.join(lines)}" if lines else error.advice, error.missing)
     told.ways = tuple(ways)

@@ -12,7 +12,7 @@ from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading
 from ebbtide.simulator.rules import worded
 from ebbtide.simulator.schedules.gathers import GatherRules
 from ebbtide.simulator.update.optimizer import ADAM
-from ebbtide.simulator.workload import WireDtype, ZeroStage
+from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, model_validator
 
 MOST_RANKS, MOST_TOKENS = 10**7, 10**8
@@ -181,6 +181,12 @@ class Training(BaseModel):
         return GatherRules(
             self.max_reuse_distance, self.prefetch_bucket_elements, self.max_live_parameters, self.persistence_threshold
         )
+
+    @property
+    def logits_bytes(self) -> int:
+        """Return the bytes of GPU memory of a micro-batch's logits and their two fp32 copies."""
+        logits = self.sequence * self.micro_batch * self.architecture.vocabulary / self.tensor_parallel
+        return int((WIRE_BYTES[self.precision] + 4 + 4) * logits)
 
     @property
     def clips(self) -> bool:

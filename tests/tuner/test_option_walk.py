@@ -135,6 +135,7 @@ TABLE = {
             "--seed", "1", beside=("--model", "deep.json", "--gpu-memory", "70GiB", "--subgroup-size", "2e8")
         ),
         "why": changes("--why"),
+        "faster": changes("--faster", "1", beside=("--model", "deep.json", "--accumulation", "4")),
         "quick": changes(
             "--quick", beside=("--machine", "a100-node", "--model", "deep.json", "--subgroup-size", "1e8")
         ),

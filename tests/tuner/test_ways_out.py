@@ -12,7 +12,9 @@ from ebbtide.simulator.limits import GIB, Limits
 from ebbtide.tuner.advice.ways_out import flags, ways_out
 from ebbtide.tuner.cli import main
 from ebbtide.tuner.placements.decision import most_micro_batches
+from ebbtide.tuner.placements.fit import check_bytes
 from ebbtide.tuner.placements.locations import begun
+from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.quantities import size_bytes
 from ebbtide.tuner.service.scenario import MODELS
 
@@ -105,16 +107,36 @@ def test_state_on_storage_is_offered_where_host_memory_ended():
 
 
 def test_one_knob_is_turned_no_further_than_needed_and_samples_stay():
-    job = Job.of_deepspeed(MODELS["Llama 3.2 1B"], sequence=8192, micro_batch=4, accumulation=2)
-    machine = preset("rtx4090")
-    ways = {tuple(way.changes): way.changes for way in ways_out(job, machine)}
+    job = Job.of_deepspeed(MODELS["Llama 3.2 1B"], sequence=32768, micro_batch=4, accumulation=2, fused_loss=True)
+    machine = preset("rtx4090").with_rates(device_memory_bytes=12 * GIB)
+    ways = {tuple(way.changes): way.changes for way in ways_out(job, machine, ONE_SIZE)}
     assert ways["micro_batch", "accumulation"] == {"micro_batch": 1, "accumulation": 8}
-    assert ways["sequence",] == {"sequence": 2048}
-    for nearer in ({"micro_batch": 2, "accumulation": 4}, {"sequence": 4096}):
+    assert ways["sequence",] == {"sequence": 8192}
+    for nearer in ({"micro_batch": 2, "accumulation": 4}, {"sequence": 16384}):
         work, have = changed(job, machine, nearer)
         assert not begun(work, have, Limits.of(work, have)).fits
     together = ways["micro_batch", "accumulation", "sequence"]
-    assert together["sequence"] == 4096, "with smaller batches the sequence stays longer"
+    assert together["sequence"] == 16384, "with smaller batches the sequence stays longer"
+
+
+@pytest.mark.parametrize(("machine", "sequence"), [("rtx4090", 16384), ("h100-node", 65536)])
+def test_a_loss_without_whole_logits_is_first_where_the_logits_are_too_large(machine, sequence):
+    job, have = Job.of_deepspeed(MODELS["Qwen3 8B"], sequence=sequence), preset(machine)
+    first, *others = ways_out(job, have, ONE_SIZE)
+    assert dict(first.changes) == {"fused_loss": True}
+    assert flags(first, job) == "--fused-loss"
+    assert others, "only shorter samples fit otherwise"
+    work = job.workload(have)
+    with pytest.raises(ImpossibleError, match=r"the logits and their fp32 copies take \d+\.\d GiB"):
+        check_bytes(work, have, Limits.of(work, have))
+    assert "logits" not in str(_error(job.changed(fused_loss=True, sequence=8 * sequence), have))
+
+
+def _error(job, have):
+    work = job.workload(have)
+    with pytest.raises(ImpossibleError) as raised:
+        check_bytes(work, have, Limits.of(work, have))
+    return raised.value
 
 
 def test_activations_that_are_kept_are_recomputed_first():
@@ -126,7 +148,7 @@ def test_activations_that_are_kept_are_recomputed_first():
 
 KEPT = {"recompute": False}
 TOO_LARGE = [
-    ("Llama 3 8B", "a100-80gb", {"sequence": 16384, "micro_batch": 2, "recompute_share": 0.75}),
+    ("Llama 3 8B", "a100-80gb", {"sequence": 65536, "recompute_share": 0.75, "fused_loss": True}),
     ("16B", "h100-node", {"sequence": 16384, "micro_batch": 7, "tensor_parallel": 2, "zero_stage": 1, **KEPT}),
     ("Llama 3 8B", "rtx4090-x4", {"sequence": 8192, "micro_batch": 5, "zero_stage": 2, "data_parallel": 2, **KEPT}),
 ]
@@ -144,7 +166,7 @@ def test_what_keeps_all_samples_is_offered_beside_what_does_not(model, on, setti
         work, have = changed(job, machine, changes)
         return begun(work, have, Limits.of(work, have)).fits
 
-    least = {"zero_stage": 3, "recompute": True, "recompute_share": 1.0}
+    least = {"fused_loss": True, "zero_stage": 3, "recompute": True, "recompute_share": 1.0}
     least |= {"micro_batch": 1, "accumulation": job.micro_batch * job.accumulation}
     assert fits(least), "nothing that keeps the samples fits, so the test would check nothing"
     ways = ways_out(job, machine, ONE_SIZE)

@@ -3,24 +3,19 @@
 Of each kind of change, the smallest sufficient one is returned. The cheapest kind comes first.
 """
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-from ebbtide.simulator.estimates.deepspeed_keys import AUTO, BATCH_KEYS, WHOLE_BATCH, ZERO, at
 from ebbtide.simulator.estimates.job import Job
-from ebbtide.simulator.estimates.models.blocks import ModelError
+from ebbtide.simulator.estimates.knobs import BOUGHT_BESIDE, PRICES, Changes, possible, present, price
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.rules import RuleError
-from ebbtide.tuner.advice.even import best_of
-from ebbtide.tuner.placements.decision import MOST_PASSES, QUICK, Question, decide
-from ebbtide.tuner.placements.fit import check_bytes
-from ebbtide.tuner.placements.memory import ImpossibleError
-from ebbtide.tuner.placements.storage import with_storage
+from ebbtide.tuner.advice.flags import label_of, options_of
+from ebbtide.tuner.configurations.tried import Changing, Tried
+from ebbtide.tuner.placements.decision import MOST_PASSES
 
 # Sizes of memory that are sold. The smallest sufficient one is offered, but no GPU memory larger than the GPU's.
 DEVICE_GIB = (8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 288)
@@ -28,7 +23,6 @@ STORAGE_TB = (0.5, 1, 2, 4, 8, 16, 32, 64)
 HOST_GIB = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 SHORTEST_SEQUENCE = 256
 MOST_GPUS = 256
-Changes = Mapping[str, int | float | bool]
 
 
 @dataclass(frozen=True)
@@ -62,110 +56,43 @@ class WayOut:
 
         The most expensive change of the set counts. Changing a flag is cheap, and buying hardware is expensive.
         """
-        return _price(self.changes)
+        # Where a loss without whole logits is enough, the logits were too large.
+        return -1 if set(self.changes) == {"fused_loss"} else price(self.changes)
 
     @property
     def label(self) -> str:
         """Return the new values of the changed settings of job and machine as text, such as "ZeRO-3, micro-batch 4"."""
-        words = [_KINDS[name].told(value) for name, value in self.changes.items()]
-        return ", ".join([*words, *(["no limit of host memory"] if self.no_host_limit else [])])
+        return label_of(self.changes, no_host_limit=self.no_host_limit)
 
 
-_OF_MACHINE = ("device_memory_bytes", "host_memory_bytes")
-_BOUGHT = (*_OF_MACHINE, "storage_bytes")
 ANOTHER_WAY = (
     "Alternative: LoRA trains few parameters and needs little optimizer state, but gives another model. "
     "ebbtide does not plan it"
 )
 
 
-class _Kind(NamedTuple):
-    """A kind of change: how it is told in words, and the ``tune`` option that makes it.
-
-    Attributes:
-        words, option: Formats of the value. Without an option, the words are told.
-        unit: Number that a value is divided by before it is told, or None.
-    """
-
-    words: str
-    option: str = ""
-    unit: int | None = None
-
-    def told(self, value: float, *, as_option: bool = False) -> str:
-        text = (as_option and self.option) or self.words
-        return text.format(value if self.unit is None else value / self.unit)
-
-
-# From cheap to expensive: changes that affect no sample, changes of the samples, memory or GPUs to add or buy.
-_KINDS = {
-    "zero_stage": _Kind("ZeRO-{}", "--zero-stage {}"),
-    "recompute": _Kind("activation checkpointing", "without --keep-activations"),
-    "recompute_share": _Kind("activation checkpointing in all layers", "without --recompute-share"),
-    "accumulation": _Kind("accumulation {}", "--accumulation {}"),
-    "sequence": _Kind("sequence {}", "--sequence {}"),
-    "micro_batch": _Kind("micro-batch {}", "--micro-batch {}"),
-    "device_memory_bytes": _Kind("{:.4g} GiB of GPU memory", "--gpu-memory {:.4g}GiB", GIB),
-    "storage_bytes": _Kind("state on a drive, {:g} TB per node", "--storage DIR:{:g}TB", 10**12),
-    "data_parallel": _Kind("{} GPUs", "--data-parallel {}"),
-    "host_memory_bytes": _Kind("{:.0f} GiB of host memory per node", unit=GIB),
-}
-_PRICES = tuple(_KINDS)
-
-
 @dataclass
-class _Tried:
-    job: Job
-    machine: Machine
-    limits: Mapping[str, Any]
-    freedom: Mapping[str, Any] = field(default_factory=dict)
-    known: dict[tuple[tuple[str, float], ...], Question | None] = field(default_factory=dict)
+class _Ways:
+    space: Changing
 
     def way(self, changes: Changes) -> WayOut | None:
-        question = self.fits(changes)
-        if question is None:
+        tried = self.space.tried(changes)
+        outcome = tried.outcome() if isinstance(tried, Tried) else None
+        if outcome is None or outcome.plan is None or not outcome.fits:
             return None
-        try:
-            found = decide(question)
-        except (ImpossibleError, RuleError):  # RuleError: too many micro-batches per step to plan
-            return None
-        made, tokens = best_of(found), found.search.workload.tokens_per_iteration
-        assert made.prediction is not None
-        speed = tokens and tokens / made.prediction.iteration_s
-        return WayOut(changes, made, speed, *self._host_limit(changes))
+        assert isinstance(tried, Tried)
+        return WayOut(changes, outcome.plan, outcome.tokens_per_s, *self._host_limit(changes))
 
     def _host_limit(self, changes: Changes) -> tuple[bool, bool]:
         """Return whether the user's limit of host memory must be left out, and whether it need only be raised."""
         wanted = changes.get("host_memory_bytes")
-        if wanted is None or "host_memory_bytes" not in self.limits:
+        if wanted is None or self.space.asked.get("host_memory_bytes") is None:
             return False, False
-        return wanted > self.machine.host_memory_bytes, wanted <= self.machine.host_memory_bytes
+        return wanted > self.space.machine.host_memory_bytes, wanted <= self.space.machine.host_memory_bytes
 
-    def fits(self, changes: Changes) -> Question | None:
-        key = tuple(changes.items())
-        if key not in self.known:
-            self.known[key] = self._begun(changes)
-        return self.known[key]
-
-    def _begun(self, changes: Changes) -> Question | None:
-        memory = {k: v for k, v in changes.items() if k in _OF_MACHINE}
-        machine = self.machine.with_rates(**memory) if memory else self.machine
-        asked = {k: v for k, v in self.limits.items() if k not in memory}
-        storage = asked.pop("storage", None)
-        if "storage_bytes" in changes:
-            storage = {"": changes["storage_bytes"]}
-        try:
-            job = self.job.changed(**{k: v for k, v in changes.items() if k not in _BOUGHT})
-            workload = job.workload(machine)
-        except ModelError:
-            return None
-        if storage and self.freedom.get("pieces") and workload.zero_stage == 3:
-            return None  # a drive holds whole subgroups of DeepSpeed, no parts of them
-        limits, machine, _ = with_storage(workload, machine, storage, **asked)
-        try:
-            check_bytes(workload, machine, limits)
-        except ImpossibleError:
-            return None
-        return Question(workload, machine, limits, effort=QUICK, **self.freedom)
+    def fits(self, changes: Changes) -> bool:
+        tried = self.space.tried(changes)
+        return isinstance(tried, Tried) and tried.unfit is None
 
     def nearest(self, steps: list[Changes]) -> WayOut | None:
         """Return the smallest change with which a training job fits into memory, or None.
@@ -181,7 +108,7 @@ class _Tried:
         """Return those changes with which the bytes of a training job fit into memory, the smallest change first."""
         if not steps or not self.fits(steps[-1]):
             return []
-        return steps[bisect_left(steps[:-1], True, key=lambda step: self.fits(step) is not None) :]
+        return steps[bisect_left(steps[:-1], True, key=self.fits) :]
 
 
 def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = None, **limits: Any) -> list[WayOut]:
@@ -203,16 +130,18 @@ def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = Non
         freedom: Arguments of `Question` on what plans may do, such as ``subgroup_sizes``. None: their defaults.
         limits: Further arguments of `with_storage`, such as memory limits.
     """
-    tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None}, freedom or {})
+    tried = _Ways(Changing(job, machine, limits, freedom or {}))
     found: dict[str, WayOut] = {}
     for base in _bases(job):
-        least = min((way.price for way in found.values() if not set(way.changes) & set(_BOUGHT)), default=len(_PRICES))
-        for steps in _knobs(job, machine, tried.limits, base):
+        least = min(
+            (way.price for way in found.values() if not set(way.changes) & set(BOUGHT_BESIDE)), default=len(PRICES)
+        )
+        for steps in _knobs(job, machine, limits, base):
             name = [*steps[-1]][-1] if steps else ""
             if name == "micro_batch" and "accumulation" in found:
                 continue  # the same number of samples per step fits with more accumulation
             milder = name == "sequence" and name in found
-            new = bool(steps) and name not in found and _price(steps[-1]) < least
+            new = bool(steps) and name not in found and price(steps[-1]) < least
             if not new and not milder:
                 continue
             for changes in _relaxed(tried.enough(steps), base, tried):
@@ -222,17 +151,9 @@ def ways_out(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = Non
                 if way is not None:
                     found["longer sequence" if milder else name] = way
                     break
-        if least < _PRICES.index("sequence"):
+        if least < PRICES.index("sequence"):
             break
     return sorted(found.values(), key=lambda way: (way.price, -(way.tokens_per_s or 0.0)))
-
-
-def asked_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the options of a plan search say on the plans and the memory, as further arguments of `ways_out`."""
-    names = ("subgroup_sizes", "pieces", "offload_parameters")
-    freedom = {name: value for name in names if (value := options.get(name)) is not None}
-    limits = {name: options.get(name) for name in ("device_memory_bytes", "host_memory_bytes", "storage")}
-    return {"freedom": freedom, **limits, "margin": options.get("memory_margin")}
 
 
 def _needless(changes: Changes, found: Mapping[str, WayOut]) -> bool:
@@ -240,16 +161,8 @@ def _needless(changes: Changes, found: Mapping[str, WayOut]) -> bool:
     return any(changes.items() >= way.changes.items() for way in found.values())
 
 
-def _price(changes: Changes) -> int:
-    """Return the rank of the most expensive change. A smaller micro-batch that keeps the samples of a step costs as
-    much as accumulation.
-    """
-    kept = "accumulation" in changes
-    return max(_PRICES.index(name) for name in changes if not (kept and name == "micro_batch"))
-
-
 def _longest(found: Mapping[str, WayOut]) -> float:
-    return max(way.changes.get("sequence", 0) for way in found.values())
+    return float(max(way.changes.get("sequence", 0) for way in found.values()))
 
 
 def another_gpu(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = None, **limits: Any) -> str:
@@ -258,7 +171,7 @@ def another_gpu(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = 
     The usual sizes are those of common GPUs, such as 24, 40 or 80 GiB. Return an empty string if no size is large
     enough, or if the GPU shares its memory with the CPU.
     """
-    tried = _Tried(job, machine, {k: v for k, v in limits.items() if v is not None}, freedom or {})
+    tried = _Ways(Changing(job, machine, limits, freedom or {}))
     sizes = [n * GIB for n in DEVICE_GIB if n * GIB > machine.device_memory_bytes]
     steps: list[Changes] = [{"device_memory_bytes": n} for n in sizes]
     way = None if machine.unified_memory else tried.nearest(steps)
@@ -267,7 +180,7 @@ def another_gpu(job: Job, machine: Machine, freedom: Mapping[str, Any] | None = 
     )
 
 
-def _relaxed(enough: list[Changes], base: Changes, tried: _Tried) -> Iterator[Changes]:
+def _relaxed(enough: list[Changes], base: Changes, tried: _Ways) -> Iterator[Changes]:
     """Yield sets of changes that are enough, the smallest first.
 
     Args:
@@ -276,12 +189,12 @@ def _relaxed(enough: list[Changes], base: Changes, tried: _Tried) -> Iterator[Ch
     """
     if enough:
         least = dict(enough[0])
-        for name in ("zero_stage", "recompute", "recompute_share"):
+        for name in reversed(tuple(LEANER)):
             without = {k: v for k, v in least.items() if k != name}
             if name in base and tried.fits(without):
                 least = without
         smaller: list[Changes] = [least]
-        for steps in (_smaller_batches(tried.job), _shorter(tried.job)):
+        for steps in (_smaller_batches(tried.space.job), _shorter(tried.space.job)):
             if steps and set(steps[0]) <= set(base):
                 smaller = tried.enough([{**smaller[0], **step} for step in steps]) or smaller
         yield from (changes for changes in smaller if changes not in enough)
@@ -289,26 +202,18 @@ def _relaxed(enough: list[Changes], base: Changes, tried: _Tried) -> Iterator[Ch
 
 
 def _bases(job: Job) -> Iterator[Changes]:
-    together: dict[str, float] = {}
+    together: dict[str, Any] = {}
     yield dict(together)
-    for steps in (_partitioned(job), _recompute(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
-        if steps and _possible(job, {**together, **steps[0]}):
+    leaner: list[list[Changes]] = [[{name: LEANER[name]}] for name in LEANER if name in _to_lean(job)]
+    for steps in (*leaner, _smaller_batches(job)[-1:], _shorter(job)[-1:]):
+        if steps and possible(job, {**together, **steps[0]}):
             together |= steps[0]
             yield dict(together)
 
 
-def _possible(job: Job, changes: Changes) -> bool:
-    try:
-        job.changed(**changes)
-    except ModelError:
-        return False
-    return True
-
-
 def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes) -> Iterator[list[Changes]]:
-    all_steps = [
-        _partitioned(job),
-        _recompute(job),
+    all_steps: list[list[Changes]] = [
+        *([{name: LEANER[name]}] for name in _to_lean(job)),
         _smaller_batches(job),
         _fewer_samples(job),
         _shorter(job),
@@ -321,14 +226,22 @@ def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes)
         yield [{**base, **step} for step in steps if not set(step) & set(base)]
 
 
-def _partitioned(job: Job) -> list[Changes]:
-    return [{"zero_stage": 3}] if job.zero_stage < 3 else []
+# Settings that leave the samples of a step as they are -> the value that needs the least memory. A smaller micro-batch
+# with more accumulation (`_smaller_batches`) is the other way to need less for the same samples.
+LEANER: Mapping[str, Any] = {
+    "fused_loss": True,
+    "kernels": "fused",
+    "flash_attention": True,
+    "zero_stage": 3,
+    "recompute": True,
+    "recompute_share": 1.0,
+}
 
 
-def _recompute(job: Job) -> list[Changes]:
-    if job.recompute and job.recompute_share == 1:
-        return []
-    return [{"recompute_share": 1.0} if job.recompute else {"recompute": True}]
+def _to_lean(job: Job) -> list[str]:
+    """Return the settings of a job that do not have the value which needs the least memory."""
+    other = [name for name, value in LEANER.items() if present(job, name) != value]
+    return [name for name in other if name != "recompute_share" or job.recompute]
 
 
 def _smaller_batches(job: Job) -> list[Changes]:
@@ -394,37 +307,4 @@ def flags(way: WayOut, job: Job) -> str:
 
     A change without an option is described in words.
     """
-    in_config = config_values(way, job)
-    changed = {
-        name: _KINDS[name].told(value, as_option=True)
-        for name, value in way.changes.items()
-        if _KEYS.get(name) not in in_config
-    }
-    if way.host_limit:
-        changed["host_memory_bytes"] = f"--host-memory {_gib(int(way.changes['host_memory_bytes']))}GiB"
-    return ", ".join(
-        [
-            *(f'"{key}": {value} in the DeepSpeed config' for key, value in in_config.items()),
-            *changed.values(),
-            *(["without --host-memory"] if way.no_host_limit else []),
-        ]
-    )
-
-
-def config_values(way: WayOut, job: Job) -> dict[str, Any]:
-    """Return the values that a set of changes replaces in a job's DeepSpeed config, as a dict from key to new value.
-
-    A key that the config leaves out or sets to ``"auto"`` is not included, because an option can set it.
-    """
-    after = job.changed(**{name: value for name, value in way.changes.items() if name not in _BOUGHT})
-    new = {key: getattr(after, name) for name, key in _KEYS.items()}
-    new[WHOLE_BATCH] = after.micro_batch * after.accumulation * after.data_parallel
-    return {key: value for key, value in new.items() if at(job.config, key) not in (None, AUTO, value)}
-
-
-def _gib(size_bytes: int) -> str:
-    """Return a size in GiB as text, rounded up to two decimals, so that the text is never less than the size."""
-    return f"{math.ceil(100 * size_bytes / GIB) / 100:.12g}"
-
-
-_KEYS = {"zero_stage": f"{ZERO}.stage", **BATCH_KEYS}
+    return options_of(way.changes, job, host_limit=way.host_limit, no_host_limit=way.no_host_limit)

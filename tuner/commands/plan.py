@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ebbtide.simulator.machine import Machine
     from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.workload import Workload
+    from ebbtide.tuner.advice.faster import Faster
     from ebbtide.tuner.placements.memory import ImpossibleError
 
 
@@ -101,6 +102,12 @@ if TYPE_CHECKING:
     "--quick", is_flag=True, help="Search with a tenth of the evaluations: faster, but the plan may be slower."
 )
 @click.option("--seed", default=0, show_default=True, help="Random seed of the search.")
+@click.option(
+    "--faster",
+    type=click.IntRange(1, 3),
+    help="Plan, and write the files, for this line of the changes with which the same samples train faster. Every "
+    "answer ends with these lines.",
+)
 @click.option("--why", is_flag=True, help="Also estimate the gain from more GPU memory or a faster link.")
 @JSON
 @guarded
@@ -123,6 +130,7 @@ def plan(
     endurance: float | None,
     quick: bool,
     seed: int,
+    faster: int | None,
     why: bool,
     as_json: bool,
     **source: Any,
@@ -165,11 +173,23 @@ def plan(
     needs("with --storage", bool(options["storage"]), "endurance")
     needs("without --storage, whose drive is simulated", not options["storage"], "checkpoint_rate")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
-    result = _searched(work, measured, failures, options)
+    given = work.job
+    result = _searched(work, measured, failures, {**options, "effort": QUICK} if faster else options)
+    lines = _faster(work, measured, result, options)
+    if faster is not None:
+        trained = _changed(lines, faster, trained)
+        work = trained.workload
+        if trained.offload.optimizer == "none":
+            _write_alone(lines[faster - 1], emit_deepspeed, trained)
+            return
+        result, lines = _searched(work, measured, failures, options), []
     if notes:
         result = result.model_copy(update={"reasons": (*result.reasons, *notes)})
     if why:
         told = shadow_prices(work, with_storage(work, measured, options["storage"])[1], result)
+        result = result.model_copy(update={"reasons": (*result.reasons, *told)})
+    if lines and given is not None:
+        told = [f"the same samples, faster (--faster {n}): {one.told(given)}" for n, one in enumerate(lines, 1)]
         result = result.model_copy(update={"reasons": (*result.reasons, *told)})
     with written("--output", output):
         result.save(output)
@@ -194,20 +214,57 @@ def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], opt
         raise BadInputError(_with_ways_out(error, work, machine, options)) from None
 
 
+def _faster(work: Workload, machine: Machine, found: Plan, options: Mapping[str, Any]) -> list[Faster]:
+    from ebbtide.tuner.advice.faster import faster
+    from ebbtide.tuner.answer.roles import role_of
+    from ebbtide.tuner.configurations.tried import asked_of
+
+    if work.job is None or found.prediction is None:
+        return []
+    plain = [p.iteration_s for p in found.alternatives if role_of(p.strategy) == "no offload" and p.fits]
+    return faster(work.job, machine, min([found.prediction.iteration_s, *plain]), **asked_of(options))
+
+
+def _changed(lines: list[Faster], number: int, trained: Trained) -> Trained:
+    """Return the training job with the changes of one line."""
+    if number > len(lines):
+        found = f"only {len(lines)} change{'s' * (len(lines) != 1)}" if lines else "no change"
+        raise BadInputError(
+            f"--faster must name one of the changes with which the same samples train faster, but got {number}, and "
+            f"{found} was found: leave --faster out to see them"
+        )
+    one = lines[number - 1]
+    config = {key: value for key, value in one.deepspeed(trained.config).items() if key != "ebbtide"}
+    return Trained(one.workload, one.job, config)
+
+
+def _write_alone(one: Faster, path: str | None, trained: Trained) -> None:
+    from ebbtide.tuner.emitted_config import write_config
+
+    if path is None:
+        raise BadInputError(
+            f"--emit-deepspeed must be given with this line of --faster, because it trains without a plan: {one.label}"
+        )
+    with written("--emit-deepspeed", path):
+        write_config(dict(trained.config or {}), path)
+    click.echo(f"{one.label}: {one.outcome.iteration_s:.3g} s per step without a plan. Config written to {path}")
+
+
 def _with_ways_out(error: ImpossibleError, work: Workload, machine: Machine, options: Mapping[str, Any]) -> str:
     if work.job is None:
         return f"{error.fact}. {error.advice}"
-    from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, asked_of, flags, ways_out
+    from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
+    from ebbtide.tuner.configurations.tried import asked_of
 
     # Trying changes takes seconds, so the error is printed first.
     click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)
     asked = asked_of(options)
-    ways = ways_out(work.job, machine, **asked)
+    ways = ways_out(work.job, machine, asked["freedom"], **asked["asked"])
     lines = [
         f"  {flags(way, work.job)}: {way.iteration_s:.3g} s per iteration, {way.tokens_per_s or 0:,.0f} tokens/s"
         for way in ways
     ]
-    elsewhere = "" if ways else another_gpu(work.job, machine, **asked)
+    elsewhere = "" if ways else another_gpu(work.job, machine, asked["freedom"], **asked["asked"])
     told = "These fit, the cheapest first:" if ways else elsewhere or error.advice
     return "\n".join([f"{error.fact}. {told}", *lines, f"{ANOTHER_WAY}."])
 

@@ -42,11 +42,21 @@ class ImpossibleError(RuleError):
         short = [_short(name, lacking[name], taken[name], workload.ranks_per_node) for name in binding]
         if limits.unified:
             short.append("GPU and host share one memory")
+        short += _logits(workload, lacking.get("GPU memory", 0))
         state = size(workload.params * workload.optimizer_state.state_bytes)
         why = f"The optimizer state of this rank's {workload.params / 1e9:.3g} billion parameters alone takes {state}"
         made = cls("; ".join(short), f"{why}. {_ADVICE[binding[0]]}", lacking)
         made.nearest = nearest
         return made
+
+
+def _logits(workload: Workload, lacking: int) -> list[str]:
+    """Return a text on the memory of the logits, if a loss without whole logits saves the missing GPU memory."""
+    job = workload.job
+    if job is None or job.fused_loss or not lacking:
+        return []
+    taken = job.logits_bytes
+    return [f"the logits and their fp32 copies take {size(taken)} (--fused-loss)"] if taken >= lacking else []
 
 
 def _short(name: str, lacking: int, taken: int, ranks: int) -> str:

@@ -24,6 +24,7 @@ from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.analysis.templates import Templates
 from ebbtide.simulator.analysis.what_if import evaluate, grid, named, usual_strategies
 from ebbtide.simulator.engines.reference import simulate as run_with_memory
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
@@ -154,6 +155,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
         "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
         "rows": _listed(rows, workload),
         "best_stock": best and {"name": best.name, "label": best.label, "iteration_s": best.result.iteration_s},
+        "faster": _faster(request, machine_of(request), told),
         "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
         "timelines": _timelines(machine, workload, plan, limits, decided.choice) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
@@ -179,14 +181,12 @@ def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
     if request.workload is not None:
         return {"ways": [], "another_way": ANOTHER_WAY}
     check_plannable(request)
-    job, machine, storage = job_of(request), machine_of(request), storage_of(request) or None
-    if request.subgroup_size is not None:
-        job = job.changed(sub_group_size=request.subgroup_size)
+    job, machine, storage = _own_job(request), machine_of(request), storage_of(request) or None
     found = nearest_changes(job, machine, _freedom(request), storage=storage)
     ways = [
         {
             "label": way.label,
-            "changes": fields_of(way, job, request.ds_config),
+            "changes": fields_of(way.changes, job, request.ds_config),
             "iteration_s": way.iteration_s,
             "tokens_per_s": way.tokens_per_s,
         }
@@ -194,6 +194,37 @@ def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
     ]
     elsewhere = "" if ways else another_gpu(job, machine, _freedom(request), storage=storage)
     return {"ways": ways, "another_way": ". ".join(filter(None, [elsewhere, ANOTHER_WAY]))}
+
+
+def _own_job(request: Scenario) -> Job:
+    job = job_of(request)
+    return job if request.subgroup_size is None else job.changed(sub_group_size=request.subgroup_size)
+
+
+def _faster(request: Answer, machine: Machine, told: list[tuple[Role, Prediction]]) -> list[dict[str, Any]] | None:
+    """Return up to three changes with which the same samples train faster. None: they were not looked for."""
+    wanted = request.faster or request.effort == "full"
+    fitting = [one.iteration_s for role, one in told if role in ("plan", "no offload") and one.fits]
+    if not wanted or request.workload is not None or not fitting:
+        return [] if wanted else None
+    from ebbtide.tuner.advice.faster import faster
+
+    job, asked = _own_job(request), {"storage": storage_of(request) or None}
+    return [
+        {
+            "label": one.label,
+            "options": one.options(job),
+            "changes": fields_of(one.changes, job, request.ds_config),
+            "iteration_s": one.outcome.iteration_s,
+            "tokens_per_s": one.outcome.tokens_per_s,
+            "factor": one.factor,
+            "device_peak_bytes": one.outcome.device_peak_bytes,
+            "host_peak_bytes": one.outcome.host_peak_bytes,
+            "offloads": one.outcome.plan is not None,
+            "deepspeed": one.deepspeed(request.ds_config),
+        }
+        for one in faster(job, machine, min(fitting), freedom=_freedom(request), asked=asked)
+    ]
 
 
 def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits, progress: Told) -> Plan:

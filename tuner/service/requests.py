@@ -281,12 +281,15 @@ class Answer(Planning):
         timelines: True to include simulated timelines of training in the response, such as those of DeepSpeed alone and
             of training under the plan.
         plan: Existing plan, such as the result of an earlier background job of the service. No plan is searched then.
+        faster: True to look for changes with which the same samples train faster, which takes about a second. If
+            ``effort`` is ``full``, they are looked for anyway.
     """
 
     effort: Literal["quick", "full"] = "quick"
     peers: bool = True
     timelines: bool = True
     plan: PostedPlan | None = None
+    faster: bool = False
 
 
 class WhatIf(Scenario):

@@ -89,6 +89,26 @@ class BestStock(Answered):
     iteration_s: float
 
 
+class FasterTold(Answered):
+    """A change that leaves the samples of a step as they are, with which they train faster.
+
+    `options` are the options of `tune plan` that make the change, and `changes` the fields of a request that do.
+    `factor` is relative to the faster of plan and no offload in this answer. The time is that of a short plan search.
+    `deepspeed` is a complete DeepSpeed config for the change, with the plan "auto" if it offloads.
+    """
+
+    label: str
+    options: str
+    changes: dict[str, Any]
+    iteration_s: float
+    tokens_per_s: float | None
+    factor: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    offloads: bool
+    deepspeed: dict[str, Any]
+
+
 class LaneTold(Answered):
     """One lane of a timeline: a resource that runs operations one after the other, such as a copy direction.
 
@@ -200,6 +220,10 @@ class AnswerTold(Answered):
     bound_s: float | None
     rows: list[RowTold]
     best_stock: BestStock | None = Field(description="Null: DeepSpeed alone does not fit at any ZeRO stage.")
+    faster: list[FasterTold] | None = Field(
+        description="Up to three changes with which the same samples train faster, the dearest last. Null: the request "
+        "did not ask for them."
+    )
     memory: dict[str, dict[str, dict[str, int]]] = Field(
         description="Bytes in use at the memory peak, by kind of data, for each memory (such as `device`) and for each "
         "way to train (`plan`, `stock`, `no offload`)."

@@ -5,7 +5,7 @@ the planner.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
 from ebbtide.simulator.estimates.job import Job, default_ranks, plan_refusal
@@ -24,9 +24,6 @@ from ebbtide.simulator.storage import ANY_BYTES
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.service.requests import MOST_BLOCKS, MOST_LAYERS, MOST_SUBGROUPS, Scenario, SearchJob
 from pydantic import ValidationError
-
-if TYPE_CHECKING:
-    from ebbtide.tuner.advice.ways_out import WayOut
 
 ITERATIONS = 3  # iterations that a prediction simulates
 _SHAPE = {
@@ -296,25 +293,18 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     return Space.of(base, request.free, fixed.global_batch)
 
 
-def fields_of(way: "WayOut", job: Job, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def fields_of(changes: Mapping[str, Any], job: Job, config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return changes to a training job as fields of a request. If the request's DeepSpeed config has other values for
     them, the fields include the config with the new values.
     """
-    from ebbtide.tuner.advice.ways_out import config_values  # the server's own process does not load it
+    from ebbtide.tuner.advice.flags import config_values, with_values  # the server's own process does not load it
 
-    words: dict[str, Any] = {**way.changes}
-    if new := config_values(way, job):
-        words["ds_config"] = _with_values(config or {}, new)
+    words: dict[str, Any] = {**changes}
+    if new := config_values(changes, job):
+        words["ds_config"] = with_values(config or {}, new)
     if "data_parallel" in words:
         words["gpus"] = words.pop("data_parallel")
-    if words.pop("recompute", False):
-        words["keep_activations"] = False
+    if "recompute" in words:
+        words["keep_activations"] = not words.pop("recompute")
+    words.pop("offload", None)  # every answer tells whether to offload
     return words
-
-
-def _with_values(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    made = dict(config)
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        made |= {section: {**made[section], name: value}} if section else {name: value}
-    return made

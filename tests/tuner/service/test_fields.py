@@ -52,7 +52,8 @@ TABLE = {
     | {"strategy": ("twin_flow", {}), "options": ({"iterations": 4}, {}), "plan": (PLAN, {}), "timeline": (True, {})},
     "answer": SCENARIO
     | PLANNING
-    | {"effort": ("full", {"subgroup_size": 10**6}), "peers": (True, {}), "timelines": (True, {}), "plan": (PLAN, {})},
+    | {"effort": ("full", {"subgroup_size": 10**6}), "peers": (True, {}), "timelines": (True, {}), "plan": (PLAN, {})}
+    | {"faster": (True, {})},
     "what-if": SCENARIO
     | {
         "host_memory_bytes": (200 * MIB, {}),
