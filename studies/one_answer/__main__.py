@@ -24,6 +24,10 @@ from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Way
 from ebbtide.tuner.advice.even import even_plan
+from ebbtide.tuner.advice.faster import faster
+from ebbtide.tuner.answer.alone import Alone
+from ebbtide.tuner.answer.roles import BEST, role_of
+from ebbtide.tuner.answer.rows import best_stock, compare
 from ebbtide.tuner.cli import main as tune
 from ebbtide.tuner.configurations.deciding import explore
 from ebbtide.tuner.configurations.evaluation import Question as Configurations
@@ -52,6 +56,19 @@ JOBS: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("Qwen3 8B", "h100-node", {"gpus": 4, "sequence": 4096}),
     ("Llama 3 8B", "h100-node", {"storage_bytes": 10**12, "host_memory_bytes": 96 * 2**30}),
     ("Llama 3.2 1B", "rtx4090", {"zero_stage": 2}),
+)
+# Jobs of several samples a step, for which the offered changes are compared with `tune search`.
+HINTED: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
+    ("Llama 3.2 3B", "rtx4090", {"accumulation": 16}),
+    ("Llama 3 8B", "rtx4090", {"accumulation": 8, "sequence": 1024}),
+    ("Llama 3 8B", "a100-40gb", {"accumulation": 16}),
+    ("Llama 3 8B", "a100-80gb", {"accumulation": 8}),
+    ("Llama 3 8B", "gh200", {"accumulation": 16}),
+    ("Llama 2 13B", "a100-node", {"accumulation": 4, "gpus": 4}),
+    ("Qwen3 14B", "h100-node", {"accumulation": 8, "gpus": 2}),
+    ("Llama 3 70B", "h200", {"accumulation": 4, "gpus": 8}),
+    ("Qwen3 4B", "rtx4090", {"accumulation": 4}),
+    ("Mistral 7B", "h100-node", {"accumulation": 16}),
 )
 FULL, QUICK = (
     ("tune plan", "tuner.plan", "HTTP full", "HTTP job", "estimate full"),
@@ -115,7 +132,13 @@ def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
     differences.
     """
     rows = [_asked(model, machine, about, effort) for model, machine, about in jobs]
+    hints = [hinted(*job) for job in HINTED[: len(rows)]]
+    stocks = [stock_names(*job) for job in HINTED[: len(rows)]]
     return {
+        "hint_over_search_pct": max(row["hint_over_search_pct"] for row in hints),
+        "stock_best_told": all(len(set(names.values())) == 1 for names in stocks),
+        "hints": hints,
+        "stocks": stocks,
         "full_spread_pct": max(row.full_spread_pct for row in rows),
         "quick_spread_pct": max(row.quick_spread_pct for row in rows),
         "default_over_possible_pct": max(row.default_over_possible_pct for row in rows),
@@ -243,6 +266,59 @@ def search_s(model: str, about: Mapping[str, Any], machine: Machine, storage: Ma
     space = Space.of(base, ("offload", "sub_group_size"))
     found = [o for o in explore(job, space).fitting if o.plan is not None]
     return found[0].iteration_s
+
+
+def hinted(model: str, machine: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Compare the best change that `tune plan` offers for the same samples with the result of `tune search`.
+
+    The search may not change the kernels or the loss, which the offered change may.
+    """
+    have, job = _machine(machine, about), _job(model, about)
+    work = job.workload(have)
+    plan_s = _seconds(even_plan(work, have, Limits.of(work, have)))
+    begun_s = time.process_time()
+    lines = faster(job, have, plan_s)
+    hint_cpu_s = time.process_time() - begun_s
+    hint_s = lines[-1].outcome.iteration_s if lines else plan_s
+    question = Configurations(MODELS[model], have, sequence=job.sequence)
+    base = Configuration(gpus=job.data_parallel, accumulation=job.accumulation)
+    free = ("micro_batch", "zero_stage", "recompute", "offload", "sub_group_size")
+    begun_s = time.process_time()
+    best = explore(question, Space.of(base, free, base.global_batch)).fitting[0]
+    return {
+        "job": " ".join([model, machine, *(f"{key}={value}" for key, value in about.items())]),
+        "plan_s": plan_s,
+        "hint": lines[-1].label if lines else "",
+        "hint_s": hint_s,
+        "hint_cpu_s": hint_cpu_s,
+        "search": best.configuration.text(),
+        "search_s": best.iteration_s,
+        "search_cpu_s": time.process_time() - begun_s,
+        "hint_over_search_pct": 100 * (hint_s / best.iteration_s - 1),
+    }
+
+
+def stock_names(model: str, machine: str, about: Mapping[str, Any]) -> dict[str, str]:
+    """Return the label that each entry point gives to DeepSpeed alone at its best."""
+    have, job = _machine(machine, about), _job(model, about)
+    work = job.workload(have)
+    limits = Limits.of(work, have)
+    told = answers.answer(Answer(model=model, machine=machine, **about, timelines=False, peers=False), _silent)
+    made = ebbtide.tuner.plan(work, have, effort=0.05)
+    alone = [p for p in made.alternatives if p.fits and role_of(p.strategy) in ("stock", "best stock")]
+    python, readme = best_stock(compare(work, have, limits, None, others=False)), Alone(work, have, limits).best
+    return {
+        "HTTP": told["best_stock"]["name"] if told["best_stock"] else "",
+        "Python": python.name if python else "",
+        "README": "" if readme.lacking_bytes else readme.name,
+        "plan file": _name_of(min(alone, key=lambda p: p.iteration_s).strategy, job.zero_stage) if alone else "",
+    }
+
+
+def _name_of(label: str, zero_stage: int) -> str:
+    if label.startswith(BEST):
+        return label.removeprefix(f"{BEST} (").removesuffix(")")
+    return label.replace(f"stock ZeRO-{zero_stage} offload", f"ZeRO-{zero_stage}")
 
 
 def replanned_s(work: Workload, machine: Machine, made: Plan) -> float:

@@ -11,7 +11,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.advice.even import even_plan, quick_or_none
 from ebbtide.tuner.advice.faster import WORTH, Faster, faster
-from ebbtide.tuner.configurations.tried import Changing
+from ebbtide.tuner.advice.tried import Changing
 from ebbtide.tuner.service import answers
 from ebbtide.tuner.service.requests import Answer
 from ebbtide.tuner.service.scenario import MODELS

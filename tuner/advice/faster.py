@@ -11,14 +11,15 @@ from ebbtide.simulator.limits import size
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.flags import config_of, label_of, options_of
-from ebbtide.tuner.configurations.tried import Changing, Outcome, Tried
+from ebbtide.tuner.advice.tried import Changing, Outcome, Tried
 from ebbtide.tuner.placements.decision import QUICK
 from ebbtide.tuner.quantities import told_seconds
 
 LINES = (0, 1, 2)  # the best change of the DeepSpeed config alone, then with the trainer's arguments, then with kernels
 WORTH = 0.03  # share of the time that a line must save to be told beside the line before
 NEEDLESS = 0.01  # share of the time up to which a part of a change counts as saving nothing
-MOST_SEARCHES = 1  # plan searches for one line
+MOST_SEARCHES = 2  # plan searches for one line
+FAR = 0.04  # share of a bound. A plan that is further above its bound leaves room for another change with a low bound
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ def _best(space: Changing, every: list[Changes], below_s: float) -> tuple[Tried,
         searches += leaner.alone is None
         if outcome.fits and outcome.iteration_s < below_s:
             best, below_s = (leaner, outcome), outcome.iteration_s * (1 - NEEDLESS)
+        if outcome.fits and outcome.iteration_s < (1 + FAR) * leaner.bound_s:
+            break
     return best
 
 

@@ -1,4 +1,4 @@
-"""How a user makes changes to a training job: options of ``tune``, and values in the DeepSpeed config."""
+"""Changes to a training job as ``tune`` options and as values in the DeepSpeed config."""
 
 import math
 from collections.abc import Mapping

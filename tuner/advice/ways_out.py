@@ -14,7 +14,7 @@ from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.advice.flags import label_of, options_of
-from ebbtide.tuner.configurations.tried import Changing, Tried
+from ebbtide.tuner.advice.tried import Changing, Tried
 from ebbtide.tuner.placements.decision import MOST_PASSES
 
 # Sizes of memory that are sold. The smallest sufficient one is offered, but no GPU memory larger than the GPU's.
@@ -204,8 +204,7 @@ def _relaxed(enough: list[Changes], base: Changes, tried: _Ways) -> Iterator[Cha
 def _bases(job: Job) -> Iterator[Changes]:
     together: dict[str, Any] = {}
     yield dict(together)
-    leaner: list[list[Changes]] = [[{name: LEANER[name]}] for name in LEANER if name in _to_lean(job)]
-    for steps in (*leaner, _smaller_batches(job)[-1:], _shorter(job)[-1:]):
+    for steps in (*_to_lean(job), _smaller_batches(job)[-1:], _shorter(job)[-1:]):
         if steps and possible(job, {**together, **steps[0]}):
             together |= steps[0]
             yield dict(together)
@@ -213,7 +212,7 @@ def _bases(job: Job) -> Iterator[Changes]:
 
 def _knobs(job: Job, machine: Machine, limits: Mapping[str, Any], base: Changes) -> Iterator[list[Changes]]:
     all_steps: list[list[Changes]] = [
-        *([{name: LEANER[name]}] for name in _to_lean(job)),
+        *_to_lean(job),
         _smaller_batches(job),
         _fewer_samples(job),
         _shorter(job),
@@ -238,10 +237,10 @@ LEANER: Mapping[str, Any] = {
 }
 
 
-def _to_lean(job: Job) -> list[str]:
-    """Return the settings of a job that do not have the value which needs the least memory."""
-    other = [name for name, value in LEANER.items() if present(job, name) != value]
-    return [name for name in other if name != "recompute_share" or job.recompute]
+def _to_lean(job: Job) -> list[list[Changes]]:
+    """Return, for each setting of a job that has not the value which needs the least memory, the change to it."""
+    names = [name for name, value in LEANER.items() if present(job, name) != value]
+    return [[{name: LEANER[name]}] for name in names if name != "recompute_share" or job.recompute]
 
 
 def _smaller_batches(job: Job) -> list[Changes]:

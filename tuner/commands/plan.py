@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,9 @@ from ebbtide.tuner.lazy_group import Command
 from ebbtide.tuner.progress import told_after
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
+    from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.machine import Machine
     from ebbtide.simulator.plan import Plan
     from ebbtide.simulator.workload import Workload
@@ -173,23 +175,13 @@ def plan(
     needs("with --storage", bool(options["storage"]), "endurance")
     needs("without --storage, whose drive is simulated", not options["storage"], "checkpoint_rate")
     failures = {"mtbf_s": mtbf, "restart_s": restart, "checkpoint_dir": checkpoint_dir}
-    given = work.job
-    result = _searched(work, measured, failures, {**options, "effort": QUICK} if faster else options)
-    lines = _faster(work, measured, result, options)
     if faster is not None:
-        trained = _changed(lines, faster, trained)
-        work = trained.workload
-        if trained.offload.optimizer == "none":
-            _write_alone(lines[faster - 1], emit_deepspeed, trained)
-            return
-        result, lines = _searched(work, measured, failures, options), []
-    if notes:
-        result = result.model_copy(update={"reasons": (*result.reasons, *notes)})
+        work = (trained := _of_line(faster, trained, work, measured, failures, options, emit_deepspeed)).workload
+    result = _searched(work, measured, failures, options)
+    if faster is None:
+        result = _with_lines(result, _faster(work, measured, result, options), work.job, notes)
     if why:
         told = shadow_prices(work, with_storage(work, measured, options["storage"])[1], result)
-        result = result.model_copy(update={"reasons": (*result.reasons, *told)})
-    if lines and given is not None:
-        told = [f"the same samples, faster (--faster {n}): {one.told(given)}" for n, one in enumerate(lines, 1)]
         result = result.model_copy(update={"reasons": (*result.reasons, *told)})
     with written("--output", output):
         result.save(output)
@@ -216,8 +208,8 @@ def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], opt
 
 def _faster(work: Workload, machine: Machine, found: Plan, options: Mapping[str, Any]) -> list[Faster]:
     from ebbtide.tuner.advice.faster import faster
+    from ebbtide.tuner.advice.tried import asked_of
     from ebbtide.tuner.answer.roles import role_of
-    from ebbtide.tuner.configurations.tried import asked_of
 
     if work.job is None or found.prediction is None:
         return []
@@ -225,8 +217,25 @@ def _faster(work: Workload, machine: Machine, found: Plan, options: Mapping[str,
     return faster(work.job, machine, min([found.prediction.iteration_s, *plain]), **asked_of(options))
 
 
-def _changed(lines: list[Faster], number: int, trained: Trained) -> Trained:
-    """Return the training job with the changes of one line."""
+def _with_lines(result: Plan, lines: list[Faster], job: Job | None, notes: Sequence[str]) -> Plan:
+    told = [f"the same samples, faster (--faster {n}): {one.told(job)}" for n, one in enumerate(lines, 1) if job]
+    return result.model_copy(update={"reasons": (*result.reasons, *notes, *told)})
+
+
+def _of_line(
+    number: int,
+    trained: Trained,
+    work: Workload,
+    machine: Machine,
+    failures: Mapping[str, Any],
+    options: Mapping[str, Any],
+    emit_deepspeed: str | None,
+) -> Trained:
+    """Return the training job with the changes of one line. If it trains without a plan, write its config and exit."""
+    from ebbtide.tuner.placements.planning import QUICK
+
+    first = _searched(work, machine, failures, {**options, "effort": QUICK})
+    lines = _faster(work, machine, first, options)
     if number > len(lines):
         found = f"only {len(lines)} change{'s' * (len(lines) != 1)}" if lines else "no change"
         raise BadInputError(
@@ -235,7 +244,11 @@ def _changed(lines: list[Faster], number: int, trained: Trained) -> Trained:
         )
     one = lines[number - 1]
     config = {key: value for key, value in one.deepspeed(trained.config).items() if key != "ebbtide"}
-    return Trained(one.workload, one.job, config)
+    changed = Trained(one.workload, one.job, config)
+    if one.outcome.plan is None:
+        _write_alone(one, emit_deepspeed, changed)
+        sys.exit(0)
+    return changed
 
 
 def _write_alone(one: Faster, path: str | None, trained: Trained) -> None:
@@ -253,8 +266,8 @@ def _write_alone(one: Faster, path: str | None, trained: Trained) -> None:
 def _with_ways_out(error: ImpossibleError, work: Workload, machine: Machine, options: Mapping[str, Any]) -> str:
     if work.job is None:
         return f"{error.fact}. {error.advice}"
+    from ebbtide.tuner.advice.tried import asked_of
     from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
-    from ebbtide.tuner.configurations.tried import asked_of
 
     # Trying changes takes seconds, so the error is printed first.
     click.echo(f"{error.fact}. Trying changes with which the job fits ...", err=True)

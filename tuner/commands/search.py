@@ -82,10 +82,9 @@ _FREE = "micro_batch,accumulation,zero_stage,recompute,offload,sub_group_size,gp
 @click.option(
     "--trials",
     type=click.IntRange(min=1),
-    default=3000,
+    default=16,
     show_default=True,
-    help="Largest number of simulated configurations. A configuration is not counted if the search can exclude it "
-    "without a simulation.",
+    help="Most configurations for which a plan is searched. The ones with the highest bound of the speed come first.",
 )
 @click.option("-o", "--output", help="File to write all simulated configurations to, as JSON.")
 @JSON
@@ -158,4 +157,4 @@ def _space(question: Question, asked: Mapping[str, Any], free: str | None, globa
         gpus=asked["gpus"] or question.machine.gpus_per_node,
         offload="optimizer" if asked["ds_config"] is None else "none",  # a config without offload keys does not offload
     )
-    return Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch)
+    return Space.of(usual.changed(**fixed.values), fixed.free(free), fixed.global_batch, fixed=fixed.values)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ebbtide.tuner.configurations.evaluation import Outcome
-from ebbtide.tuner.configurations.space import Space
+from ebbtide.tuner.configurations.space import Configuration, Space
 
 NEAR = 0.05  # a slower configuration within this share of the best is named for the GPUs that it saves
 SAME = 0.01  # simulated times that differ by less than this share count as equal
@@ -18,9 +18,9 @@ class Answer:
     Attributes:
         space: Set of configurations that was searched.
         outcomes: Predictions of all simulated configurations, in the order of the search.
-        complete: True if a simulation of the other configurations would not change the answer. Each of them cannot
-            fit, cannot be simulated, or cannot be a part of the answer. The answer has the fastest configuration for
-            each value of a setting, and the Pareto front of speed and GPU memory.
+        complete: True if no other configuration can be faster: each of them cannot fit, cannot be simulated, or has a
+            bound that is not above the fastest.
+        left: Upper bounds of the tokens per second of the configurations that were not simulated.
         refused: Number of configurations that cannot be simulated, by reason.
         combinations: Number of configurations in the set.
         spread: Relative uncertainty of the fastest configuration's predicted time.
@@ -32,6 +32,7 @@ class Answer:
     refused: Mapping[str, int] = field(default_factory=dict)
     combinations: int = 0
     spread: float = SAME
+    left: Mapping[Configuration, float] = field(default_factory=dict)
 
     @property
     def fitting(self) -> list[Outcome]:
@@ -72,6 +73,21 @@ class Answer:
             costs[knob] = best
         return costs
 
+    def untried(self) -> dict[str, dict[Any, float]]:
+        """Return, for each value without a simulated result, the most that its configurations can reach, relative to
+        the fastest. Values of configurations that do not fit are left out.
+        """
+        if not self.fitting:
+            return {}
+        best, costs = self.fitting[0].tokens_per_s, self.costs()
+        most: dict[str, dict[Any, float]] = {knob: {} for knob in self.space.free}
+        for c, bound in self.left.items():
+            for knob in set(self.space.free) - {"sub_group_size"}:  # each plan chooses its own size
+                value = getattr(c, knob)
+                if value not in costs[knob]:
+                    most[knob][value] = max(most[knob].get(value, 0.0), bound / best)
+        return most
+
     def remarks(self) -> list[str]:
         """Return the result of a configuration search as a list of sentences.
 
@@ -86,8 +102,8 @@ class Answer:
         remarks += [f"{count} configurations were left out: {why}" for why, count in self.refused.items()]
         if not self.complete:
             remarks.append(
-                f"only {len(self.outcomes)} of {self.combinations} configurations "
-                "were simulated (--trials), so another one may be faster"
+                f"{sum(bound > best.tokens_per_s for bound in self.left.values())} of {self.combinations} "
+                "configurations were not tried (--trials), although their bounds are above the fastest"
             )
         return remarks
 
@@ -107,7 +123,10 @@ class Answer:
                 ]
             return [f"{word} is best: {1 / share:.2f}x as fast as {other_word}"]
         lacking = [o for o in others if not o.refused]
-        if not lacking or not self.complete:
+        bounds = [bound for c, bound in self.left.items() if (c.offload == "none") != stays]
+        if bounds and self.complete:
+            return [f"{word} is best: {other_word} reaches at most {max(bounds) / best.tokens_per_s:.0%} (not tried)"]
+        if not lacking or bounds:
             return []
         least = min(lacking, key=lambda o: o.missing_bytes)
         return [f"{word} is best: {other_word} does not fit. The closest configuration {least.why_not}"]

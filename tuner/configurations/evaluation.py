@@ -7,23 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from ebbtide.simulator import Machine, Workload, build_strategy
-from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
-from ebbtide.simulator.estimates.job import Job, plan_refusal
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.architecture import architecture
-from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
-from ebbtide.simulator.limits import Limits, Peaks
+from ebbtide.simulator.estimates.models.blocks import Architecture
+from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.plan import Plan
+from ebbtide.tuner.advice.tried import Changing, Tried
 from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
-from ebbtide.tuner.placements.decision import SKETCH, decide, most_micro_batches
-from ebbtide.tuner.placements.decision import Question as Decided
-from ebbtide.tuner.placements.memory import ImpossibleError
-from ebbtide.tuner.placements.storage import named, with_storage
-
-PLANNED = ("optimizer", "parameters")  # offloads that can train under a plan
-_PLANNED_MICRO_BATCHES = 3  # the first one, one that is like all others, and the last one
+from ebbtide.tuner.placements.decision import QUICK
+from ebbtide.tuner.placements.storage import with_storage
 
 
 @dataclass(frozen=True)
@@ -133,114 +128,68 @@ class Question:
         }
         return with_storage(work, self.machine, self.storage, **asked)[0]
 
-    @cached_property
-    def _on(self) -> Machine:
-        return self.machine.storing_in(list(self.storage)) if self.storage else self.machine
+    def tried(self, c: Configuration, sizes: Sequence[int] = ()) -> Tried | str:
+        """Return the training job of a configuration, or the reason that it cannot be simulated.
 
-    def strategy(self, c: Configuration) -> tuple[str, dict[str, Any]]:
-        """Return the name and options of the training strategy that stands for a training configuration in
-        a simulation.
-
-        The strategy is ``ebbtide`` (training under a plan) if a plan is possible, and otherwise DeepSpeed's own.
-
-        Raises:
-            ModelError: DeepSpeed's config offloads activations, but this configuration does not recompute them.
+        Args:
+            sizes: Subgroup sizes that the plan search may choose instead of the configuration's own.
         """
-        if c.offload not in self._known:
-            job = self.of(c)
-            self._known[c.offload] = (job.offload, bool(plan_refusal(job.deepspeed(), job.offload)))
-        moved, unplanned = self._known[c.offload]
-        if moved.activations and not c.recompute:
-            raise ModelError(
-                "activation_checkpointing.cpu_checkpointing needs recomputed activations, "
-                "but got kept ones: remove this key, or leave --keep-activations out"
-            )
-        stock: tuple[str, dict[str, Any]] = moved.strategy(c.zero_stage)
-        if c.offload in PLANNED and not unplanned:
-            return "ebbtide", {"parameters": moved.parameters}
-        return stock
+        freedom = {"subgroup_sizes": tuple(sizes), "offload_parameters": c.offload == "parameters"}
+        asked = {
+            "device_memory_bytes": self.device_memory_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
+            "margin": self.margin,
+            "storage": dict(self.storage) or None,
+        }
+        changes = {**vars(c), "data_parallel": c.gpus}
+        del changes["gpus"]
+        return Changing(self.job, self.machine, asked, freedom).tried(changes)
 
-    def answer(self, c: Configuration, effort: float = SKETCH, sizes: Sequence[int] = ()) -> Outcome:
+    def answer(
+        self, c: Configuration, effort: float = QUICK, sizes: Sequence[int] = (), *, few: bool = True
+    ) -> Outcome:
         """Simulate one training configuration, and return its predicted time and memory.
 
         If the configuration cannot be simulated or does not fit into memory, the result gives the reason.
 
         Args:
-            effort: Fraction of a full plan search's evaluations. With `SKETCH`, the search only compares simple plans.
+            effort: Fraction of a full plan search's evaluations.
             sizes: Subgroup sizes that the plan search may choose instead of the configuration's own.
+            few: As for `Tried.outcome`.
         """
-        try:
-            work, (name, options) = self.workload(c), self.strategy(c)
-        except ModelError as error:
-            return Outcome(c, why_not=str(error), refused=True)
-        limits, plan = self.limits(work), None
-        if name == "ebbtide":
-            plan, nearest = self._planned(c, effort, sizes)
-            if plan is None:
-                return self._outcome(c, work, limits, nearest)
-            if sizes and plan.subgroup_size != c.sub_group_size:
-                c, work = c.changed(sub_group_size=plan.subgroup_size), work.cut_as(plan)
-            options = {"plan": plan}
-        result = simulated(name, work, self._on, limits, options).result
-        return self._outcome(c, work, limits, result, result.iteration_s, plan)
+        tried = self.tried(c, sizes)
+        if isinstance(tried, str):
+            return Outcome(c, why_not=tried, refused=True)
+        return self.outcome(c, tried, effort, few=few)
 
-    def _outcome(
-        self,
-        c: Configuration,
-        work: Workload,
-        limits: Limits,
-        peaks: Peaks,
-        seconds: float = 0.0,
-        plan: Plan | None = None,
-    ) -> Outcome:
+    def outcome(self, c: Configuration, tried: Tried, effort: float = QUICK, *, few: bool = True) -> Outcome:
+        """Predict the time and memory of a configuration from its training job."""
+        found = tried.outcome(effort, few=few)
+        if found.plan is not None and tried.freedom["subgroup_sizes"]:
+            c = c.changed(sub_group_size=found.plan.config_subgroup_size)
         return Outcome(
             c,
-            seconds,
-            (work.tokens_per_iteration or 0) / seconds if seconds else 0.0,
-            peaks.device_peak_bytes,
-            peaks.host_peak_bytes,
-            limits.shortfall(peaks),
-            plan,
-            limits.missing_bytes(peaks),
+            found.iteration_s,
+            found.tokens_per_s or 0.0,
+            found.device_peak_bytes,
+            found.host_peak_bytes,
+            found.why_not,
+            found.plan,
+            found.missing_bytes,
             deepspeed=self.of(c).deepspeed(),
         )
-
-    def _planned(self, c: Configuration, effort: float, sizes: Sequence[int]) -> tuple[Plan | None, Peaks]:
-        """Return the plan that a plan search finds for a training configuration, and the plan's score.
-
-        If no plan fits into memory, the plan is None, and the score is that of the plan which lacks the least memory.
-        The search simulates at most a few micro-batches if ``effort`` is at most `SKETCH`, and otherwise at most
-        `most_micro_batches`. More micro-batches would not change the memory or the overlap with updates.
-        """
-        most = _PLANNED_MICRO_BATCHES if effort <= SKETCH else most_micro_batches(self.workload(c))
-        c = c.changed(accumulation=min(c.accumulation, most))
-        key = ("plan", c, effort, tuple(sizes))
-        if key not in self._known:
-            work, away = self.workload(c), self.strategy(c)[1]["parameters"] == "cpu"
-            folders = named(self.machine, self.storage) if self.storage else {}
-            job = Decided(work, self._on, self.limits(work), sizes, away, folders, effort=effort)
-            self._known[key] = _planned(job)
-        found: tuple[Plan | None, Peaks] = self._known[key]
-        return found
 
     def spread(self, outcome: Outcome) -> float:
         """Return the relative uncertainty of a configuration's predicted iteration time: nine runs in ten
         are expected within this fraction of the prediction.
         """
-        work, plan = self.workload(outcome.configuration), outcome.plan
+        tried, plan = self.tried(outcome.configuration), outcome.plan
+        assert isinstance(tried, Tried)
         if plan is not None:
-            _, high_s = plan_interval_s(PlanSweep(work.cut_as(plan), self._on), plan)
+            _, high_s = plan_interval_s(PlanSweep(tried.workload.cut_as(plan), tried.machine), plan)
         else:
-            name, options = self.strategy(outcome.configuration)
-            _, high_s = workload_interval_s(lambda one: build_strategy(name, one, **options), work, self._on)
+            name, options = tried.alone or ("no_offload", {})
+            _, high_s = workload_interval_s(
+                lambda one: build_strategy(name, one, **options), tried.workload, tried.machine
+            )
         return high_s / outcome.iteration_s - 1
-
-
-def _planned(job: Decided) -> tuple[Plan | None, Peaks]:
-    try:
-        found = decide(job)
-    except ImpossibleError as error:
-        if error.nearest is None:
-            raise
-        return None, error.nearest
-    return found.chosen.plan(found.search.workload, **found.folders), found.search.score(found.chosen)

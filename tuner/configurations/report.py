@@ -47,12 +47,15 @@ def _costs(answer: Answer) -> Table:
     table = Table(title=f"best speed with each value of a setting{certain}")
     table.add_column("setting")
     table.add_column("value: share of the fastest configuration's speed")
+    untried = answer.untried()
     for knob, shares in answer.costs().items():
         cells = sorted(shares.items(), key=lambda pair: -pair[1])
         words = [f"{_value(v)}: {share:.0%}" for v, share in cells]
-        without = [_value(v) for v in answer.space.choices.get(knob, ()) if v not in shares]
+        words += [f"{_value(v)}: not tried, at most {share:.0%}" for v, share in untried[knob].items()]
+        known = {*shares, *untried[knob]}
+        without = [_value(v) for v in answer.space.choices.get(knob, ()) if v not in known]
         if without:
-            words.append(f"{'/'.join(without)}: no result")
+            words.append(f"{'/'.join(without)}: does not fit")
         table.add_row(knob, ", ".join(words))
     return table
 
@@ -76,6 +79,7 @@ def as_json(answer: Answer) -> dict[str, Any]:
         "best": _row(answer.fitting[0]) if answer.fitting else None,
         "front": [_row(o) for o in answer.front],
         "costs": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.costs().items()},
+        "untried": {knob: {str(v): share for v, share in shares.items()} for knob, shares in answer.untried().items()},
         "outcomes": [_row(o) for o in answer.outcomes],
     }
 

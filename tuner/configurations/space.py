@@ -1,7 +1,7 @@
 """The settings that a configuration search may change, and their useful combinations."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -112,7 +112,9 @@ class Space:
     global_batch: int | None = None
 
     @classmethod
-    def of(cls, base: Configuration, free: Sequence[str], global_batch: int | None = None) -> "Space":
+    def of(
+        cls, base: Configuration, free: Sequence[str], global_batch: int | None = None, *, fixed: Collection[str] = ()
+    ) -> "Space":
         """Build the set of configurations of a search from the usual values of each varied setting and the base
         configuration's own values.
 
@@ -120,6 +122,8 @@ class Space:
             base: Configuration with the values of all settings that do not vary.
             free: Names of the settings that vary.
             global_batch: Samples per optimizer step that every configuration must have. If None, the number may vary.
+                Accumulation then follows from micro-batch and GPUs, unless it is fixed.
+            fixed: Settings whose values a flag or the DeepSpeed config gives.
 
         Raises:
             ValueError: A setting is unknown, no setting varies, or no possible configuration has ``global_batch``
@@ -135,9 +139,11 @@ class Space:
             raise RuleError(
                 f"the global batch (--global-batch) must be >= 1, but got {global_batch}", key="global_batch"
             )
-        ordered = tuple(name for name in KNOBS if name in free)
+        follows = global_batch is not None and "accumulation" not in fixed
+        ordered = tuple(name for name in KNOBS if name in free or (follows and name == "accumulation"))
         derived = "accumulation" if global_batch is not None else ""
         choices = {name: _values(name, base, global_batch) for name in ordered if name != derived}
+        choices.pop("sub_group_size", None)  # each plan chooses its own
         space = cls(base, ordered, choices, global_batch)
         if next(iter(space), None) is None:
             raise RuleError(space.why_empty(), "free")

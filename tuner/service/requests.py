@@ -376,7 +376,7 @@ class SearchJob(Scenario):
     global_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
     offload: bool = True
     memory_margin: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] | None = None
-    trials: Annotated[int, Field(ge=1, le=300)] = 150
+    trials: Annotated[int, Field(ge=1, le=300)] = 16
 
     @model_validator(mode="after")
     def _a_model(self) -> Self:

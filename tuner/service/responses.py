@@ -323,6 +323,10 @@ class SearchResult(Answered):
     best: Configured | None
     front: list[Configured]
     costs: dict[str, dict[str, float]]
+    untried: dict[str, dict[str, float]] = Field(
+        description="For each setting, the values of which no configuration was simulated although some may fit, with "
+        "the most that they can reach, relative to the fastest configuration."
+    )
     outcomes: list[Configured]
 
 

@@ -290,7 +290,8 @@ def space_of(request: SearchJob, machine: Machine) -> Any:
     )
     set_by_request = {knob: value for knob, value in asked.items() if value is not None}
     base = usual.changed(**{**fixed.values, **set_by_request, "recompute": not request.keep_activations})
-    return Space.of(base, request.free, fixed.global_batch)
+    held = {*fixed.values, *(knob for knob in set_by_request if knob not in request.free)}
+    return Space.of(base, request.free, fixed.global_batch, fixed=held)
 
 
 def fields_of(changes: Mapping[str, Any], job: Job, config: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Tried:
-    """A training job with changed settings on a machine, for which memory and speed can be asked.
+    """A training job with changed settings, and the answers on its memory and speed.
 
     Attributes:
         changes: What differs from the asker's job.
@@ -74,7 +74,12 @@ class Tried:
     @cached_property
     def alone(self) -> tuple[str, dict[str, Any]] | None:
         """Return DeepSpeed's own strategy with its options if the job cannot train under a plan, otherwise None."""
-        if self.job.offload.optimizer != "none" and not plan_refusal(self.job.deepspeed(), self.job.offload):
+        nvme = self.changes.get("offload") == "nvme"
+        if (
+            self.job.offload.optimizer != "none"
+            and not nvme
+            and not plan_refusal(self.job.deepspeed(), self.job.offload)
+        ):
             return None
         name, options = self.job.offload.strategy(self.workload.zero_stage)
         return name, options
@@ -184,7 +189,7 @@ class Tried:
 
 @dataclass
 class Changing:
-    """A training job whose settings are changed, on a machine whose memory may be changed.
+    """A training job and a machine, to be asked with changed settings and memory.
 
     Attributes:
         asked: Memory limits and storage that the user gave: arguments of `with_storage`.
