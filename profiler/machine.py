@@ -176,7 +176,7 @@ def _measure(wanted: _Wanted) -> Machine:
         more_rates, more_notes = part(wanted, tell)
         rates, notes = rates | more_rates, notes + more_notes
     tell()
-    shares, rank_notes = _ranks(wanted)
+    shares, collected, rank_notes = _ranks(wanted)
     wanted.progress(len(STAGES), len(STAGES), "")
     machine = Machine(
         name=platform.node() or "this machine",
@@ -184,6 +184,7 @@ def _measure(wanted: _Wanted) -> Machine:
         numa_nodes=facts.numa_nodes,
         **facts.fields,
         **rates,
+        **collected,
         rank_shares=shares,
         facts=facts.facts,
         versions={"python": platform.python_version(), "torch": str(torch.__version__)},
@@ -261,13 +262,13 @@ def _contention(wanted: _Wanted, folder: Path) -> dict[str, Quantity]:
         )
 
 
-def _ranks(wanted: _Wanted) -> tuple[dict[int, dict[ShareName, Quantity]], list[str]]:
+def _ranks(wanted: _Wanted) -> tuple[dict[int, dict[ShareName, Quantity]], dict[str, Quantity], list[str]]:
     if wanted.ranks == 1:
-        return {}, []
-    shares, notes = measure_ranks(
+        return {}, {}, []
+    shares, collected, notes = measure_ranks(
         wanted.ranks, wanted.facts.cores, wanted.cuda, wanted.elements, wanted.folder, wanted.share_s
     )
-    return {wanted.ranks: shares}, notes
+    return {wanted.ranks: shares}, collected, notes
 
 
 def _dram_capacity(triad: Quantity, host_adam: Quantity) -> Quantity:

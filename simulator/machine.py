@@ -20,6 +20,10 @@ ShareName = Literal["h2d", "d2h", "link", "dram", "storage"]
 OUT_OF_PLACE = 0.8  # relative to the speed in place. Measured: 0.81 to 0.98, on two cores of Zen 5
 # Speed of flash attention, forward and backward over causal sequences, divided by the speed of matrix products.
 ATTENTION_OF_PRODUCTS = 0.5
+# Speed of the grouped products of experts, divided by that of large products. OLMoE with 64 experts trained at 23,600
+# tokens/s a GPU, and the dense model with as many active parameters at 37,500 (H100, arXiv 2409.02060). If the other
+# parts of the layers are equally fast, the experts' part is 0.55 times as fast, routing and permutation included.
+EXPERTS_OF_PRODUCTS = 0.55
 # Parameter and both moments, read and written, and an fp32 gradient, or a 16-bit gradient and parameter.
 DEVICE_UPDATE_BYTES = 32
 
@@ -68,6 +72,8 @@ class Machine(Shown, Page):
             (`ebbtide.simulator.estimates.compute`).
         attention_flops_per_s: Sustained speed of flash attention, forward and backward, where the masked half of a
             causal sequence does not count. None: half of `device_flops_per_s` is assumed.
+        expert_flops_per_s: Sustained speed of the grouped products of a layer's experts, if each expert gets many
+            tokens. None: a share of `device_flops_per_s` is assumed.
         gather_bytes_per_s: Bytes that each GPU receives per second in an all-gather among all GPUs of the node. None:
             computed from NVLink (`other_rates`) or from the copies (`ebbtide.simulator.estimates.collectives`).
         reduce_bytes_per_s: The same in a reduce-scatter. None: as in an all-gather.
@@ -114,6 +120,7 @@ class Machine(Shown, Page):
     host_adam_by_threads: dict[int, Quantity] = Field(default_factory=dict)
     device_flops_per_s: Annotated[Quantity | None, Rate(1e19)] = None
     attention_flops_per_s: Annotated[Quantity | None, Rate(1e19, ("device_flops_per_s", ATTENTION_OF_PRODUCTS))] = None
+    expert_flops_per_s: Annotated[Quantity | None, Rate(1e19, ("device_flops_per_s", EXPERTS_OF_PRODUCTS))] = None
     gather_bytes_per_s: Annotated[Quantity | None, Rate(1e14)] = None
     reduce_bytes_per_s: Annotated[Quantity | None, Rate(1e14, ("gather_bytes_per_s", 1.0))] = None
     device_memory_bytes_per_s: Annotated[

@@ -122,6 +122,7 @@ RateName = Literal[
     "device_adam_params_per_s",
     "device_flops_per_s",
     "attention_flops_per_s",
+    "expert_flops_per_s",
     "storage_write_bytes_per_s",
     "storage_read_bytes_per_s",
     "host_copy_bytes_per_s",

@@ -21,7 +21,14 @@ UNFITTED = "nothing_fitted.predicted"  # predictions with the presets as they ar
 AS_LOGGED = "nothing_fitted.as_logged"  # rows whose logs do not give the build count as blocking
 OF_ONE = "random_triples.same campaign"
 CALIBRATED = "published_runs, calibrated"
-TRAINING_FAMILIES = {"a100": "A100", "h100": "H100", "consumer": "consumer cards", "offloaded": "offloaded state"}
+# Families with runs that are held out.
+TRAINING_FAMILIES = {
+    "a100": "A100",
+    "h100": "H100",
+    "consumer_one": "one consumer card",
+    "consumer_several": "several consumer cards",
+    "offloaded": "offloaded state",
+}
 
 # Study -> its figures ("a.b" is b of a) and their formats, in the order of the table.
 FIGURES: dict[str, dict[str, str]] = {

@@ -25,12 +25,15 @@ from ebbtide.simulator.machine import ShareName
 from ebbtide.simulator.quantity import Quantity, Source
 
 STAGES = ("h2d", "d2h", "link", "triad", "host_adam", "storage")
+COLLECTIVES = ("gather", "reduce")
+COLLECTED = 8  # collectives that are timed together: as many on every rank, as each waits for all
 LEAST_ELEMENTS = 1_000_000
 HOST_ADAM_BYTES = 28  # DRAM traffic per parameter
 PATIENCE_S = 60.0  # time to wait at a barrier for a late rank
 UNEVEN = 0.8  # speed of the slowest rank divided by that of the fastest
 MORE_THAN_ALONE = 1.25  # speed of all ranks divided by that of one rank that has all cores
 
+_SAID = {"gather": "all-gather of 16-bit values", "reduce": "reduce-scatter of 16-bit values"}
 Clock = Callable[[Callable[[], object]], float]
 
 
@@ -87,15 +90,15 @@ class StageSamples:
 
 def measure_ranks(
     ranks: int, cores: int, cuda: bool, elements: int, folder: Path | None, budget_s: float
-) -> tuple[dict[ShareName, Quantity], list[str]]:
+) -> tuple[dict[ShareName, Quantity], dict[str, Quantity], list[str]]:
     """Measure the fraction of each hardware rate that a rank keeps while all ranks of a node run.
 
     Each rank is a process with its own GPU (on CUDA) and its part of the cores. All ranks start together, and
     none stops before all have enough samples. `Machine.rank_shares` stores the result.
 
     Returns:
-        Fractions for ``h2d``, ``d2h``, ``link``, ``dram`` and ``storage``, and sentences that name unstable
-        measurements.
+        Fractions for ``h2d``, ``d2h``, ``link``, ``dram`` and ``storage``, the rates of collectives among the ranks by
+        field of `Machine`, and sentences that name unstable measurements.
 
     Raises:
         ValueError: There are fewer than 2 ranks, or more than there are cores or GPUs.
@@ -105,8 +108,15 @@ def measure_ranks(
     with _scratch(folder) as path:
         spared = cores - threads_of_updates(cores) if cuda else 0
         job = Job(ranks, cores, cuda, elements, str(path), budget_s / (2 * len(STAGES)), spared)
-        samples = _run(job)
-    return _shares(samples, cuda)
+        samples, collected = _run(job)
+    shares, notes = _shares(samples, cuda)
+    source: Source = "measured" if cuda else "emulated"
+    backend = "NCCL" if cuda else "gloo"
+    rates = {
+        f"{name}_bytes_per_s": Quantity.from_samples(found, source, f"{backend}, {ranks} ranks, {_SAID[name]}")
+        for name, found in collected.items()
+    }
+    return shares, rates, notes
 
 
 def check_ranks(ranks: int, cores: int, cuda: bool) -> None:
@@ -179,7 +189,7 @@ def _uneven(name: str, stage: StageSamples) -> list[str]:
 # -- the processes
 
 
-def _run(job: Job) -> dict[str, StageSamples]:
+def _run(job: Job) -> tuple[dict[str, StageSamples], dict[str, list[float]]]:
     spawn = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
     barrier = spawn.Barrier(job.ranks)
     enough = spawn.Array("i", len(STAGES))
@@ -197,7 +207,10 @@ def _run(job: Job) -> dict[str, StageSamples]:
             if process.pid is not None:
                 process.terminate()
                 process.join()
-    return {stage: StageSamples(result[0][n][0], [rank[n][1] for rank in result]) for n, stage in enumerate(STAGES)}
+    samples = {stage: StageSamples(result[0][n][0], [rank[n][1] for rank in result]) for n, stage in enumerate(STAGES)}
+    # A collective is as slow as its slowest rank.
+    slowest = [[min(each) for each in zip(*(rank[-1][n] for rank in result), strict=True)] for n in range(2)]
+    return samples, dict(zip(COLLECTIVES, slowest, strict=True))
 
 
 def _collect(receivers: list[Connection], processes: Sequence[Any]) -> list[list[Any]]:
@@ -239,10 +252,39 @@ def _measure(job: Job, rank: int, barrier: Any, enough: Any, sender: Connection)
                 together = _together(lambda: work(job.own_threads), job, clock, enough, number, barrier)
                 result.append(([amount / s for s in alone], [amount / s for s in together]))
                 barrier.wait(PATIENCE_S)
+        result.append(_collectives(job, rank))
         sender.send(result)
     except Exception as error:  # sent to the parent process, which raises it
         barrier.abort()
         sender.send(f"{type(error).__name__}: {error}")
+
+
+def _collectives(job: Job, rank: int) -> tuple[list[float], list[float]]:
+    """Measure an all-gather and a reduce-scatter among all ranks, and return the bytes per second that a rank receives.
+
+    The buffers have the size of DeepSpeed's prefetch bucket where there is memory for it.
+    """
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank) if job.cuda else torch.device("cpu")
+    store = dist.FileStore(str(Path(job.folder) / "collectives"), job.ranks)
+    dist.init_process_group("nccl" if job.cuda else "gloo", store=store, rank=rank, world_size=job.ranks)
+    try:
+        part = torch.ones(max(1, job.elements // job.ranks), dtype=torch.bfloat16, device=device)
+        whole = torch.ones(job.ranks * part.numel(), dtype=torch.bfloat16, device=device)
+        received = (job.ranks - 1) * part.numel() * part.element_size()
+        clock: Clock = copies.cuda_clock if job.cuda else timed_s
+
+        # The newest PyTorch calls it reduce_scatter_single, and warns about the former name.
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+        def rates(collective: Callable[[], object]) -> list[float]:
+            collective()
+            return [received / clock(collective) for _ in range(COLLECTED)]
+
+        return (rates(lambda: dist.all_gather_into_tensor(whole, part)), rates(lambda: reduce_scatter(part, whole)))
+    finally:
+        dist.destroy_process_group()
 
 
 def _together(

@@ -15,9 +15,10 @@ from ebbtide.simulator.machine import Machine
 LINK = "nvlink_bytes_per_s"  # key of machine.other_rates: all NVLink ports of a GPU together, in one direction
 PAIR = "nvlink_pair_bytes_per_s"  # the same if NVLink connects GPUs in pairs, without a switch
 EFFICIENCY = 0.8  # share of the wire's rate that NCCL's tests reach with large messages
-# Share of the rate of pinned copies that NCCL's rings reach through host memory or a PCIe switch. Without NVLink, four
-# and eight RTX A6000 and eight RTX 3090 reached 5 to 12 GB/s on PCIe 4 (runs of whyNLP/tinyllama).
-PCIE_EFFICIENCY = 0.5
+# Share of the rate of pinned copies that NCCL's rings reach from GPU to GPU over PCIe. Four and eight RTX A6000 trained
+# as with 12 of 25 GB/s (PCIe 4, runs of whyNLP/tinyllama), and RTX PRO 6000 as with more than 30 of 52 (PCIe 5, runs of
+# llmq). Cards without peer access are slower: see `ebbtide.simulator.estimates.presets`.
+PCIE_EFFICIENCY = 0.6
 LATENCY_S = 2e-5  # of one collective inside a node: kernel launch and one round of a ring
 
 

@@ -56,6 +56,11 @@ SCORE_BYTES: Mapping[Kernels, int] = {"fused": 10, "eager": 28}
 # log-softmax, and the same in backward. Eager: also copied when labels are shifted. One kernel: written, read twice,
 # and overwritten by their gradient.
 LOSS_BYTES: Mapping[str, tuple[int, int]] = {"fused": (16, 14), "eager": (24, 24), "one kernel": (8, 2)}
+# Rows of a tile of a grouped product. An expert's last tile is partly empty.
+TILE = 128
+# Memory traffic of routing a token to one expert and back, in 16-bit values per element of the hidden size: the rows
+# are gathered and scattered, each read and written, and weighted.
+ROUTING_PASSES: Mapping[Kernels, int] = {"fused": 6, "eager": 12}
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class Device:
     attention_flops_per_s: float
     memory_bytes_per_s: float
     wire_bytes: int
+    expert_flops_per_s: float
     tensor_parallel: int = 1
     flash: bool = True
     kernels: Kernels = "fused"
@@ -122,6 +128,7 @@ class Device:
             machine.rate("attention_flops_per_s") * gain,
             machine.rate("device_memory_bytes_per_s"),
             wire_bytes,
+            machine.rate("expert_flops_per_s"),
             **training,
         )
 
@@ -136,13 +143,19 @@ class Device:
         if not block.attention:
             return seconds + self._loss_bytes(block, shape, part) / self.memory_bytes_per_s
         scores_s = self._score_flops(block, shape) / self.attention_flops_per_s
-        traffic = part.traffic[self.kernels] * self._traffic_bytes(shape)
+        traffic = part.traffic[self.kernels] * (self._traffic_bytes(shape) + self._routing_bytes(block, shape))
         scores = part.scores if self.flash else min(part.scores, STORED_BACKWARD_SCORES)
         return seconds + scores * scores_s + traffic / self.memory_bytes_per_s
 
     def _products_s(self, block: Block, shape: "Shape") -> float:
-        flops = shape.tokens * block.flops_per_token / self.tensor_parallel
-        return max(flops / self.flops_per_s, self._product_bytes(block, shape) / self.memory_bytes_per_s)
+        experts_s, flops_per_token = 0.0, block.flops_per_token
+        if experts := block.experts:
+            flops_per_token -= experts.flops_per_token
+            rows = shape.tokens * experts.per_token / experts.count
+            wasted = 1 + TILE / 2 / rows
+            experts_s = wasted * shape.tokens * experts.flops_per_token / self.tensor_parallel / self.expert_flops_per_s
+        seconds = shape.tokens * flops_per_token / self.tensor_parallel / self.flops_per_s + experts_s
+        return max(seconds, self._product_bytes(block, shape) / self.memory_bytes_per_s)
 
     def _score_flops(self, block: Block, shape: "Shape") -> float:
         """Return the floating-point operations of a block's attention: for the scores, and for multiplying them with
@@ -178,6 +191,11 @@ class Device:
             return moved
         scores = shape.heads * shape.sequence * shape.tokens / self.tensor_parallel
         return moved + SCORE_BYTES[self.kernels] * scores * self.wire_bytes / 2
+
+    def _routing_bytes(self, block: Block, shape: "Shape") -> float:
+        if block.experts is None:
+            return 0.0
+        return self.wire_bytes * ROUTING_PASSES[self.kernels] * block.experts.per_token * shape.tokens * shape.hidden
 
     def _loss_bytes(self, block: Block, shape: "Shape", part: Pass) -> float:
         kind = "one kernel" if self.fused_loss else self.kernels

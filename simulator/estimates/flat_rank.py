@@ -99,7 +99,8 @@ class FlatRank(Rank):
 
     def issue_s(self, block: Block) -> float:
         """Return the host's seconds to launch a block's forward under ZeRO-1 or 2, which have no hooks of ZeRO-3."""
-        return ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
+        own = ISSUE_S[self.job.kernels] * (1 if block.attention else 1 / MODULES_OF_A_LAYER)
+        return own + self.loop_over_experts_s(block)
 
     def partitions(self, block: Block) -> tuple[int, ...]:
         """Return, as a tuple, how many elements of each parameter of a block a rank holds under ZeRO-1 or 2.

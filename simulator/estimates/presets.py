@@ -16,7 +16,7 @@ from ebbtide.simulator.estimates.hardware.cards import CARDS, Card
 from ebbtide.simulator.estimates.hardware.sheet import Sheet
 from ebbtide.simulator.estimates.hardware.sheets import DOS, SHEETS
 from ebbtide.simulator.limits import GIB
-from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, PRESET, Machine, ShareName
+from ebbtide.simulator.machine import BUILDERS, DEVICE_UPDATE_BYTES, EXPERTS_OF_PRODUCTS, PRESET, Machine, ShareName
 from ebbtide.simulator.quantity import EIGHTY_PERCENT, QUARTILE, Quantity, Source
 from ebbtide.simulator.rules import RuleError, checked, spelled
 from ebbtide.simulator.schedules.stock_options import FRESH_PASSES
@@ -31,6 +31,7 @@ _SPREAD: dict[Source, tuple[float, float]] = {
 # Quartiles divided by the median for the shares of the peak that products and attention reach. Chosen so that intervals
 # contain nine of ten published runs that no share was fitted to (`python -m studies.published_runs`).
 _COMPUTE = (0.9, 1.1)
+_EXPERTS = 0.75, 1.33  # the same for the products of experts: a factor of 2 in nine of ten runs
 # DRAM traffic of an update, in bytes per parameter. DeepSpeed makes three passes: unscaling reads and writes the fp32
 # gradient (8), Adam reads four values and writes three (28), and the conversion to 16 bits reads 4, and writes 2 after
 # reading the cache line that it writes to (8 in all). ebbtide's fused pass reads and writes three values, reads the
@@ -51,8 +52,14 @@ _UNBOUND = 1.25
 # third off either way. One thread of DeepSpeed's Adam reaches the bandwidth of one thread of a triad (41 to 47 and 37
 # to 44 GB/s, measured on Zen 5).
 _CORE_SPREAD = 0.75, 1.33
-# Quartiles divided by the median for rings over PCIe without NVLink: a factor of 2.5 in nine of ten machines.
-_RINGS = 0.69, 1.46
+# Quartiles divided by the median for rings over PCIe: a factor of 2 in nine of ten machines where GPUs have peer
+# access, and of 2.5 where data passes through host memory.
+_PEER_RINGS, _HOST_RINGS = (0.75, 1.33), (0.69, 1.46)
+# Share of the rate of pinned copies that all-gathers and reduce-scatters reach if data passes through host memory, by
+# the largest number of GPUs. Each hop is written to DRAM and read again, all hops share DRAM, and on two sockets some
+# of them cross the sockets. A pair reached 5.7 of 12 GB/s (two RTX 2080 Ti, nccl-tests). Eight cards on two sockets
+# trained as if all-gathers had 3.7 to 6 GB/s of 25, and reductions 1.3 to 6. Four cards are assumed to lie between.
+_THROUGH_HOST = {2: (0.45, 0.45), 4: (0.4, 0.3), 8: (0.18, 0.1)}
 _LAYER_ISSUE_S = 3.5e-3  # DeepSpeed's hooks take 2.0 to 2.7 ms (measured), plus six gathers per layer
 _CONTEXT_BYTES, _NCCL_BYTES = 600 * 2**20, 400 * 2**20
 _QUARTILE_OF_EIGHTY_PERCENT = round(QUARTILE / EIGHTY_PERCENT, 3)
@@ -206,13 +213,14 @@ def _value(median: float, source: Source, detail: str, spread: tuple[float, floa
 
 def _link_rates(sheet: Sheet) -> dict[str, Quantity]:
     detail = "one core's copy through the driver's staging buffer: a few GB/s"
-    pageable = min(_PAGEABLE, sheet.link[0])
+    rate, source, detail, spread = sheet.pageable or (_PAGEABLE, "assumed", detail, _SPREAD["assumed"])
+    pageable = min(rate, sheet.link[0])
     out = pageable / (_UNBOUND if sheet.numa_nodes > 1 else 1)
     return {
         "h2d_bytes_per_s": _value(*sheet.link),
         "d2h_bytes_per_s": _value(*sheet.link),
-        "pageable_h2d_bytes_per_s": _value(pageable, "assumed", detail),
-        "pageable_d2h_bytes_per_s": _value(out, "assumed", detail),
+        "pageable_h2d_bytes_per_s": _value(pageable, source, detail, spread),
+        "pageable_d2h_bytes_per_s": _value(out, source, detail, spread),
     }
 
 
@@ -228,6 +236,12 @@ def _device_rates(sheet: Sheet) -> dict[str, Quantity]:
             "assumed",
             f"{compute.attention:.0%} of {rated}: {compute.attention_source}",
             _COMPUTE,
+        ),
+        "expert_flops_per_s": _value(
+            EXPERTS_OF_PRODUCTS * compute.products * sheet.flops,
+            "assumed",
+            f"{EXPERTS_OF_PRODUCTS:.0%} of the matrix products': OLMoE, arXiv 2409.02060, on no other run",
+            _EXPERTS,
         ),
         "device_memory_bytes_per_s": _value(_HBM * hbm, "datasheet", f"{_HBM:.0%} of {device}'s {hbm / 1e12:g} TB/s"),
         "device_adam_params_per_s": _value(
@@ -384,9 +398,16 @@ def _collectives(sheet: Sheet) -> dict[str, Quantity]:
     if sheet.nvlink:
         rate, detail = sheet.nvlink
         found = _value(EFFICIENCY * rate, "datasheet", f"{EFFICIENCY:.0%} of {detail}")
+    elif sheet.peer:
+        detail = f"{PCIE_EFFICIENCY:.0%} of the rate of pinned copies, from GPU to GPU over PCIe"
+        found = _value(PCIE_EFFICIENCY * sheet.link[0], "assumed", detail, _PEER_RINGS)
     else:
-        detail = f"{PCIE_EFFICIENCY:.0%} of the rate of pinned copies, through host memory"
-        found = _value(PCIE_EFFICIENCY * sheet.link[0], "assumed", detail, _RINGS)
+        shares = next(shares for most, shares in _THROUGH_HOST.items() if sheet.gpus <= most)
+        detail = f"of the rate of pinned copies, through host memory, as no card of {sheet.gpus} reads another's memory"
+        gather, reduce = (
+            _value(share * sheet.link[0], "assumed", f"{share:.0%} {detail}", _HOST_RINGS) for share in shares
+        )
+        return {"gather_bytes_per_s": gather, "reduce_bytes_per_s": reduce}
     return {"gather_bytes_per_s": found, "reduce_bytes_per_s": found}
 
 

@@ -22,10 +22,25 @@ from ebbtide.simulator.workload import Workload
 ISSUED_BACKWARD = 1.0
 MODULES_OF_A_LAYER = 12
 MODULE_ISSUE_S = 1.5e-4  # for machines without this value. DeepSpeed's hooks take 0.1 to 0.2 ms
+# Time in which the host launches the kernels of one expert in a loop: a dozen, 8 microseconds each.
+EXPERT_ISSUE_S = 1e-4
+# Time of the hooks and the gather of a matrix of one expert under ZeRO-3, without leaf modules. Qwen3-30B-A3B, whose
+# layers have 384 such matrices in transformers 4, took 41 s a micro-batch on eight H100 (LlamaFactory, issue 9374)
+# and 91 s on two nodes of eight A800 (ms-swift, examples/train/megatron/qwen3_moe.sh), for three passes over 18,432
+# matrices.
+EXPERT_MODULE_S = 0.7e-3
 # Number of times that a gradient is read or written in GPU memory before its reduction: copied to the bucket,
 # interleaved by ranks, and divided by the number of ranks (DeepSpeed's ``__add_grad_to_ipg_bucket`` and
 # ``reduce_scatter_coalesced``. Under ZeRO-1 and 2 it is flattened instead of interleaved).
 AVERAGING_PASSES = 6
+
+
+# What is told of a mixture-of-experts model.
+OF_EXPERTS = (
+    "experts: no measured run was used for fitting, and their products may be twice as fast or slow. ZeRO-3 gathers "
+    "all experts of a layer. Transformers 4 loops over experts that are gathered one by one, several times slower: use "
+    "transformers 5, or name the class of the experts' block in zero_optimization.leaf_module"
+)
 
 
 class Rank(RankSizes):
@@ -257,9 +272,17 @@ class Rank(RankSizes):
         """Return the seconds that the host needs to launch the kernels of a block's forward.
 
         The time is proportional to the block's number of modules: a dozen for a layer, one for the embedding or the
-        head.
+        head. Each matrix of an expert that is a module of its own has hooks and a gather of its own too.
         """
-        return self.module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
+        own = self.module_issue_s * (MODULES_OF_A_LAYER if block.attention else 1)
+        alone = block.experts.modules * EXPERT_MODULE_S if block.experts and self.job.data_parallel > 1 else 0.0
+        return own + alone + self.loop_over_experts_s(block)
+
+    def loop_over_experts_s(self, block: Block) -> float:
+        """Return the host's seconds to launch the kernels of each expert, if no grouped kernel computes all experts."""
+        if block.experts is None or self.job.kernels != "eager":
+            return 0.0
+        return EXPERT_ISSUE_S * min(block.experts.count, self.tokens * block.experts.per_token)
 
     @property
     def module_issue_s(self) -> float:
@@ -325,6 +348,8 @@ class Rank(RankSizes):
     def provenance(self) -> str:
         notes = [f"estimated from the config of {self.arch.name}, sequence {self.job.sequence}"]
         notes += self.job.told
+        if any(block.experts for block in self.stage_blocks):
+            notes.append(OF_EXPERTS)
         if self.job.pipeline_parallel > 1:
             notes.append(
                 f"of {self.job.pipeline_parallel} pipeline stages, only stage {self.job.stage} is simulated. The last "
@@ -332,6 +357,12 @@ class Rank(RankSizes):
             )
         if self.job.tensor_parallel > 1 and LINK not in self.machine.other_rates:
             notes.append(f"tensor-parallel exchange over PCIe: no {LINK} in machine.other_rates")
+        ring = self.machine.gather_bytes_per_s
+        if self.layout.ring_in_node > 1 and LINK not in self.machine.other_rates and ring and ring.source == "assumed":
+            notes.append(
+                f"collectives over PCIe: all-gathers of {ring.median / 1e9:.3g} GB/s are assumed, and machines of this "
+                "kind differ by a factor of 2.5: `tune profile --ranks` measures them"
+            )
         if self.layout.tensor_groups_cut:
             notes.append(
                 f"tensor-parallel exchange over the network: {self.job.tensor_parallel} ranks do "

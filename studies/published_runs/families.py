@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 from ebbtide.simulator.quantity import NINETY_PERCENT
 
-from studies.published_runs.training import Prediction, TrainingRun
+from studies.published_runs.training import FAMILIES, Prediction, TrainingRun
 
 Judged = tuple[TrainingRun, Prediction]
-ENOUGH_SOURCES = 10  # number of sources from which an interval may miss one in ten
 SIDES: dict[str, Callable[[TrainingRun], bool]] = {
     "fitted": lambda run: not run.held_out,
     "held_out": lambda run: run.held_out,
@@ -33,7 +32,7 @@ def by_family(judged: Sequence[Judged]) -> dict[str, Any]:
             side: _figures([(run, said) for run, said in judged if run.family == family and belongs(run)])
             for side, belongs in SIDES.items()
         }
-        for family in sorted({run.family for run, _ in judged})
+        for family in FAMILIES
     }
 
 
@@ -63,8 +62,7 @@ def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, flo
     Returns:
         A dict. ``sources``: number of sources. ``root_mean_square`` and ``largest``: root mean square and largest
         absolute value of the errors. ``needed``: width of the intervals, given as the standard deviation of normally
-        distributed errors. With fewer than ten sources, the width follows from ``largest``, so that the intervals hold
-        every run. With ten or more sources, it follows from ``root_mean_square`` and Student's t distribution.
+        distributed errors. It follows from ``root_mean_square`` and Student's t distribution.
     """
     from scipy.stats import t
 
@@ -76,9 +74,7 @@ def spread(judged: Sequence[Judged], family: str = "offloaded") -> dict[str, flo
     sources = len(misses)
     root_mean_square = math.sqrt(float(np.mean([np.mean(np.square(own)) for own in misses.values()])))
     largest = max(max(own) for own in misses.values())
-    needed = largest / NINETY_PERCENT
-    if sources >= ENOUGH_SOURCES:
-        needed = float(t.ppf(0.95, sources)) / NINETY_PERCENT * math.sqrt(1 + 1 / sources) * root_mean_square
+    needed = float(t.ppf(0.95, sources)) / NINETY_PERCENT * math.sqrt(1 + 1 / sources) * root_mean_square
     return {"sources": sources, "root_mean_square": root_mean_square, "largest": largest, "needed": needed}
 
 
@@ -140,10 +136,11 @@ def _holds(run: TrainingRun, said: Prediction) -> bool:
 
 def rows_of(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     """Return a list with a row per training run: its settings, and its measured and predicted time and memory."""
-    names = ("family", "preset", "gpus", "model", "sequence", "micro_batch", "accumulation", "offload", "source")
+    names = ("preset", "gpus", "model", "sequence", "micro_batch", "accumulation", "offload", "source")
     return [
         {
             **{name: run.fields[name] for name in names},
+            "family": run.family,
             "held_out": run.held_out,
             "measured_s": run.measured_s,
             "predicted_s": said.seconds,

@@ -18,7 +18,7 @@ from ebbtide.simulator.estimates.offloading import offloading
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.quantity import Quantity
 from ebbtide.simulator.schedule import Schedule
-from ebbtide.tuner.calibrate.interval import interval_s
+from ebbtide.tuner.calibrate.interval import workload_interval_s
 
 ROWS = Path(__file__).parents[1] / "data" / "published_training_runs.csv"
 # The share of every GPU's peak that was assumed before shares were fitted to published runs: Megatron-LM (Narayanan et
@@ -34,6 +34,10 @@ ALLOCATOR_SLACK = 1.24
 INFERRED = "?"  # after a cell that was not published, but inferred from the rows of its source that are not held out
 # Keys of DeepSpeed whose "auto" Hugging Face's integration replaces by a number that depends on the model.
 _BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+# All families of runs. A family without a run is shown too.
+SUPERCHIPS = ("gh200",)
+FAMILIES = ("a100", "h100", "consumer_one", "consumer_several", "superchip", "offloaded", "experts")
+_MIXTURE = ("head_size", "experts", "experts_per_token")
 _MODEL = ("layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary")
 
 
@@ -55,10 +59,17 @@ class TrainingRun:
     def family(self) -> str:
         """Return the family of the training run.
 
-        The family is ``offloaded`` if the run offloads optimizer state or parameters. Otherwise it is the run's kind
-        of GPU: ``a100``, ``h100`` or ``consumer``.
+        The family is ``experts`` for a mixture-of-experts model, ``superchip`` for a GPU with a coherent link to its
+        host, and ``offloaded`` if the run offloads optimizer state or parameters. Otherwise it is the run's kind of
+        GPU: ``a100``, ``h100``, or ``consumer_one`` and ``consumer_several`` by the number of cards.
         """
-        return self.fields["family"]
+        if self.fields.get("experts"):
+            return "experts"
+        if self.fields["preset"] in SUPERCHIPS:
+            return "superchip"
+        if self.fields["family"] != "consumer":
+            return self.fields["family"]
+        return "consumer_one" if self.number("gpus") == 1 else "consumer_several"
 
     @property
     def held_out(self) -> bool:
@@ -73,8 +84,10 @@ class TrainingRun:
     def model(self) -> dict[str, Any]:
         """Return the shape of the model that the published run trained, as a mapping for `workload_from_model`."""
         numbers = {name: self.number(name) for name in _MODEL}
-        flags = {name: self.fields[name] == "1" for name in ("gated", "tied")}
-        return {"name": self.fields["model"], **numbers, **flags}
+        flags = {name: self.fields[name] == "1" for name in ("gated", "tied") if self.fields[name]}
+        more = {name: int(self.fields[name]) for name in _MIXTURE if self.fields.get(name)}
+        layout = {"layout": self.fields["layout"]} if self.fields.get("layout") else {}
+        return {"name": self.fields["model"], **numbers, **flags, **more, **layout}
 
     @property
     def as_published(self) -> "TrainingRun":
@@ -151,9 +164,13 @@ class TrainingRun:
 
         The run's DeepSpeed config selects the strategy.
         """
+        return self.built(self.workload(machine))
+
+    def built(self, workload: Workload) -> Schedule:
+        """Return the ops of one iteration of the training run for a workload of it."""
         moved = offloading(self.config, self.fields.get("deepspeed") or UNTOLD_VERSION)
         name, options = moved.strategy(self.number("zero_stage"))
-        return build_strategy(name, self.workload(machine), iterations=1, **options)
+        return build_strategy(name, workload, iterations=1, **options)
 
 
 @dataclass(frozen=True)
@@ -195,7 +212,7 @@ def predict_training(run: TrainingRun) -> Prediction:
     machine = run.machine()
     result, published = simulate_fast(run.schedule(machine), machine), run.as_published
     told = result if published == run else simulate_fast(published.schedule(machine), machine)
-    low_s, high_s = interval_s(run.schedule, machine)
+    low_s, high_s = workload_interval_s(run.built, run.workload(machine), machine)
     return Prediction(
         result.iteration_s,
         low_s,

@@ -163,7 +163,10 @@ def test_ranks_at_once_from_the_command_line(tune, tmp_path):
     done = tune("profile", *words, start=("-c", FEWER_ELEMENTS))
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["cpu_cores"] >= 2
-    shares = Machine.load(tmp_path / "machine.json").rank_shares
+    machine = Machine.load(tmp_path / "machine.json")
+    assert machine.gather_bytes_per_s.source == machine.reduce_bytes_per_s.source == "emulated"
+    assert "gloo, 2 ranks" in machine.gather_bytes_per_s.detail
+    shares = machine.rank_shares
     assert set(shares) == {2}
     assert set(shares[2]) == {"h2d", "d2h", "link", "dram", "storage"}
     assert {shares[2][name].source for name in ("h2d", "d2h", "link")} == {"emulated"}

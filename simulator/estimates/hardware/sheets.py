@@ -153,18 +153,21 @@ _EIGHT_HOPPERS: Fields = {
     "nvlink": (450e9, "NVLink 4 through NVSwitch, one direction"),
 }
 _RTX3090: Fields = {
+    "peer": False,
     "device_name": "NVIDIA GeForce RTX 3090",
     "flops": 71e12,
     "hbm_bytes_per_s": 0.936e12,
     "device_gib": 23.7,
 }
 _RTX4090: Fields = {
+    "peer": False,
     "device_name": "NVIDIA GeForce RTX 4090",
     "flops": 165e12,
     "hbm_bytes_per_s": 1.008e12,
     "device_gib": 23.6,
 }
 _RTX5090: Fields = {
+    "peer": False,
     "device_name": "NVIDIA GeForce RTX 5090",
     "flops": 209.5e12,
     "hbm_bytes_per_s": 1.792e12,
@@ -316,9 +319,16 @@ SHEETS: Mapping[str, Sheet] = {
         dram_kind="LPDDR5X",
         dram_bytes_per_s=384e9,
         dram_detail="480 GB of LPDDR5X (384 GB/s; 512 with 120 or 240 GB)",
-        # The link is faster than host memory, so copies run at the speed of host memory.
         link_raw_bytes_per_s=450e9,
-        link=(0.8 * 384e9, "datasheet", "NVLink-C2C's 450 GB/s a way, bound by 80% of LPDDR5X"),
+        link=(297e9, "published", "pinned, over NVLink-C2C: 297 GB/s to the host, 375 to the GPU, arXiv 2407.07850"),
+        # Over C2C the GPU reads unpinned memory itself, without a staging buffer. No rate of such copies is known to
+        # us: it lies between that of a few cores, which fault the fresh pages in, and half of the pinned rate.
+        pageable=(
+            60e9,
+            "assumed",
+            "the GPU reads unpinned memory itself, no measured rate is published: 24 to 150 GB/s",
+            (0.69, 1.46),
+        ),
         storage=(5e9, "assumed", "one PCIe 5 NVMe drive"),
         core=(30e9, "a Neoverse V2 core"),
         alone=1.0,  # SuperOffload, arXiv 2509.21271: DeepSpeedCPUAdam takes 0.1 s for a billion parameters

@@ -17,6 +17,22 @@ class ModelError(RuleError):
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of a layer in a mixture-of-experts model.
+
+    Attributes:
+        count, per_token: Number of experts in the layer, and number of them that a token uses.
+        flops_per_token: Floating-point operations of a token's experts in a forward. They are part of the block's.
+        modules: Number of modules with a matrix of one expert each. 0 if the matrices of all experts are stacked.
+    """
+
+    count: int
+    per_token: int
+    flops_per_token: float
+    modules: int = 0
+
+
+@dataclass(frozen=True)
 class Block:
     """A block of a model (embedding, layer or head), which is a unit of forward and backward.
 
@@ -25,6 +41,7 @@ class Block:
         split: For each parameter, whether tensor parallelism divides it. The others are whole on every rank.
         flops_per_token: Floating-point operations of a forward per token, without attention scores.
         attention: Number of heads times head size. It determines the cost of a token's attention scores.
+        experts: Experts of a layer. None in a dense layer.
     """
 
     name: str
@@ -32,6 +49,7 @@ class Block:
     split: tuple[bool, ...]
     flops_per_token: float
     attention: int = 0
+    experts: Experts | None = None
 
     @property
     def elements(self) -> int:
@@ -46,11 +64,13 @@ class Part:
         params: Number of elements of each parameter.
         flops: Floating-point operations of a forward per token.
         split: True if tensor parallelism divides the parameters.
+        experts: The experts, if the part consists of them.
     """
 
     params: tuple[int, ...]
     flops: float = 0.0
     split: bool = True
+    experts: Experts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +169,8 @@ class DescribedArchitecture(Architecture):
         attention = self.heads * self.head_size
         layer = self._block("layer", self.layout, attention)
         numbered = [
-            Block(f"layer {i}", layer.params, layer.split, layer.flops_per_token, attention) for i in range(self.layers)
+            Block(f"layer {i}", layer.params, layer.split, layer.flops_per_token, attention, layer.experts)
+            for i in range(self.layers)
         ]
         return [self._block("embedding", self.embedding), *numbered, self._block("head", self.head)]
 
@@ -161,6 +182,7 @@ class DescribedArchitecture(Architecture):
             tuple(part.split for part in parts for _ in part.params),
             sum(part.flops for part in parts),
             attention,
+            next((part.experts for part in parts if part.experts), None),
         )
 
     @property
@@ -203,7 +225,10 @@ def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchit
     def part(arch: DescribedArchitecture) -> Part:
         one = [elements for name in each for elements in PARTS[name](arch).params]
         params = [arch.experts * n for n in one] if fused else one * arch.experts
-        return Part(tuple(params), 2.0 * sum(one) * max(1, arch.experts_per_token))
+        per_token = max(1, arch.experts_per_token)
+        flops = 2.0 * sum(one) * per_token
+        modules = 0 if fused else len(each) * arch.experts
+        return Part(tuple(params), flops, experts=Experts(arch.experts, per_token, flops, modules))
 
     return part
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
-from ebbtide.simulator.estimates.models.blocks import Architecture, Block, BuiltArchitecture, ModelError
+from ebbtide.simulator.estimates.models.blocks import Architecture, Block, BuiltArchitecture, Experts, ModelError
 from ebbtide.simulator.estimates.models.families import FAMILIES, missing_size
 
 # Keys of configs for the number of experts that a token uses in a layer.
@@ -138,7 +138,10 @@ def built_from(module: Any) -> Architecture:
         tied=not outputs,
         held=(
             _block("embedding", held[0], 0.0),
-            *(_block(f"layer {i}", held[i + 1], reader.flops(layer), hidden) for i, layer in enumerate(layers)),
+            *(
+                _block(f"layer {i}", held[i + 1], reader.flops(layer), hidden, reader.experts(layer))
+                for i, layer in enumerate(layers)
+            ),
             _block("head", held[-1], 2.0 * sum(p.numel() for p in head)),
         ),
     )
@@ -232,7 +235,9 @@ class _Reader:
             held=(
                 _block("embedding", held[0], 0.0),
                 *(
-                    _block(f"layer {i}", held[i + 1], self.flops(layer), self._scores(layer, hidden))
+                    _block(
+                        f"layer {i}", held[i + 1], self.flops(layer), self._scores(layer, hidden), self.experts(layer)
+                    )
                     for i, layer in enumerate(layers)
                 ),
                 _block("head", held[-1], 2.0 * head.weight.numel()),
@@ -280,6 +285,20 @@ class _Reader:
         )
         return flops
 
+    def experts(self, layer: Any) -> Experts | None:
+        """Return the experts of a layer, or None if each token uses all of its matrices."""
+        found = [
+            (parameter, share)
+            for path, parameter in layer.named_parameters()
+            if parameter.ndim > 1 and (share := self._visited(path, parameter, layer)) < 1
+        ]
+        if not found:
+            return None
+        per_token = self._number(PER_TOKEN)
+        flops = sum(2.0 * parameter.numel() * share for parameter, share in found)
+        modules = sum(parameter.ndim == 2 for parameter, _ in found)
+        return Experts(round(per_token / found[0][1]), per_token, flops, modules)
+
     def _visited(self, path: str, parameter: Any, layer: Any) -> float:
         """Return the fraction of a parameter's elements that each token uses: below 1 only for a mixture's experts."""
         parts = path.split(".")
@@ -322,6 +341,6 @@ class _Reader:
         return heads * (size + (keys or size)) // 2
 
 
-def _block(name: str, held: Sequence[Any], flops: float, attention: int = 0) -> Block:
+def _block(name: str, held: Sequence[Any], flops: float, attention: int = 0, experts: Experts | None = None) -> Block:
     sizes, split = (p.numel() for p in held), (p.ndim > 1 for p in held)
-    return Block(name, tuple(sizes), tuple(split), flops, attention)
+    return Block(name, tuple(sizes), tuple(split), flops, attention, experts)
