@@ -110,8 +110,7 @@ class Limits:
         available = {name: size or TIERS[name].capacity_bytes(machine, ranks) or 0 for name, size in asked.items()}
         left = {name: _margin_bytes(workload, name, size, margin) for name, size in available.items()}
         explained = [
-            f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {MEMORIES[name]} are kept "
-            f"free: {why} (--memory-margin)"
+            f"{left_free / GIB:.2f} GiB of {available[name] / GIB:.1f} GiB of {MEMORIES[name]} are kept free: {why}"
             for name, (left_free, why) in left.items()
             if name == "host" or not machine.unified_memory
         ]

@@ -57,6 +57,19 @@ def emitted_config(
     return config
 
 
+def config_without_offload(given: Mapping[str, Any] | None, wire_dtype: str, zero_stage: int = 3) -> dict[str, Any]:
+    """Build a DeepSpeed config that trains with all state and parameters in GPU memory.
+
+    Args:
+        given: DeepSpeed config to start from, which loses its offload. If None, other values are left to the trainer.
+    """
+    config = _base(wire_dtype, zero_stage) if given is None else dict(given)
+    zero = {"stage": zero_stage, **(config.get("zero_optimization") or {})}
+    config["zero_optimization"] = {key: value for key, value in zero.items() if not key.startswith("offload_")}
+    config.pop("ebbtide", None)
+    return config
+
+
 def _write_numbers(config: dict[str, Any], steps: TrainedAs) -> None:
     """Replace ``"auto"`` in a DeepSpeed config by the batch sizes and the precision that a plan assumes.
 

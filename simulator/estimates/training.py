@@ -19,7 +19,7 @@ MOST_RANKS, MOST_TOKENS = 10**7, 10**8
 _LONG = 2**14  # tokens. In longer sequences, attention takes a large part of the time
 _OLD_ATTENTION = (
     "attention is computed as by version 2 of FlashAttention, which PyTorch calls, and later versions are up to twice "
-    "as fast: give the version that your model uses (flash_version, --flash-version)"
+    "as fast: give the version that your model uses (flash_version)"
 )
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.simulator import Machine, MemoryPoint, OpKind, Timeline, Workload
+from ebbtide.simulator import Machine, MemoryPoint, OpKind, Timeline, Workload, drawing
 
 from studies.bench.phase_clock import PHASES
 from studies.bench.pictures import picture
@@ -16,8 +16,8 @@ from studies.bench.pictures import picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PHASE_COLOURS = {"forward": "#8fc7ea", "backward": "#0072b2", "step": "#d55e00", "other": "#dddddd"}
-_WHITE_TEXT = {"backward", "step"}
+_PHASE_COLOURS = {**drawing.PHASES, "other": drawing.COLOURS["idle"]}
+_WHITE_TEXT = {"forward", "step"}
 
 
 def machine_label(machine: Machine) -> str:
@@ -36,7 +36,7 @@ def draw_timelines(predicted: Timeline, measured: Timeline, path: Path, label: s
     with picture(path, 2, 1, dpi=140, figsize=(13, 6)) as (figure, axes):
         for ax, timeline in zip(axes, pair, strict=True):
             timeline.plot(ax)
-            ax.set_xlim(0, longest * scale)
+            ax.set_xlim(0, 1.02 * longest * scale)  # so that the last bar does not look cut
             ax.set_xlabel("time (ms)" if longest < 2 else "time (s)")
         figure.suptitle(f"{iterations} training iterations under the plan: {label}", fontsize=12)
 
@@ -91,7 +91,9 @@ def _draw_memory(ax: Axes, workload: Workload, machine: Machine) -> None:
     ax.set_ylabel("memory in use (MiB)")
     ax.margins(x=0, y=0.25)
     ax.legend(frameon=False, loc="lower right")
-    ax.set_title(f"memory under stock DeepSpeed: {machine_label(machine)}", loc="left", fontsize=11)
+    ax.set_title(
+        f"memory with DeepSpeed alone, from which the plan is made: {machine_label(machine)}", loc="left", fontsize=10
+    )
 
 
 def _stretches(curve: Sequence[MemoryPoint]) -> list[tuple[float, float, str]]:

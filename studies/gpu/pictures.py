@@ -2,13 +2,25 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from ebbtide.simulator import OpKind
+from ebbtide.simulator.drawing import PHASES, draw_spans
+from ebbtide.tuner.service.report import read_timelines
 
 from studies.bench.pictures import picture
 
 Figures = dict[str, Any]
-PHASES = {"forward": "#56b4e9", "backward": "#e69f00", "step": "#009e73"}
+
+
+NAMES = {
+    "stock": "DeepSpeed alone",
+    "stock_again": "DeepSpeed alone, again",
+    "stock_offload_param": "DeepSpeed alone, offload_param cpu",
+}
 
 
 def draw_parts(folder: Path) -> list[Path]:
@@ -28,11 +40,29 @@ def draw_parts(folder: Path) -> list[Path]:
         if "failed" in record or not _rows(record):
             continue
         result.append(_drawn(record, draw, path.with_suffix(".png")))
+    if (trace := folder / "measured_trace.json").exists():
+        result.append(_drawn_extremes(trace))
     if not result:
         raise SystemExit(
             f"--plot must be a folder with result files of `python -m studies.gpu --out DIR`, but {folder} has none"
         )
     return result
+
+
+def _drawn_extremes(trace: Path) -> Path:
+    """Draw the fastest and the slowest iteration of a measured timeline, each from the start of its forward pass."""
+    (timeline,) = read_timelines(trace.read_text())
+    forwards = [s for s in timeline.spans if s.kind == OpKind.FORWARD]
+    starts = sorted(min(s.start_s for s in forwards if s.iteration == n) for n in {s.iteration for s in forwards})
+    whole = sorted(pairwise(starts), key=lambda pair: pair[1] - pair[0])
+    path = trace.with_suffix(".png")
+    with picture(path, 2, 1, figsize=(11, 7.2), sharex=True) as (_, axes):
+        for ax, kind, (start_s, end_s) in zip(axes, ("a fast", "a slow"), (whole[0], whole[-1]), strict=True):
+            inside = [s for s in timeline.spans if s.start_s < end_s and s.end_s > start_s]
+            cut = [replace(s, start_s=max(s.start_s, start_s), end_s=min(s.end_s, end_s)) for s in inside]
+            draw_spans(cut, f"NVIDIA H200, measured: {kind} iteration, {1e3 * (end_s - start_s):.0f} ms", ax)
+        axes[0].set_xlim(0, 1e3 * (whole[-1][1] - whole[-1][0]))
+    return path
 
 
 def _rows(record: Figures) -> list[Figures]:
@@ -55,7 +85,7 @@ def _where(record: Figures) -> str:
 
 def _phases(ax: Any, record: Figures) -> None:
     rows = sorted(_rows(record), key=lambda row: row["iteration_s"])
-    names = [row.get("name") or row["variant"] for row in rows]
+    names = [NAMES.get(name, name) for row in rows for name in [row.get("name") or row["variant"]]]
     left = [0.0] * len(rows)
     for phase, colour in PHASES.items():
         widths = [1e3 * row[f"{phase}_s"] for row in rows]
@@ -65,7 +95,7 @@ def _phases(ax: Any, record: Figures) -> None:
         label = f" {row['speedup']:.2f}x" if row.get("speedup") else ""
         label += "" if row.get("exact", True) else " (not exact)"
         ax.text(left[place], place, label, va="center", fontsize=8)
-    ax.set_xlabel("ms per iteration")
+    ax.set_xlabel("measured time of an iteration (ms), median")
     ax.margins(x=0.15)
     ax.legend(frameon=False, fontsize=8, loc="lower right")
 
@@ -83,7 +113,7 @@ def _baseline(ax: Any, record: Figures) -> None:
             [place - 0.45, place + 0.45],
             color="black",
             linewidth=2,
-            label=None if number else "predicted iteration",
+            label=None if number else "predicted for the iteration",
         )
     ax.legend(frameon=False, fontsize=8, loc="lower right")
 

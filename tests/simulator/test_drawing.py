@@ -1,5 +1,6 @@
 import pytest
 from ebbtide.simulator import Lane, OpKind, Span, Timeline
+from ebbtide.simulator.drawing import COLOURS, GROUPS
 
 
 def drawn(spans):
@@ -67,7 +68,14 @@ def test_an_empty_timeline_can_be_drawn():
     assert drawn([]).get_yticks().size == 0
 
 
-def test_every_kind_has_a_colour():
-    from ebbtide.simulator.drawing import COLOURS
+def test_every_group_of_ops_has_a_colour_of_its_own():
+    assert set(GROUPS) == set(OpKind) - {OpKind.STEP_END}
+    assert set(COLOURS) == set(GROUPS.values())
+    assert len(set(COLOURS.values())) == len(COLOURS)
 
-    assert set(COLOURS) == set(OpKind)
+
+def test_a_lane_is_named_after_what_it_does():
+    ax = drawn([Span(OpKind.GRADIENT_H2D, Lane.H2D, 0.0, 0.5), Span(OpKind.STATE_H2D, Lane.H2D, 0.5, 0.5)])
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["H2D gradients"]
+    both = drawn([Span(OpKind.GRADIENT_H2D, Lane.H2D, 0.0, 0.5), Span(OpKind.STATE_H2D, Lane.H2D, 0.5, 1.0)])
+    assert [t.get_text() for t in both.get_yticklabels()] == ["H2D, several"]

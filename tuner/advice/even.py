@@ -11,7 +11,7 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import LITTLE, above_bound
 from ebbtide.tuner.candidates.cuts import SIZES
 from ebbtide.tuner.placements.decision import QUICK, Decision, Question, decide
-from ebbtide.tuner.placements.locations import begun, brought
+from ebbtide.tuner.placements.locations import about_pinned, begun, brought
 from ebbtide.tuner.placements.memory import ImpossibleError
 from ebbtide.tuner.placements.planning import plan_of
 from ebbtide.tuner.placements.speculation import about_early_updates
@@ -65,5 +65,6 @@ def best_of(found: Decision) -> Plan:
     assert made.prediction is not None
     near = above_bound(made.prediction) < LITTLE
     more = f"a full search can make it at most {LITTLE:.1%} faster" if near else "a full search may find a better one"
-    why = (f"a quick plan: {more}", *about_early_updates(search, made), *brought(search, made), *search.workload.notes)
+    facts = (*about_early_updates(search, made), *brought(search, made), *about_pinned(search, made))
+    why = (f"a quick plan: {more}", *facts, *search.workload.notes)
     return made.model_copy(update={"reasons": tuple(map(worded, why))})

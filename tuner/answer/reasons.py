@@ -67,7 +67,7 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
         return []
     return [
         f"DeepSpeed alone updates with {count} thread{'s' * (count > 1)} per rank (OMP_NUM_THREADS, "
-        f"--launcher), which costs {told_seconds(few_s - all_s)} of its {told_seconds(few_s)}. With "
+        f"which the launcher sets), which costs {told_seconds(few_s - all_s)} of its {told_seconds(few_s)}. With "
         f"OMP_NUM_THREADS={share} set before the launcher starts, it takes {told_seconds(all_s)}"
     ]
 

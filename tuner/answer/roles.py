@@ -6,6 +6,8 @@ This module imports no simulation, so that commands which only print results sta
 from typing import Literal
 
 Role = Literal["plan", "stock", "best stock", "no offload", "variant", "peer"]
+# Strategies of the simulator that are DeepSpeed's own offload.
+_STOCK = ("stock", "zero3_offload", "zero3_offload_unpinned", "zero3_offload_async", "zero_offload", "zero_infinity")
 # Beginning of the label of a row for DeepSpeed with other settings. Such rows count as other systems.
 SETTING = "stock, "
 # Beginning of the label of the row for DeepSpeed's fastest settings at any ZeRO stage.
@@ -16,17 +18,18 @@ BY_KIND: tuple[Role, ...] = ("plan", "stock", "no offload")
 def role_of(label: str) -> Role:
     """Return the kind of training that a label stands for, such as training without offload.
 
-    A plan file lists other ways to train the same job, each with its predicted time and a label. Older versions of the
-    planning service stored the name of a strategy, such as ``zero3_offload``, instead of a label. Such names are
-    accepted too.
+    The label is that of a row in a plan's ``alternatives``, or the name of a simulated strategy, such as
+    ``zero_infinity``, with which traces and older plans name their timelines.
 
     Returns:
-        ``stock`` (DeepSpeed without a plan), ``best stock`` (its fastest settings at any ZeRO stage), ``no offload``,
-        ``variant`` (a variant of the plan), or ``peer`` (another system, or DeepSpeed with other settings).
+        ``plan``, ``stock`` (DeepSpeed without a plan), ``best stock`` (its fastest settings at any ZeRO stage), ``no
+        offload``, ``variant`` (a variant of the plan), or ``peer`` (another system, or DeepSpeed with other settings).
     """
+    if label == "ebbtide":
+        return "plan"
     if label.startswith(BEST):
         return "best stock"
-    if label.startswith("stock ZeRO-") or label in ("zero3_offload", "zero_offload", "stock"):
+    if label.startswith("stock ZeRO-") or label in _STOCK:
         return "stock"
     if label in ("no offload", "no_offload", "not offloading"):
         return "no offload"

@@ -181,6 +181,11 @@ def stock_beside(
     return chosen.strategy, dict(chosen.setting)
 
 
+def stock_label(workload: Workload, machine: Machine, limits: Limits, compile_: Compile = compiled) -> str:
+    """Return the label of the row for the strategy that `stock_beside` returns."""
+    return _stock_label(workload, Alone(workload, machine, limits, compile_).given.offload)
+
+
 def _stock_label(workload: Workload, offload: Offloading) -> str:
     """Return the label of the row for DeepSpeed alone, which names the settings that differ from DeepSpeed's optimizer
     offload to pinned host memory with all cores.

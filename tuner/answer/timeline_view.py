@@ -3,45 +3,18 @@
 A lane is a resource that runs operations one after the other, such as a copy direction.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
 from ebbtide.simulator.analysis.critical_path import critical_path
-from ebbtide.simulator.schedule import Lane, OpKind, Schedule, Span
+from ebbtide.simulator.drawing import GROUPS, lane_names
+from ebbtide.simulator.schedule import Lane, Schedule, Span
 from ebbtide.simulator.timeline import Timeline
+from ebbtide.tuner.answer.roles import role_of
 
 MOST_SPANS = 500  # most ops that are drawn of one timeline
 MOST_SAMPLES = 300  # most samples that are drawn of a memory curve
-# Groups of ops that must look different. The web page has a color and a pattern for each group.
-GROUPS: dict[OpKind, str] = {
-    OpKind.FORWARD: "forward",
-    OpKind.BACKWARD: "backward",
-    OpKind.PARAMETER_GATHER: "network",
-    OpKind.GRADIENT_REDUCE: "network",
-    OpKind.GRADIENT_D2H: "gradients",
-    OpKind.GRADIENT_H2D: "gradients",
-    OpKind.GRADIENT_PASS: "gradients",
-    OpKind.NORM: "norm",
-    OpKind.STATE_H2D: "state",
-    OpKind.STATE_D2H: "state",
-    OpKind.UPDATE_DEVICE: "device update",
-    OpKind.UPDATE_HOST: "host update",
-    OpKind.UPDATE_HOST_EARLY: "early update",
-    OpKind.UPDATE_DEVICE_EARLY: "early update",
-    OpKind.PARAMETER_CAST: "parameters",
-    OpKind.PARAMETER_H2D: "parameters",
-    OpKind.PARAMETER_D2H: "parameters",
-    OpKind.SNAPSHOT: "checkpoint",
-    OpKind.PERSIST: "checkpoint",
-    OpKind.IDLE: "idle",
-    OpKind.PARAMETER_FETCH: "parameters",
-    OpKind.ACTIVATION_D2H: "activations",
-    OpKind.ACTIVATION_H2D: "activations",
-    OpKind.STATE_READ: "state",
-    OpKind.STATE_WRITE: "state",
-    OpKind.ISSUE: "issue",
-}
 
 
 def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]:
@@ -51,12 +24,12 @@ def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]
         schedule: Schedule that was simulated. If None, the result has no critical path.
 
     Returns:
-        A dict with these keys. ``duration_s``: Seconds of the iteration. ``lanes``: For each lane (a resource that
-        runs one operation at a time), its name, the fraction of time in which it is ``idle``, and its spans
-        ``[start_s, end_s, group, label]``. A span is one operation, or several in a row. ``start_s`` and ``end_s``
-        count from the start of the iteration, ``group`` is a category such as ``forward`` or ``gradients``, and
-        ``label`` is a text to show. ``critical``: The critical path as spans ``[start_s, end_s, group, lane]``
-        without gaps. ``memory``: The lists ``t_s``, ``device_bytes`` and ``host_bytes`` of equal length.
+        A dict with these keys. ``role``: Kind of training, such as ``stock``. ``duration_s``: Seconds of the iteration.
+        ``lanes``: For each lane (a resource that runs one operation at a time), its name, the fraction of time in which
+        it is ``idle``, and its spans ``[start_s, end_s, group, label]``. A span is one operation, or several in a row.
+        ``start_s`` and ``end_s`` count from the start of the iteration, ``group`` is a category such as ``forward`` or
+        ``gradients``, and ``label`` is a text to show. ``critical``: The critical path as spans ``[start_s, end_s,
+        group, lane]`` without gaps. ``memory``: The lists ``t_s``, ``device_bytes`` and ``host_bytes`` of equal length.
     """
     start_s, end_s = window(timeline)
     shown = [
@@ -64,19 +37,20 @@ def view(timeline: Timeline, schedule: Schedule | None = None) -> dict[str, Any]
         for s in timeline.spans
         if s.kind in GROUPS and s.end_s > start_s and s.start_s < end_s and s.end_s > s.start_s
     ]
-    gap_s = 0.0
-    lanes = _lanes(shown, start_s, end_s, gap_s)
+    gap_s, names = 0.0, lane_names(shown)
+    lanes = _lanes(shown, names, start_s, end_s, gap_s)
     while sum(len(lane["spans"]) for lane in lanes) > MOST_SPANS:
         gap_s = max(2 * gap_s, (end_s - start_s) / 4000)
-        lanes = _lanes(shown, start_s, end_s, gap_s)
+        lanes = _lanes(shown, names, start_s, end_s, gap_s)
         if gap_s > end_s - start_s:
             break
     return {
         "strategy": timeline.strategy,
+        "role": role_of(timeline.strategy),
         "source": timeline.source,
         "duration_s": end_s - start_s,
         "lanes": lanes,
-        "critical": _critical(schedule, timeline, start_s, end_s) if schedule else [],
+        "critical": _critical(schedule, timeline, names, start_s, end_s) if schedule else [],
         "memory": _memory(timeline, start_s, end_s),
     }
 
@@ -97,12 +71,12 @@ def window(timeline: Timeline) -> tuple[float, float]:
     return min(starts), max([s.end_s for s in timeline.spans] or [0.0])
 
 
-def _critical(schedule: Schedule, timeline: Timeline, start_s: float, end_s: float) -> Any:
+def _critical(schedule: Schedule, timeline: Timeline, names: Mapping[Lane, str], start_s: float, end_s: float) -> Any:
     path: list[list[Any]] = []
     for span in critical_path(schedule, timeline, start_s, end_s):
         if span.end_s == span.start_s:
             continue
-        group, lane = GROUPS.get(span.kind, "idle"), span.lane.value
+        group, lane = GROUPS.get(span.kind, "idle"), names[span.lane]
         if path and path[-1][2:] == [group, lane]:
             path[-1][1] = span.end_s - start_s
         else:
@@ -119,12 +93,12 @@ def _idle(spans: Iterable[Span], start_s: float, end_s: float) -> float:
     return 1.0 - busy_s / (end_s - start_s) if end_s > start_s else 0.0
 
 
-def _lanes(spans: Iterable[Span], start_s: float, end_s: float, gap_s: float) -> Any:
+def _lanes(spans: Iterable[Span], names: Mapping[Lane, str], start_s: float, end_s: float, gap_s: float) -> Any:
     by_lane: dict[Lane, list[Span]] = {lane: [] for lane in Lane}
     for span in spans:
         by_lane[span.lane].append(span)
     return [
-        {"name": lane.value, "idle": _idle(held, start_s, end_s), "spans": _merged(held, start_s, end_s, gap_s)}
+        {"name": names[lane], "idle": _idle(held, start_s, end_s), "spans": _merged(held, start_s, end_s, gap_s)}
         for lane, held in by_lane.items()
         if held
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.workload import Workload
-from ebbtide.tuner.emitted_config import emitted_config
+from ebbtide.tuner.emitted_config import config_without_offload, emitted_config
 
 CONFIG_FILE, PLAN_FILE = "ds.json", "plan.json"
 
@@ -25,6 +25,13 @@ def use(plan: Plan, workload: Workload, config: Mapping[str, Any] | None) -> dic
     """
     made = emitted_config(plan, PLAN_FILE, config, workload.wire_dtype, workload.zero_stage)
     return {"deepspeed": made, "command": command(workload), "trainer": trainer(workload)}
+
+
+def use_without_offload(workload: Workload, config: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the same dict as `use`, for training with DeepSpeed alone and without offload."""
+    made = config_without_offload(config, workload.wire_dtype, workload.zero_stage)
+    alone = command(workload).removeprefix("tune run -- ")
+    return {"deepspeed": made, "command": alone, "trainer": trainer(workload)}
 
 
 def trainer(workload: Workload, config_file: str = CONFIG_FILE) -> str:

@@ -87,6 +87,23 @@ def move_parameters(search: Search) -> None:
     search.locations = best
 
 
+MUCH = 0.9  # fraction of the usable host memory from which a plan says how much it pins
+
+
+def about_pinned(search: Search, made: Plan) -> list[str]:
+    """Return a list with one sentence if hardly any host memory is left, and otherwise an empty list."""
+    told, limits, machine = made.prediction, search.limits, search.machine
+    if told is None or limits.unified or told.host_peak_bytes <= MUCH * limits.host_bytes:
+        return []
+    ranks = search.workload.ranks_per_node
+    taken, whole = told.host_peak_bytes * ranks / GIB, machine.host_memory_bytes / GIB
+    return [
+        f"{taken:.1f} GiB of the {whole:.0f} GiB of host memory are taken, nearly all of it pinned, so that the "
+        "system cannot move it to a swap file. That a system has so much to give was not measured: desktop sessions, "
+        "data loaders and file caches share the rest"
+    ]
+
+
 def brought(search: Search, made: Plan) -> list[str]:
     """Return a list with one sentence about the time or the GPU memory that a plan gains by keeping 16-bit
     parameters in host memory.
@@ -99,7 +116,7 @@ def brought(search: Search, made: Plan) -> list[str]:
         return []
     told = (
         f"{size / GIB:.1f} GiB of 16-bit parameters are in host memory and are copied to the GPU for each pass. "
-        'Set zero_optimization.offload_param.device to "cpu" in the DeepSpeed config, as --emit-deepspeed does. '
+        'This needs zero_optimization.offload_param.device "cpu" in the DeepSpeed config. '
     )
     if math.isinf(search.whole_s):
         return [told + "With all of them on the GPU nothing fits"]

@@ -31,7 +31,7 @@ from ebbtide.tuner.garbage import without_garbage_collection
 from ebbtide.tuner.placements.checkpointing import check_failures, with_checkpoints, without_writers
 from ebbtide.tuner.placements.decision import FULL, Decision, Question, decide
 from ebbtide.tuner.placements.decision import QUICK as QUICK
-from ebbtide.tuner.placements.locations import brought
+from ebbtide.tuner.placements.locations import about_pinned, brought
 from ebbtide.tuner.placements.search import Search
 from ebbtide.tuner.placements.sizes_told import about_pieces, about_subgroups
 from ebbtide.tuner.placements.speculation import about_early_updates
@@ -241,7 +241,7 @@ def _explained(made: Plan, search: Search, more: Sequence[str] = (), stock: Work
     stock = stock or search.workload
     rows = compare(stock, search.machine, search.limits, made, sweep=search.sweep)
     why = reasons(search.sweep, made, search.bound, stock)
-    why += [*brought(search, made), *search.limits.explained[:2], *more, *stock.notes]
+    why += [*brought(search, made), *about_pinned(search, made), *search.limits.explained[:2], *more, *stock.notes]
     return made.model_copy(update={"alternatives": alternatives(rows), "reasons": tuple(map(worded, why))})
 
 

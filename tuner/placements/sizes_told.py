@@ -31,7 +31,7 @@ def about_subgroups(search: Search, question: Question) -> list[str]:
         return []
     return [
         f"smaller subgroups than {work.subgroup_size:.0e} elements are faster: with "
-        f"--subgroup-size {other.subgroup_size:.0e} an iteration takes {seconds * 1e3:.0f} ms"
+        f"{other.subgroup_size:.0e} elements an iteration takes {seconds * 1e3:.0f} ms"
     ]
 
 

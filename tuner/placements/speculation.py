@@ -97,7 +97,7 @@ def about_early_updates(search: Search, made: Plan) -> list[str]:
         return []
     rate = f"{work.expected_clip_rate:.1%} of the steps clip"
     if work.clip_rate is None:
-        rate = f"{work.expected_clip_rate:.0%} of the steps clip (assumed, see --clip-rate)"
+        rate = f"{work.expected_clip_rate:.0%} of the steps clip (assumed)"
     times = told.step_times
     if not count or times is None:
         return [f"no subgroup is updated early (before the gradient norm is known): it is not faster if {rate}"]

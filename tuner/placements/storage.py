@@ -17,7 +17,7 @@ from ebbtide.tuner.quantities import told_seconds
 
 DAY_S = 86400.0
 YEAR_DAYS = 365.0
-UNWORN = "memory holds all optimizer state, so the drives of --storage are not worn (--endurance)"
+UNWORN = "memory holds all optimizer state, so no drive is worn"
 
 
 def with_storage(
@@ -92,7 +92,7 @@ def _in_memory(search: Search, c: Candidate, plan: Plan, seconds: float) -> str:
     return (
         f"{sum(p in STORED for p in c.placements)} of {len(c.placements)} subgroups' state is on "
         f"a drive ({taken['storage'] / GIB:.1f} GiB per rank, room for two versions). In host "
-        f"memory, of which a node would need {more:.1f} GiB more (--host-memory), the same plan "
+        f"memory, of which a node would need {more:.1f} GiB more, the same plan "
         f"would take {saved}"
     )
 
@@ -105,7 +105,7 @@ def wear(work: Workload, plan: Plan, seconds: float, endurance_bytes: float | No
     day = step * DAY_S / seconds
     told = f"a node writes {step / 1e9:.2f} GB of state in each step, {day / 1e12:.1f} TB in a day of training"
     if endurance_bytes is None:
-        return f"{told}. --endurance tells how long the drives last"
+        return f"{told}. How long the drives last follows from the bytes that they are rated for"
     life = _life(endurance_bytes / day)
     return f"{told}. Drives rated for {endurance_bytes / 1e12:,.0f} TB last {life}"
 

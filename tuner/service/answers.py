@@ -29,7 +29,7 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.simulator.rules import RuleError
+from ebbtide.simulator.rules import RuleError, worded
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.advice.even import even_plan, quick_or_roomiest
@@ -40,7 +40,7 @@ from ebbtide.tuner.answer.about import about
 from ebbtide.tuner.answer.roles import BY_KIND, Role
 from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, figures, stock_beside
 from ebbtide.tuner.answer.timeline_view import view
-from ebbtide.tuner.answer.use import use
+from ebbtide.tuner.answer.use import use, use_without_offload
 from ebbtide.tuner.answer.verdict import verdict
 from ebbtide.tuner.placements.checkpointing import check_failures, without_writers
 from ebbtide.tuner.placements.memory import ImpossibleError
@@ -97,7 +97,7 @@ def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
         name, moved = offload_of(request).strategy(workload.zero_stage)
         options = {**moved, **options}
     result = simulated(name, workload, machine, Limits.of(workload, machine), options, TEMPLATES.compiled).result
-    limits, _ = _allowed(request, workload, machine)
+    limits, _ = allowed(request, workload, machine)
     lacks = limits.shortfall(result)
     numbers = figures(result, workload.tokens_per_iteration)
     answer = {"strategy": name, "fits": not lacks, "reason": lacks, **numbers, "limits": _limits(limits)}
@@ -109,7 +109,7 @@ def simulate(request: Simulate, progress: Told) -> dict[str, Any]:
     return answer
 
 
-def _allowed(request: Simulate | Answer, workload: Workload, machine: Machine) -> tuple[Limits, Machine]:
+def allowed(request: Simulate | Answer, workload: Workload, machine: Machine) -> tuple[Limits, Machine]:
     """Return the memory limits for a request, and the machine with the speeds of its storage."""
     storage = storage_of(request)
     limits, machine, _ = with_storage(workload, machine, storage)
@@ -128,7 +128,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
     machine, workload = resolve(request)
     if request.mtbf_s is not None:
         check_failures(workload, machine, request.mtbf_s, RESTART_S)
-    limits, machine = _allowed(request, workload, machine)
+    limits, machine = allowed(request, workload, machine)
     progress(0.1, "a quick plan")
     problem, plan = "", None
     try:
@@ -153,19 +153,25 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
         "goodput": failing,
         "effort": request.effort,
         "bound_s": (plan and plan.prediction and plan.prediction.lower_bound_s) or None,
-        "rows": _listed(rows, workload),
+        "rows": listed(rows, workload),
         "best_stock": best and {"name": best.name, "label": best.label, "iteration_s": best.result.iteration_s},
         "faster": _faster(request, machine_of(request), told),
         "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
         "timelines": _timelines(machine, workload, plan, limits, decided.choice) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
-        "use": None if plan is None else use(plan, workload, request.ds_config),
+        "use": _use(decided.choice, plan, workload, request.ds_config),
         "limits": _limits(limits),
         "about": about(workload, machine),
         "notes": list(notes_of(request, workload)),
         "machine": _about_machine(machine),
         "workload": _about_workload(workload, request),
     }
+
+
+def _use(choice: str, plan: Plan | None, workload: Workload, config: dict[str, Any] | None) -> dict[str, Any] | None:
+    if choice == "no offload":
+        return use_without_offload(workload, config)
+    return use(plan, workload, config) if plan is not None else None
 
 
 def _limits(limits: Limits) -> dict[str, Any]:
@@ -179,10 +185,10 @@ def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
     The list is empty for a measured workload, which cannot be changed.
     """
     if request.workload is not None:
-        return {"ways": [], "another_way": ANOTHER_WAY}
+        return {"ways": [], "another_way": worded(ANOTHER_WAY)}
     check_plannable(request)
     job, machine, storage = _own_job(request), machine_of(request), storage_of(request) or None
-    found = nearest_changes(job, machine, _freedom(request), storage=storage)
+    found = nearest_changes(job, machine, freedom(request), storage=storage)
     ways = [
         {
             "label": way.label,
@@ -192,8 +198,8 @@ def ways_out(request: Scenario, progress: Told) -> dict[str, Any]:
         }
         for way in found
     ]
-    elsewhere = "" if ways else another_gpu(job, machine, _freedom(request), storage=storage)
-    return {"ways": ways, "another_way": ". ".join(filter(None, [elsewhere, ANOTHER_WAY]))}
+    elsewhere = "" if ways else another_gpu(job, machine, freedom(request), storage=storage)
+    return {"ways": ways, "another_way": worded(". ".join(filter(None, [elsewhere, ANOTHER_WAY])))}
 
 
 def _own_job(request: Scenario) -> Job:
@@ -223,7 +229,7 @@ def _faster(request: Answer, machine: Machine, told: list[tuple[Role, Prediction
             "offloads": one.outcome.plan is not None,
             "deepspeed": one.deepspeed(request.ds_config),
         }
-        for one in faster(job, machine, min(fitting), freedom=_freedom(request), asked=asked)
+        for one in faster(job, machine, min(fitting), freedom=freedom(request), asked=asked)
     ]
 
 
@@ -234,7 +240,7 @@ def _plan(request: Answer, machine: Machine, workload: Workload, limits: Limits,
         progress(0.2, "searching the best plan")
         return _searched(request, machine, workload)
     within = limits if request.mtbf_s is None else without_writers(limits)
-    quick = even_plan(workload, machine, within, **_freedom(request))
+    quick = even_plan(workload, machine, within, **freedom(request))
     if quick.prediction is None or not (quick.stores or request.endurance_bytes):
         return quick
     told = UNWORN
@@ -267,14 +273,15 @@ def _searched(request: Planning, machine: Machine, workload: Workload, **more: A
         workload,
         machine,
         mtbf_s=request.mtbf_s,
-        **_freedom(request),
+        **freedom(request),
         storage=storage_of(request),
         endurance_bytes=request.endurance_bytes,
         **more,
     )
 
 
-def _freedom(request: Scenario) -> dict[str, Any]:
+def freedom(request: Scenario) -> dict[str, Any]:
+    """Return the arguments of `even_plan` that say what a search may vary."""
     sizes: dict[str, Any] = {} if request.subgroup_size is None else {"subgroup_sizes": ()}
     return {"offload_parameters": not offload_of(request).keeps_parameters, **sizes}
 
@@ -286,7 +293,8 @@ def _told(rows: list[Row], plan: Plan | None) -> list[tuple[Role, Prediction]]:
     ]
 
 
-def _listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
+def listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
+    """Return the rows of an answer as JSON data, the fastest that fits first."""
     stock, best = next(row for row in rows if row.role == "stock"), best_stock(rows)
     stock_s = stock.result.iteration_s if stock.simulated.fits else None
     best_s = None if best is None else best.result.iteration_s
@@ -335,7 +343,7 @@ def what_if(request: WhatIf | WhatIfJob, progress: Told) -> dict[str, Any] | str
     changes = {name: [_whole(v) for v in values] for name, values in request.changes.items()}
     strategies = named(request.strategies, workload) if request.strategies else usual_strategies(workload)
     points = list(grid(machine, strategies, request.gpu_memory_bytes, changes))
-    rows, planner = [], partial(quick_or_roomiest, **_freedom(request))
+    rows, planner = [], partial(quick_or_roomiest, **freedom(request))
     for number, point in enumerate(points):
         progress(number / len(points), f"{number} of {len(points)} points")
         try:
@@ -371,7 +379,7 @@ def plan_job(request: PlanJob, progress: Told) -> dict[str, Any]:
     machine, workload = resolve(request)
     limits, drives, _ = with_storage(workload, machine, storage_of(request), margin=request.memory_margin)
     progress(0.05, "a quick plan first")
-    quick = even_plan(workload, drives, limits, **_freedom(request))
+    quick = even_plan(workload, drives, limits, **freedom(request))
     assert quick.prediction is not None
     quick_s = quick.prediction.iteration_s
     progress(0.2, f"quick plan: {quick_s:.4g} s per iteration; searching a better one")
@@ -385,7 +393,12 @@ def plan_job(request: PlanJob, progress: Told) -> dict[str, Any]:
         memory_margin=request.memory_margin,
         progress=lambda share, what: progress(0.2 + 0.8 * share, what),
     )
-    return {"plan": result.model_dump(mode="json"), "quick_iteration_s": quick_s}
+    return {
+        "plan": result.model_dump(mode="json"),
+        "quick_iteration_s": quick_s,
+        "quick_high_s": quick.prediction.iteration_high_s,
+        "robust": request.robust,
+    }
 
 
 def search_job(request: SearchJob, progress: Told) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from importlib import metadata
 from typing import Any
 
+from ebbtide.simulator.drawing import style_sheet
 from ebbtide.simulator.rules import Broken, RuleError, broken, shortened
 from ebbtide.tuner.service.pool import BusyError, InvalidError, WorkerError
 from ebbtide.tuner.service.resources import Service
@@ -96,6 +97,11 @@ def _health(app: FastAPI, service: Service) -> None:
             raise HTTPException(503, f"the database does not answer: {error}") from None
         return Health(status="ok", version=app.version, jobs_waiting=waiting)
 
+    @app.get("/palette.css", include_in_schema=False)
+    async def palette() -> Response:
+        """Send the colors of the page's pictures."""
+        return Response(style_sheet(), media_type="text/css", headers=NO_CACHE)
+
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         """Redirect to the web page that lists the planning service's routes."""
@@ -122,12 +128,15 @@ def _unknown(app: FastAPI) -> None:
         )
 
 
+NO_CACHE = {"cache-control": "no-cache"}
+
+
 class Page(StaticFiles):
     """The files of the planning service's web page, sent so that browsers ask each time if there is a newer version."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         response = super().file_response(*args, **kwargs)
-        response.headers["cache-control"] = "no-cache"
+        response.headers.update(NO_CACHE)
         return response
 
 

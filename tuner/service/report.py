@@ -9,12 +9,13 @@ import html
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from hashlib import sha256
 from importlib.resources import files
 from typing import Annotated, Any, Literal, Self, get_args
 
+from ebbtide.simulator.drawing import style_sheet
 from ebbtide.simulator.engines.reference import simulate
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Placement, Plan
@@ -23,6 +24,7 @@ from ebbtide.simulator.schedule import Lane, OpKind, Span
 from ebbtide.simulator.schedules.strategies import build_strategy
 from ebbtide.simulator.timeline import MemorySample, Timeline
 from ebbtide.simulator.workload import Workload
+from ebbtide.tuner.answer.roles import role_of
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.progress import Told
@@ -32,7 +34,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 SHORTEST_S = 1e-6  # shorter measured iterations cannot be drawn
 # Order of the modules in the report's single script.
-SCRIPTS = ("format.js", "timeline.js", "kinds.js", "memory.js", "table.js", "report.js")
+SCRIPTS = ("format.js", "timeline.js", "kinds.js", "memory.js", "table.js", "phases.js", "report.js")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
@@ -123,10 +125,13 @@ def trace(call: Planned, progress: Told) -> dict[str, Any]:
 def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timeline]:
     """Return two simulated timelines of a training job: with DeepSpeed alone, and under a plan."""
     # Loads the compiled simulator, which the server itself never needs.
-    from ebbtide.tuner.answer.rows import stock_beside
+    from ebbtide.tuner.answer.rows import stock_beside, stock_label
 
-    name, setting = stock_beside(workload, machine, plan.limits_on(workload, machine))
-    return [simulate(build_strategy(name, workload, **setting), machine), _under(plan, workload, machine)]
+    limits = plan.limits_on(workload, machine)
+    name, setting = stock_beside(workload, machine, limits)
+    stock = simulate(build_strategy(name, workload, **setting), machine)
+    named = replace(stock, strategy=stock_label(workload, machine, limits))
+    return [named, _under(plan, workload, machine)]
 
 
 def _under(plan: Plan, workload: Workload, machine: Machine) -> Timeline:
@@ -280,7 +285,7 @@ def report_html(plan: Plan, timelines: list[Timeline], told: str = "") -> str:
     text = {name: (static / name).read_text(encoding="utf-8") for name in (*SCRIPTS, "style.css", "report.html")}
     script = (static / "uplot" / "uPlot.iife.min.js").read_text(encoding="utf-8")
     script += "".join(_EXPORT.sub("", _IMPORT.sub("", text[name])) for name in SCRIPTS)
-    style = (static / "uplot" / "uPlot.min.css").read_text(encoding="utf-8") + text["style.css"]
+    style = (static / "uplot" / "uPlot.min.css").read_text(encoding="utf-8") + style_sheet() + text["style.css"]
     policy = (
         f"default-src 'none'; img-src data:; script-src '{_hash(script)}'; "
         f"style-src '{_hash(style)}'; base-uri 'none'; form-action 'none'"
@@ -303,7 +308,7 @@ def _data(plan: Plan, timelines: list[Timeline], about: str) -> str:
         "digest": plan.digest,
         "about": about,
         "date": datetime.now().astimezone().date().isoformat(),
-        "fits": [other.fits for other in plan.alternatives],
+        "others": [{"role": role_of(other.strategy), "fits": other.fits} for other in plan.alternatives],
         "counts": {kind: plan.count(kind) for kind in get_args(Placement)},
         "measured": None if measured is None else {"iteration_s": measured.iteration_s, **measured.phases()},
         "timelines": [view(timeline) for timeline in timelines],

@@ -12,7 +12,7 @@ from ebbtide.simulator.estimates.deepspeed_keys import of_accelerate
 from ebbtide.simulator.estimates.launchers import Launcher
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
-from ebbtide.simulator.rules import RuleError, shortened
+from ebbtide.simulator.rules import RuleError, explain, shortened
 from ebbtide.simulator.workload import Workload
 from pydantic import (
     AfterValidator,
@@ -22,6 +22,7 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -64,6 +65,7 @@ _OF_A_MODEL = (
     *("keep_activations", "recompute_share", "kernels", "fused_loss", "flash_attention", "flash_version"),
 )
 MOST_ITERATIONS = 12
+MOST_POINTS = 16  # of a sweep
 MOST_LAYERS, MOST_SUBGROUPS, MOST_BLOCKS = 1024, 4096, 200_000
 
 
@@ -290,6 +292,50 @@ class Answer(Planning):
     timelines: bool = True
     plan: PostedPlan | None = None
     faster: bool = False
+
+
+class Sweep(Scenario):
+    """A request to the planning service for quick answers to several variants of one question.
+
+    Attributes:
+        changes: Fields of the question with other values, for each variant.
+        plans: Known plans, which are tried for each variant too.
+        search: False if only the known plans are tried.
+    """
+
+    changes: Annotated[list[dict[Name, Any]], Field(min_length=1, max_length=MOST_POINTS)]
+    plans: Annotated[list[PostedPlan], Field(max_length=MOST_POINTS + 1)] = Field(default_factory=list)
+    search: bool = True
+
+    def points(self) -> "list[Answer | str]":
+        """Return the question at each point, or the rule that it breaks."""
+        asked = {name: getattr(self, name) for name in self.model_fields_set & Scenario.model_fields.keys()}
+        return [self._point({**asked, **change}) for change in self.changes]
+
+    def _point(self, fields: dict[str, Any]) -> "Answer | str":
+        try:
+            return Answer.model_validate({**fields, "peers": False, "timelines": False})
+        except (RuleError, ValidationError) as error:
+            return explain(error, model=Answer) if isinstance(error, ValidationError) else str(error)
+
+
+class Cards(Scenario):
+    """A request to the planning service to compare all machines that it knows for one model.
+
+    Each machine has its own memory and link, and the number of GPUs that its name gives, or else one.
+
+    Attributes:
+        machines: Names of the machines. If null, all that the server knows.
+    """
+
+    machines: Annotated[list[Name], Field(min_length=1, max_length=64)] | None = None
+
+    @model_validator(mode="after")
+    def _any_machine(self) -> Self:
+        self._needs("with model", self.workload is None, "workload")
+        own = ("machine", "gpus", "device_memory_bytes", "host_memory_bytes", "link_bytes_per_s")
+        self._needs("in a question about one machine", False, *own)
+        return self
 
 
 class WhatIf(Scenario):

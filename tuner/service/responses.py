@@ -6,6 +6,7 @@ A test compares the JSON that worker processes return with these types.
 from typing import Any, Literal
 
 from ebbtide.simulator.plan import Plan
+from ebbtide.tuner.answer.roles import Role
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -67,7 +68,7 @@ class RowTold(Figures):
     fit. `speedup_over_best` is relative to DeepSpeed alone at its best (`best_stock` of the answer).
     """
 
-    role: Literal["plan", "stock", "best stock", "no offload", "variant", "peer"]
+    role: Role
     label: str
     strategy: str
     setting: str
@@ -139,6 +140,7 @@ class TimelineTold(Answered):
     """
 
     strategy: str
+    role: Role
     source: str
     duration_s: float
     lanes: list[LaneTold]
@@ -164,8 +166,8 @@ class GoodputByRole(Answered):
 
 
 class UseTold(Answered):
-    """The instructions for training under a plan: DeepSpeed config, command, and arguments for the Hugging
-    Face Trainer.
+    """The instructions for training as advised, under the plan or without offload: DeepSpeed config, command, and
+    arguments for the Hugging Face Trainer.
     """
 
     deepspeed: dict[str, Any]
@@ -238,6 +240,50 @@ class AnswerTold(Answered):
     workload: WorkloadTold
 
 
+class SweptPoint(Answered):
+    """One point of the response of `/sweep`: the ways to train there, and the plan if one fits. Or the reason why there
+    is no answer.
+    """
+
+    rows: list[RowTold]
+    plan: Plan | None
+    refused: str
+
+
+class Swept(Answered):
+    """The response of `/sweep`: one point for each change, in the same order.
+
+    A point's plan is the fastest one that fits there of the plans that were found at all points. So more memory and a
+    faster link are never slower.
+    """
+
+    points: list[SweptPoint]
+
+
+class CardTold(Answered):
+    """A row of the response of `/cards`: the advised way to train on one machine. If none fits, `role` is null."""
+
+    machine: str
+    device_name: str
+    gpus: int
+    measured: bool
+    verdict: Literal["offload", "no offload", "impossible"]
+    role: Literal["plan", "no offload"] | None
+    reason: str
+    iteration_s: float | None
+    tokens_per_s: float | None
+    device_peak_bytes: int | None
+    host_peak_bytes: int | None
+    device_memory_bytes: int
+    host_memory_bytes: int
+
+
+class CardsTold(Answered):
+    """The response of `/cards`: a row for each machine, with the figures of a quick `/answer` for it."""
+
+    rows: list[CardTold]
+
+
 class Way(Answered):
     """A set of changes to a training job with which a plan for the job fits into memory: an entry of the
     response of `/ways-out`.
@@ -292,11 +338,13 @@ class Trace(BaseModel):
 
 class PlanResult(Answered):
     """The result of a background job that searched for the best plan: the plan and, for comparison, the
-    iteration time under the plan of a quick search.
+    iteration time under the plan of a quick search: expected, and at the slow end of its interval.
     """
 
     plan: Plan
     quick_iteration_s: float
+    quick_high_s: float
+    robust: bool
 
 
 class Configured(Answered):
@@ -362,6 +410,7 @@ class Profiled(Answered):
     params: int
     machine: str
     label: str
+    first: bool = Field(description="True if the page opens with it, as with `tune serve --show FOLDER`.")
 
 
 class Models(Answered):

@@ -79,6 +79,7 @@ def routes(service: Service) -> APIRouter:
     _machines(router, service, names)
     _models(router, service)
     _answers(router, service, names)
+    _comparisons(router, service, names)
     _jobs(router, service, names)
     _job(router, service)
     _events(router, service)
@@ -149,8 +150,9 @@ def _models(router: APIRouter, service: Service) -> None:
         was started with.
         """
         workload, label = service.examples.get("workload"), service.examples.get("label", "")
+        first = service.examples.get("kind") == "shown"
         shown = {} if workload is None else {"name": workload.name, "params": workload.params, "label": label}
-        profiled = [told.Profiled(machine=service.shown_machine, **shown)] if shown else []
+        profiled = [told.Profiled(machine=service.shown_machine, first=first, **shown)] if shown else []
         return told.Models(models=list(MODELS), workloads=profiled, strategies=list(STRATEGIES))
 
 
@@ -159,8 +161,7 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
         filled = names.fill(posted)
         check_search_ops(filled, service.quota)
         light = check_ops(estimated_ops(filled), cost, service.quota)
-        body = filled.model_dump(mode="json", exclude_defaults=True)
-        result = await _unless_gone(request, service.pool.answer(call, body, light))
+        result = await _unless_gone(request, service.pool.answer(call, _sent(filled), light))
         return _response(result)
 
     @router.post("/simulate", responses=_answered(told.Simulated))
@@ -194,6 +195,47 @@ def _answers(router: APIRouter, service: Service, names: Names) -> None:
     async def goodput(posted: ask.Goodput) -> Response:
         """Return the goodput (useful share of training time) with failures, and the best checkpoint interval."""
         return _response(await service.pool.answer("goodput", posted.model_dump(), light=True))
+
+
+def _comparisons(router: APIRouter, service: Service, names: Names) -> None:
+    async def several(request: Request, call: str, asked: list[ask.Answer], body: dict[str, Any]) -> Response:
+        light = len(asked) == 1  # others would exceed the time of a light request on a busy machine
+        for one in asked:
+            check_search_ops(one, service.quota)
+            light &= check_ops(estimated_ops(one), 6 * len(asked), service.quota)
+        return _response(await _unless_gone(request, service.pool.answer(call, body, light)))
+
+    @router.post("/sweep", responses=_answered(told.Swept))
+    async def sweep(request: Request, posted: ask.Sweep) -> Response:
+        """Answer one question with several values of its settings, each as well as the others allow."""
+        points = [point if isinstance(point, str) else names.fill(point) for point in posted.points()]
+        asked = [point for point in points if not isinstance(point, str)]
+        plans = [plan.model_dump(mode="json") for plan in posted.plans]
+        asked_at = [point if isinstance(point, str) else _sent(point) for point in points]
+        body = {"points": asked_at, "plans": plans, "search": posted.search}
+        return await several(request, "sweep", asked, body)
+
+    @router.post("/cards", responses=_answered(told.CardsTold))
+    async def cards(request: Request, posted: ask.Cards) -> Response:
+        """Compare all machines that the server knows for one model: the advised way to train on each of them."""
+        asked = {name: getattr(posted, name) for name in posted.model_fields_set - {"machines"}}
+        known = {name: machine for name, machine in names.machines()[0].items() if machine.device_flops_per_s}
+        for name in posted.machines or ():
+            if name not in known:
+                raise RuleError(f"machines must be among {', '.join(known)}, but got {name!r}", key="machines")
+        known = {name: known[name] for name in posted.machines or known}
+        questions = [
+            names.fill(ask.Answer(**{**asked, "machine": name, "gpus": machine.default_gpus}, **_BRIEF))
+            for name, machine in known.items()
+        ]
+        return await several(request, "cards", questions, {"questions": [_sent(one) for one in questions]})
+
+
+_BRIEF: dict[str, Any] = {"peers": False, "timelines": False}
+
+
+def _sent(asked: ask.Scenario) -> dict[str, Any]:
+    return asked.model_dump(mode="json", exclude_defaults=True)
 
 
 def _check_cells(posted: ask.WhatIf, most: int, instead: str = "") -> None:
@@ -298,11 +340,12 @@ async def _submit(service: Service, names: Names, posted: ask.Scenario, kind: st
 
 
 TITLED = {
-    "gpus": "{} GPUs",
+    "gpus": "{} GPU{}",
     "micro_batch": "micro-batch {}",
     "accumulation": "accumulation {}",
     "sequence": "{} tokens",
     "zero_stage": "ZeRO-{}",
+    "global_batch": "{} sample{} a step",
     "robust": "robust",
 }
 
@@ -313,7 +356,7 @@ def _title(posted: ask.Scenario) -> str:
         trained = str(trained.get("_name_or_path") or trained.get("name") or "a model")
     names = [source if isinstance(source, str) else getattr(source, "name", "") for source in (trained, posted.machine)]
     chosen = [
-        words.format(value)
+        words.format(value, "s" * (value != 1))
         for field, words in TITLED.items()
         if field in posted.model_fields_set and (value := getattr(posted, field))
     ]

@@ -10,6 +10,7 @@ from typing import Any
 import uvicorn
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, PlanError
+from ebbtide.simulator.rules import FLAGS
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.service.app import create_app
@@ -106,6 +107,7 @@ def run(service: Service, host: str, port: int) -> None:
     socket.listen(BACKLOG)  # before the address is printed, so that an immediate client waits instead of being refused
     shown = f"[{host}]" if ":" in host else host
     secret = f"#token={service.token}" if service.token else ""
+    FLAGS.set(False)  # clients have no flags
     print(f"open http://{shown}:{socket.getsockname()[1]}/{secret}  (Ctrl-C ends it)", flush=True)
     server.run(sockets=[socket])
 

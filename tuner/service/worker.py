@@ -58,13 +58,15 @@ def calls() -> dict[str, tuple[Any, Callable[..., Any]]]:
     """Return a dict from each kind of request to a worker process to the request's type and the function
     that answers it.
     """
-    from ebbtide.tuner.service import answers, report, requests
+    from ebbtide.tuner.service import answers, comparisons, report, requests
 
     return {
         "simulate": (requests.Simulate, answers.simulate),
         "answer": (requests.Answer, answers.answer),
         "ways-out": (requests.Scenario, answers.ways_out),
         "what-if": (requests.WhatIf, answers.what_if),
+        "sweep": (comparisons.SweepCall, comparisons.sweep),
+        "cards": (comparisons.CardsCall, comparisons.cards),
         "goodput": (requests.Goodput, answers.goodput),
         "trace": (requests.Planned, report.trace),
         "report": (report.ReportCall, report.html_of_call),

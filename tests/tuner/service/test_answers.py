@@ -218,7 +218,7 @@ def test_storage_takes_what_memory_cannot_hold(server):
     }
     for more, told in (
         ({"storage_bytes": size, "endurance_bytes": 3e15}, "Drives rated for 3,000 TB last "),
-        ({"ds_config": config}, "--endurance tells how long the drives last"),
+        ({"ds_config": config}, "How long the drives last follows from the bytes that they are rated for"),
     ):
         answer = server.post("/answer", {**asked, **more}).json()
         plan = Plan.model_validate(answer["plan"])
@@ -303,6 +303,10 @@ def test_where_nothing_fits_each_change_that_is_offered_does(server, asked):
 def test_an_answer_says_how_to_train_with_it(server, tmp_path):
     given = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 2}
     asked = {**LLAMA, "gpus": 4, "ds_config": given, "peers": False}
+    alone = server.post("/answer", asked).json()
+    assert (alone["verdict"], alone["use"]["deepspeed"]) == ("no offload", given)
+    assert alone["use"]["command"].startswith("torchrun --nproc-per-node 4 ")
+    asked["device_memory_bytes"] = 2**34
     answer = server.post("/answer", asked).json()
     told, plan = answer["use"], Plan.model_validate(answer["plan"])
     emitted = emitted_config(plan, "plan.json", given, "bf16")
@@ -310,7 +314,7 @@ def test_an_answer_says_how_to_train_with_it(server, tmp_path):
     plan.save(tmp_path / "plan.json")
     assert read_request(told["deepspeed"]["ebbtide"], tmp_path).plan == plan
     assert told["command"].startswith("tune run -- torchrun --nproc-per-node 4 ")
-    asked["gpus"] = 16
+    asked |= {"gpus": 16}
     assert "--nnodes 4 " in server.post("/answer", asked).json()["use"]["command"]
 
 
@@ -432,7 +436,7 @@ def test_stocks_timeline_is_that_of_its_row_where_parameters_leave_the_device(se
     scenario = {name: asked[name] for name in ("model", "machine", "sequence")}
     events = server.post("/trace", {"plan": answer["plan"], "scenario": scenario}).json()["traceEvents"]
     shown = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert shown == [f"predicted: {stock['strategy']}", "predicted: ebbtide"]
+    assert shown == [f"predicted: {stock['label']}", "predicted: ebbtide"]
 
 
 @pytest.mark.parametrize(("stage", "stock"), [(2, "zero_offload"), (3, "zero3_offload")])

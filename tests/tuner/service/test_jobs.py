@@ -310,7 +310,7 @@ def test_a_search_without_a_result_fails_with_the_reason(server):
     job = server.post("/jobs/search", {**SMALL, "global_batch": 7, "free": ["gpus"]}).json()
     state = ended(server, job["id"])
     assert state["state"] == "failed"
-    assert "global batch" in state["note"]
+    assert "the global batch must be micro_batch x accumulation x gpus" in state["note"]
 
 
 LONG = {**GRID, "strategies": ["ebbtide"], "model": "Llama 3 8B", "subgroup_size": 100_000_000}

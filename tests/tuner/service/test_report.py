@@ -10,13 +10,21 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import Machine, Plan, Workload, build_strategy, preset, simulate, workload_from_model
+from ebbtide.simulator.drawing import COLOURS, GROUPS, style_sheet
+from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.schedule import KINDS
+from ebbtide.simulator.schedules.strategies import STRATEGIES
 from ebbtide.simulator.timeline import Timeline
-from ebbtide.tuner.answer.timeline_view import GROUPS
+from ebbtide.tuner.advice.even import even_plan
+from ebbtide.tuner.answer.roles import role_of
+from ebbtide.tuner.answer.rows import PEERS
+from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.verdict import headline
 from ebbtide.tuner.cli import main
-from ebbtide.tuner.service.report import posted, read_run, read_timelines, report_html
-from ebbtide.tuner.service.scenario import MODELS
+from ebbtide.tuner.progress import silently
+from ebbtide.tuner.service.report import ReportCall, html_of_call, posted, read_run, read_timelines, report_html, trace
+from ebbtide.tuner.service.requests import Planned, Scenario
+from ebbtide.tuner.service.scenario import MODELS, resolve
 from ebbtide.tuner.service.server import shipped_example
 
 
@@ -72,6 +80,43 @@ def test_a_run_is_shown_beside_its_plans_prediction(timeline, plan):
     for known in [([preset("h200")], work), ([machine], None), ([machine], other)]:
         assert read_run(text, *known)["planned"] is None
     assert read_run(posted(timeline, "r").model_dump_json(), [machine], work)["planned"] is None
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_timeline_is_named_by_its_role(strategy):
+    expected = {"ebbtide": "plan", "no_offload": "no offload", **dict.fromkeys(PEERS, "peer")}
+    assert role_of(strategy) == expected.get(strategy, "stock")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,  # Llama 3 8B does not fit with its parameters on the GPU, so that DeepSpeed alone is ZeRO-Infinity
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    ],
+)
+def test_report_and_trace_call_deepspeed_alone_by_its_name(config):
+    scenario = Scenario(model="Llama 3 8B", machine="rtx4090", ds_config=config, host_memory_bytes=2**38)
+    if config:
+        scenario = scenario.model_copy(update={"model": "Llama 3.2 1B"})
+    machine, work = resolve(scenario)
+    plan = even_plan(work, machine, Limits.of(work, machine))
+    events = trace(Planned(plan=plan, scenario=scenario), silently)["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert names[0].startswith("predicted: stock ZeRO-")
+    assert "predicted: ebbtide" in names
+    text = html_of_call(ReportCall(plan=plan, scenario=scenario), silently)
+    data = json.loads(re.search(r'<script[^>]*id="data"[^>]*>(.*?)</script>', text, re.DOTALL).group(1))
+    assert [view["role"] for view in data["timelines"]] == ["stock", "plan"]
+
+
+def test_lanes_are_named_after_what_they_do(timeline):
+    for lane in view(timeline)["lanes"]:
+        groups = {group for _, _, group, _ in lane["spans"]}
+        named = [group for group in GROUPS.values() if lane["name"].split(" ", 1)[-1] == group]
+        assert not named or groups <= {*named, "early update"}, lane["name"]
+    assert "H2D gradients" in [lane["name"] for lane in view(timeline)["lanes"]]
 
 
 def test_the_command_writes_a_page_that_needs_nothing_else(tmp_path):
@@ -183,9 +228,10 @@ def test_every_group_of_ops_and_kind_of_memory_has_a_colour_on_the_page():
     """Check that the page's style sheet has a colour for each drawn group of ops and kind of memory."""
     static = Path(str(files("ebbtide.tuner.service") / "static"))
     sheet, script = (static / "style.css").read_text(), (static / "timeline.js").read_text()
-    drawn = set(re.findall(r'"([\w ]+)"', script[script.index("GROUPS = [") : script.index("];")]))
-    assert set(GROUPS.values()) <= drawn
+    drawn = re.findall(r'"([\w ]+)"', script[script.index("GROUPS = [") : script.index("];")])
+    assert drawn == list(COLOURS), "legends have one order"
     classes = {f"g-{group.replace(' ', '-')}" for group in drawn} | {f"k-{kind}" for kind in KINDS}
     colours = {name: re.search(rf"\.{name} {{ fill: var\((--[\w-]+)\)", sheet) for name in classes}
     assert [name for name, colour in colours.items() if colour is None] == []
-    assert [name for name, colour in colours.items() if colour and f"{colour[1]}:" not in sheet] == []
+    assert [name for name, colour in colours.items() if colour and f"{colour[1]}:" not in style_sheet()] == []
+    assert "--c-forward:" not in sheet, "colours are in one table"

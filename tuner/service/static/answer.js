@@ -4,8 +4,9 @@
 import { here } from "./address.js";
 import { call, save } from "./api.js";
 import { scenarioOf } from "./found.js";
+import { Buyer } from "./buyer.js";
 import { chosen, drawCompared } from "./compare.js";
-import { count, duration, element, gib, params, percent, seconds, times } from "./format.js";
+import { between, count, duration, element, gib, params, percent, seconds, times } from "./format.js";
 import { drawKinds } from "./kinds.js";
 import { drawMemory } from "./memory.js";
 import { around, drawSweep, sweep } from "./sweep.js";
@@ -27,6 +28,7 @@ export class AnswerView {
     this.at = null; // the address of the scenario that is shown
     this.plan = null; // the plan of a job or a file, which is shown instead of the plan of a search
     this.pinned = null; // {query, facts, answer}
+    this.buyer = new Buyer(controls);
     at("pin").addEventListener("click", () => this.pin());
     at("sweep").addEventListener("toggle", () => this.sweep());
     at("swept").addEventListener("change", () => this.sweep());
@@ -45,13 +47,16 @@ export class AnswerView {
   async open(query) {
     if (query.toString() === this.at) return;
     this.at = query.toString();
-    at("table").setAttribute("aria-busy", "true"); // the table still shows the answer of another address
+    this.wait(); // the page still shows the answer of another address
     try {
       await this.openPin(query.get("pin"));
       this.plan = await this.place(query);
       this.planFrom = "This plan was found by a job.";
+      if (this.controls.missing()) throw new Error(this.controls.missing());
     } catch (error) {
-      this.refuse(error);
+      at("tiles").replaceChildren(); // the page shows no answer of another address
+      this.refuse(error, this.controls.missing() ? "This link cannot be shown" : undefined);
+      at("context").textContent = this.controls.missing() ? "An upload stays in the browser that made it, and a machine may have been deleted. Choose a model and a machine to get an answer for them." : "";
       return;
     }
     at("strange").textContent = this.controls.strange();
@@ -78,6 +83,7 @@ export class AnswerView {
     this.pinned = null;
     if (!address) return;
     const plan = await this.place(new URLSearchParams(address));
+    if (this.controls.missing()) throw new Error(`of the pinned scenario. ${this.controls.missing()}`);
     const [scenario, facts] = [this.controls.scenario(), this.controls.facts()];
     const answer = await call("/answer", { method: "POST", body: { ...scenario, ...(plan && { plan }), peers: false } });
     this.pinned = { query: address, facts, answer };
@@ -109,15 +115,17 @@ export class AnswerView {
     if (this.sweeping) this.sweeping.abort();
     const known = this.controls.sweepable();
     const select = at("swept");
-    const wanted = known.find((control) => control.key === select.value) || known.find((control) => control.key === "link_bytes_per_s");
+    const found = (key) => known.find((control) => control.key === key);
+    const wanted = found(select.value) || found("device_memory_bytes") || found("host_memory_bytes");
     select.replaceChildren(...known.map((c) => element("option", { value: c.key }, c.unit ? `${c.label} (${c.unit})` : c.label)));
     select.value = wanted.key;
     if (!at("sweep").open || !this.shown) return;
     this.sweeping = new AbortController();
     const there = this.controls.state[wanted.key];
     const values = around(this.controls.steps(wanted), there);
-    sweep(this.controls.scenario(), wanted, values, this.sweeping.signal, (points) => {
-      drawSweep(at("swept-chart"), wanted, points, there, (value) => this.controls.take({ [wanted.key]: value }));
+    const changes = values.map((value) => this.controls.with(wanted, value));
+    sweep(this.controls.job(), values, changes, this.shown.plan, this.sweeping.signal, (points, waiting) => {
+      drawSweep(at("swept-chart"), wanted, points, there, waiting, (value) => this.controls.take(this.controls.with(wanted, value)));
     });
   }
 
@@ -146,6 +154,7 @@ export class AnswerView {
     this.movedAt = moved;
     clearTimeout(this.timer);
     if (this.refining) this.refining.abort();
+    this.wait();
     if (this.busy) {
       this.pending = true;
       return;
@@ -196,6 +205,7 @@ export class AnswerView {
       if (number !== this.asked || this.busy) return;
       this.render(answer, true);
       this.effort(searched(quick, answer));
+      this.sweep();
     } catch (error) {
       if (error.name !== "AbortError") this.effort(`This is a quick plan. The search for a better one failed: ${error.message}`);
     }
@@ -224,6 +234,14 @@ export class AnswerView {
     return button;
   }
 
+  // Dims the old answer, and takes back what was said about it, until the new answer is there.
+  wait() {
+    at("answer").classList.add("stale");
+    at("table").setAttribute("aria-busy", "true");
+    at("effort").textContent = "";
+    this.tell("");
+  }
+
   tell(text) {
     at("status").textContent = text;
   }
@@ -232,12 +250,14 @@ export class AnswerView {
     at("effort").textContent = text;
   }
 
-  refuse(error) {
-    at("sentence").textContent = `${error instanceof TypeError ? "The server cannot be reached" : "This question cannot be answered"}: ${error.message}`;
+  refuse(error, what = error instanceof TypeError ? "The server cannot be reached" : "This question cannot be answered") {
+    at("sentence").textContent = `${what}: ${error.message}`;
     at("answer").classList.add("refused");
+    at("answer").classList.toggle("empty", !at("tiles").childElementCount);
+    at("answer").classList.remove("stale");
     at("table").setAttribute("aria-busy", "false");
     this.shown = null;
-    at("ways").hidden = at("use").hidden = true;
+    at("ways").hidden = at("use").hidden = at("cost").hidden = true;
     this.offer();
     this.effort("");
     this.tell("");
@@ -249,13 +269,13 @@ export class AnswerView {
     at("pin").disabled = !this.shown;
     for (const id of ["save-plan", "save-trace", "save-report", "search"]) at(id).disabled = !plan;
     // A profiled workload does not show how other micro-batch sizes would perform.
-    at("search-configurations").disabled = Boolean(this.controls.workload());
+    at("search-configurations").disabled = !this.shown || Boolean(this.controls.workload());
   }
 
   render(answer, whole) {
     this.shown = answer;
     at("ways").hidden = true;
-    at("answer").classList.remove("refused");
+    at("answer").classList.remove("refused", "empty", "stale");
     at("answer").dataset.verdict = answer.verdict;
     at("answer").dataset.effort = answer.effort;
     at("sentence").textContent = answer.sentence;
@@ -265,6 +285,7 @@ export class AnswerView {
     at("save-plan").classList.toggle("primary", advised);
     at("save-plan").textContent = advised || !answer.plan ? "Download plan.json" : "Download the plan anyway";
     at("tiles").replaceChildren(...tiles(answer));
+    this.buyer.show(answer);
     this.compare(answer);
     const entries = entriesOf(answer, this.pinned);
     drawLegend(at("legend"), entries.map((e) => e.view));
@@ -276,16 +297,26 @@ export class AnswerView {
     at("memory-title").textContent = `${answer.machine.unified_memory ? "The GPU's part of the memory" : "GPU memory"} over the same iteration`;
     drawMemory(at("memory"), entries, answer.machine.unified_memory ? null : answer.limits.device_bytes);
     at("table").setAttribute("aria-busy", whole ? "false" : "true");
-    if (whole || !at("table").childElementCount) drawTable(at("table"), answer.rows);
-    const notes = [...failures(answer), ...(answer.plan ? answer.plan.reasons : []), ...answer.limits.notes];
+    if (whole || !at("table").childElementCount) drawTable(at("table"), answer.rows, chosen(answer));
+    const notes = [...failures(answer), ...(answer.plan ? answer.plan.reasons : []), ...answer.limits.notes, ...answer.notes];
     at("notes").replaceChildren(...[...new Set(notes)].map((n) => element("li", {}, n)));
+    this.offerFaster(answer.faster || []);
     this.offerUse(answer);
     this.offer();
   }
 
+  // Changes with which the same samples train faster, as buttons.
+  offerFaster(changes) {
+    if (!changes.length) return;
+    at("ways").replaceChildren(element("p", { class: "hint" }, "The same samples, faster:"), ...changes.map((one) => this.wayButton(one)));
+    at("ways").hidden = false;
+  }
+
   offerUse(answer) {
-    at("use").hidden = answer.verdict !== "offload";
-    if (!answer.use) return;
+    at("use").hidden = answer.verdict === "impossible" || !answer.use;
+    if (at("use").hidden) return;
+    at("use").classList.toggle("no-plan", answer.verdict === "no offload");
+    at("use-title").textContent = answer.verdict === "no offload" ? "Train without offload" : "Train with this plan";
     at("use-trainer").textContent = answer.use.trainer;
     at("use-command").textContent = answer.use.command;
     at("use-json").textContent = `${JSON.stringify(answer.use.deepspeed, null, 2)}\n`;
@@ -355,7 +386,7 @@ function entriesOf(answer, pinned) {
     const told = shown.plan && shown.plan.prediction;
     // The table has the mean over steps that clip and steps that do not.
     const early = role === "plan" && told && told.clip_rate ? " if the step does not clip" : "";
-    return view && { title, note: `${seconds(view.duration_s)}${early}${row && !row.fits ? ", does not fit" : ""}`, view };
+    return view && { role: title === "Pinned" ? "pinned" : role, title, note: `${seconds(view.duration_s)}${early}${row && !row.fits ? ", does not fit" : ""}`, view };
   };
   const beside = pinned && pinned.answer !== answer && entry("Pinned", pinned.answer, advisedBy(pinned.answer) || "stock");
   const advised = advisedBy(answer);
@@ -380,8 +411,8 @@ function context(answer) {
 function tiles(answer) {
   const row = chosen(answer);
   if (!row) return [];
-  const tile = (name, value, note) => element("div", { class: "tile" },
-    element("p", { class: "tile-name" }, name), element("p", { class: "tile-value" }, value), element("p", { class: "tile-note" }, note));
+  const tile = (name, value, ...notes) => element("div", { class: "tile" },
+    element("p", { class: "tile-name" }, name), element("p", { class: "tile-value" }, value), ...notes.map((note) => element("p", { class: "tile-note" }, note)));
   const what = answer.verdict === "no offload" ? "not offloading" : "with this plan";
   // The rows are sorted: the first is the fastest of DeepSpeed's other settings.
   const best = answer.best_stock;
@@ -391,14 +422,28 @@ function tiles(answer) {
   const useful = answer.goodput && answer.goodput.by_role[row.role];
   const goodput = useful ? [tile("Useful time", percent(useful.goodput), `a checkpoint every ${count(useful.interval_steps)} steps`)] : [];
   return [
-    tile("Iteration", seconds(row.iteration_s), answer.bound_s ? `no plan below ${seconds(roundedDown(answer.bound_s))}` : what),
-    row.speedup ? tile("Against stock", times(row.speedup), against) : tile("Stock", "does not fit", stockReason(answer)),
+    tile("Iteration", seconds(row.iteration_s), ...[interval(answer, row), answer.bound_s ? `no plan below ${seconds(roundedDown(answer.bound_s))}` : what].filter(Boolean)),
+    row.speedup ? tile("Against stock", isVague(row) ? "faster" : times(row.speedup), ...[gain(row), against].filter(Boolean)) : tile("Stock", "does not fit", stockReason(answer)),
     tile("Tokens/s", row.tokens_per_s ? count(row.tokens_per_s) : "unknown", "all ranks together"),
     ...(answer.machine.unified_memory
       ? [tile("Memory", gib(row.device_peak_bytes + row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank, for the GPU's part too`)]
       : [tile("GPU memory", gib(row.device_peak_bytes), `of ${gib(limits.device_bytes)} usable`), tile("Host memory", gib(row.host_peak_bytes), `of ${gib(limits.host_bytes)} per rank`)]),
     ...goodput,
   ];
+}
+
+function interval(answer, row) {
+  const told = row.iteration_low_s ? row : row.role === "plan" && answer.plan && answer.plan.prediction;
+  return told ? between(told.iteration_low_s, told.iteration_high_s, seconds) && `${between(told.iteration_low_s, told.iteration_high_s, seconds)} in nine runs of ten` : "";
+}
+
+function gain(row) {
+  return row.speedup_low ? between(row.speedup_low, row.speedup_high, times) : "";
+}
+
+// An interval whose ends differ by more than a factor of 2 supports no number with two digits.
+function isVague(row) {
+  return row.speedup_low > 1 && row.speedup_high > 2 * row.speedup_low;
 }
 
 function stockReason(answer) {

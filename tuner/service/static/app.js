@@ -67,10 +67,15 @@ async function start() {
     if (event.inputType === "insertFromPaste") take(controls, view, at("pasted").value);
   });
   at("pasted").addEventListener("change", () => take(controls, view, at("pasted").value));
+  at("own-file").addEventListener("click", () => {
+    at("upload").open = true;
+    at("pasted").focus();
+  });
   at("config-gone").addEventListener("click", () => controls.addConfig(null));
   at("search").addEventListener("click", () => submit("plan", { ...controls.scenario(), robust: true }));
   at("search-configurations").addEventListener("click", () => submit("search", controls.search()));
-  at("foot").textContent = workloads.length ? `Opened with ${workloads[0].name}, profiled on ${workloads[0].label}. Presets are estimates from data sheets and published runs.` : "Presets are estimates from data sheets and published runs. A profile of your machine (tune profile) is more accurate.";
+  const presets = "Presets are estimates from data sheets and published runs. A profile of your machine (tune profile) is more accurate.";
+  at("foot").textContent = [...workloads.map((w) => `The list of models also has ${w.name}, profiled on ${w.label}.`), presets].join(" ");
   await Promise.all([route(), work.start()]);
 }
 

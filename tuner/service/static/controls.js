@@ -36,6 +36,10 @@ const CHOICES = [
 const SAID = CHOICES.filter((c) => !c.into);
 const FREE = ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "omp_threads", "mtbf_s", "storage_bytes", "endurance_bytes", "launcher", "clip_rate", "subgroup_size"]; // also with a profiled workload
 const UNSHOWN = ["clip_rate", "subgroup_size", "fused_loss", "flash_attention", "flash_version", "recompute_share"]; // settings without a control
+// The page's own numbers, which no request contains: tokens to train on, and the price of a GPU for an hour.
+const OWN_NUMBERS = ["tokens", "price"];
+const OTHER_PARTS = ["model", "machine", "ds_config", "pin", "view", "job", "run", "from", "row"]; // of an address
+const FIRST = { model: "Llama 3 8B", machine: "rtx4090" };
 const MOST_IN_ADDRESS = 6000; // characters of a DeepSpeed config. A longer one stays in this browser
 
 export class Controls {
@@ -48,6 +52,7 @@ export class Controls {
     this.state = {};
     this.parts = {};
     this.kept = {}; // settings of a job or a link without a control
+    this.numbers = {}; // OWN_NUMBERS that the user has set
     this.taken = {}; // slider -> a value that an answer proposed
     this.pinned = null; // the address of the pinned scenario
     this.unknown = []; // parts of the link that this page does not know
@@ -65,7 +70,8 @@ export class Controls {
     for (const slider of SLIDERS) {
       const value = s[slider.key];
       if (this.fixed(slider)) continue;
-      if (value !== null && value !== undefined && value !== this.ownValue(slider)) asked[slider.key] = value;
+      const said = slider.key === "gpus" || value !== this.ownValue(slider);
+      if (value !== null && value !== undefined && said) asked[slider.key] = value;
     }
     for (const choice of SAID) {
       if (!this.fixed(choice) && s[choice.key] !== choice.standard) asked[choice.key] = s[choice.key];
@@ -86,6 +92,21 @@ export class Controls {
     return job;
   }
 
+  // The training job of a request about any machine.
+  anyMachine() {
+    const { machine, gpus, device_memory_bytes, host_memory_bytes, link_bytes_per_s, ...job } = this.job();
+    return job;
+  }
+
+  // The address of the same training job on the machine of a row of `/cards`.
+  queryAt({ machine, gpus }) {
+    const query = new URLSearchParams(this.query());
+    for (const key of ["device_memory_bytes", "host_memory_bytes", "link_bytes_per_s", "gpus"]) query.delete(key);
+    query.set("machine", machine);
+    if (gpus > 1 || gpus !== this.machines.get(machine).default_gpus) query.set("gpus", gpus);
+    return query.toString();
+  }
+
   // True if the profile fixes the choice.
   fixed(control) {
     return Boolean(this.workload()) && !FREE.includes(control.key);
@@ -103,6 +124,7 @@ export class Controls {
   }
 
   ownValue(slider) {
+    if (slider.key === "gpus") return this.machines.get(this.state.machine).default_gpus;
     if (!slider.own) return slider.start;
     return this.machines.get(this.state.machine)[slider.own];
   }
@@ -111,16 +133,46 @@ export class Controls {
     let steps = slider.steps;
     if (slider.key === "gpus") {
       const machine = this.machines.get(this.state.machine);
-      steps = steps.filter((n) => n <= (machine.multi_node ? 256 : machine.gpus_per_node));
+      const most = Math.max(...this.family().map((m) => m.gpus_per_node));
+      steps = steps.filter((n) => n <= (machine.multi_node ? 256 : most));
     }
     // Stops at the machine's own value, and at a value that an answer proposed.
     const more = [this.ownValue(slider), this.taken[slider.key]].filter((v) => v !== undefined && !steps.includes(v));
     return more.length ? [...new Set([...steps, ...more])].sort((a, b) => a - b) : steps;
   }
 
+  // The presets with the same card on other hosts: rtx4090, rtx4090-x2, ... Of any other machine, only itself.
+  family() {
+    const { name } = this.machines.get(this.state.machine);
+    const base = name.replace(/-x\d+$/, "");
+    const found = [...this.machines.values()].filter((m) => m.preset && (m.name === base || m.name.replace(/-x\d+$/, "") === base));
+    return found.some((m) => m.name === name) ? found.sort((a, b) => a.gpus_per_node - b.gpus_per_node) : [this.machines.get(name)];
+  }
+
+  // The settings with which a control has a value. More GPUs than a host has are on another host with the same card.
+  with(control, value) {
+    if (control.key !== "gpus") return { [control.key]: value };
+    const [now, family] = [this.machines.get(this.state.machine), this.family()];
+    const host = family.length > 1 && family.find((m) => m.gpus_per_node >= value);
+    return host && host.name !== now.name ? { machine: host.name, gpus: value } : { gpus: value };
+  }
+
+  // Sets a control. The memory and the link of another host apply, except those that the user has set.
+  put(control, value) {
+    const { machine } = this.with(control, value);
+    if (machine) this.toHost(machine);
+    this.set(control, value);
+  }
+
+  toHost(name) {
+    const own = SLIDERS.filter((s) => s.own && this.state[s.key] === this.ownValue(s));
+    this.state.machine = name;
+    for (const slider of own) this.state[slider.key] = this.ownValue(slider);
+  }
+
   build() {
-    this.picker("model", "controls-model", "Model");
-    this.picker("machine", "controls-machine", "Machine");
+    this.picker("model", "controls-first", "Model to train");
+    this.picker("machine", "controls-first", "On this machine");
     CHOICES.forEach((choice) => this.choice(choice));
     for (const slider of SLIDERS) this.slider(slider);
   }
@@ -162,8 +214,9 @@ export class Controls {
       element("span", { class: "row" }, element("label", { for: id }, slider.label), element("span", { class: "number" }, number, unit)), input);
     number.addEventListener("change", () => this.typed(slider, number.value));
     input.addEventListener("input", () => {
-      this.state[slider.key] = this.steps(slider)[Number(input.value)];
-      this.show(slider);
+      this.put(slider, this.steps(slider)[Number(input.value)]);
+      if (slider.key === "gpus") this.fill();
+      else this.show(slider);
       this.tell();
     });
     this.parts[slider.key] = { input, number, unit, row };
@@ -174,12 +227,12 @@ export class Controls {
   typed(slider, text) {
     const value = text === "" && slider.start === null ? null : Math.round(Number(text) * slider.each);
     const most = this.most(slider);
-    const wrong = value !== null && !(value > 0) ? "must be a number greater than 0" : value > most ? `must be at most ${slider.show(most)}` : "";
+    const wrong = value !== null && !(value > 0) ? "must be a number greater than 0" : value > most ? `must be at most ${slider.show(most)}${slider.key === "gpus" ? ": no host with more of this card is known" : ""}` : "";
     const { number } = this.parts[slider.key];
     number.setCustomValidity(wrong);
     number.setAttribute("aria-invalid", String(Boolean(wrong)));
     if (wrong) number.reportValidity();
-    else this.take({ [slider.key]: value });
+    else this.take(this.with(slider, value));
   }
 
   // The largest value that the service accepts, or that the machine has.
@@ -191,23 +244,28 @@ export class Controls {
   read(query) {
     this.unknown = [];
     this.pinned = query.get("pin");
-    const firstWorkload = this.workloads[0];
+    const first = this.workloads.find((w) => w.first);
     const models = [...this.workloads.map((w) => w.name), ...this.names("model"), ...this.models];
     const model = query.get("model");
-    this.state.model = models.includes(model) ? model : firstWorkload ? firstWorkload.name : "Llama 3 8B";
+    this.state.model = models.includes(model) ? model : first ? first.name : FIRST.model;
     if (model && model !== this.state.model) this.unknown.push(`the model “${model}”`);
     const machine = query.get("machine");
-    const usual = this.workload() ? this.workload().machine : "h100-node";
+    const usual = this.workload() ? this.workload().machine : FIRST.machine;
     this.state.machine = this.machines.has(machine) ? machine : usual;
     if (machine && machine !== this.state.machine) this.unknown.push(`the machine “${machine}”`);
+    const known = [...OTHER_PARTS, ...SLIDERS.map((s) => s.key), ...SAID.map((c) => c.key), ...UNSHOWN, ...OWN_NUMBERS];
+    this.unknown.push(...[...query.keys()].filter((key) => !known.includes(key)).map((key) => `the setting “${key}”`));
     this.state.ds_config = this.readConfig(query.get("ds_config"));
     for (const slider of SLIDERS) {
       const value = Number(query.get(slider.key));
       const usable = query.has(slider.key) && Number.isFinite(value) && value > 0;
-      if (query.has(slider.key) && !usable) this.unknown.push(`${slider.label.toLowerCase()} ${query.get(slider.key)}`);
+      if (query.has(slider.key) && !usable) this.unknown.push(`${slider.label} “${query.get(slider.key)}”`);
       this.set(slider, usable ? value : null);
     }
+    this.numbers = {};
+    for (const key of OWN_NUMBERS) if (Number(query.get(key)) > 0) this.numbers[key] = Number(query.get(key));
     for (const choice of SAID) {
+      if (query.has(choice.key) && !choice.values.some(([value]) => String(value) === query.get(choice.key))) this.unknown.push(`${choice.label} “${query.get(choice.key)}”`);
       const found = choice.values.find(([value]) => String(value) === query.get(choice.key));
       this.state[choice.key] = found ? found[0] : choice.standard;
     }
@@ -239,6 +297,7 @@ export class Controls {
     this.unknown = [];
     const { workload } = asked;
     this.state.machine = named("machine", asked.machine || "h100-node", (name) => this.machines.has(name));
+    if (!this.machines.has(this.state.machine)) throw new Error(`The machine “${this.state.machine}” is no longer on this server`);
     this.state.model = workload ? workload.name || workload : named("model", asked.model, (name) => this.models.includes(name));
     if (workload && !this.workload()) throw new Error(`The profile “${this.state.model}” is no longer on this server`);
     this.state.ds_config = asked.ds_config || null;
@@ -269,12 +328,16 @@ export class Controls {
     return Object.keys(this.uploaded).filter((n) => n.startsWith(`${kind} `)).map((n) => n.slice(kind.length + 1));
   }
 
-  // Returns a sentence about the parts of a link that cannot be shown, or an empty string.
+  // Returns what a link names and this server does not have, or an empty string.
+  missing() {
+    const named = new Intl.ListFormat("en").format(this.unknown);
+    return named && `It names ${named}, which this server does not have.`;
+  }
+
+  // Returns a sentence about the settings that have no control, or an empty string.
   strange() {
-    const named = this.unknown.join(", ");
-    const strange = named ? `This link names ${named}, which this server does not have (an upload stays in its browser). The page shows the nearest values that it has.` : "";
     const kept = Object.entries(this.kept).map(([key, value]) => `${key} ${value}`).join(", ");
-    return [strange, kept && `These settings of the question have no control on this page: ${kept}.`].filter(Boolean).join(" ");
+    return kept && `These settings of the question have no control on this page: ${kept}.`;
   }
 
   fill() {
@@ -282,7 +345,12 @@ export class Controls {
     const measured = this.workloads.map((w) => option(w.name, `${w.name} (profiled)`));
     this.parts.model.replaceChildren(...measured, ...this.names("model").map((n) => option(n)), ...this.models.map((n) => option(n)));
     const machines = [...this.machines.values()].filter((m) => m.estimates || this.workload());
-    this.parts.machine.replaceChildren(...machines.map((m) => option(m.name, machineText(m))));
+    const groups = new Map();
+    for (const machine of machines) {
+      const group = groupOf(machine);
+      groups.set(group, [...(groups.get(group) || []), option(machine.name, machineText(machine))]);
+    }
+    this.parts.machine.replaceChildren(...GROUPS_OF_MACHINES.filter((g) => groups.has(g)).map((g) => element("optgroup", { label: g }, ...groups.get(g))));
     this.parts.model.value = this.state.model;
     this.parts.machine.value = this.state.machine;
     SLIDERS.forEach((slider) => this.show(slider));
@@ -349,9 +417,9 @@ export class Controls {
     row.hidden = slider.key === "device_memory_bytes" && this.machines.get(this.state.machine).unified_memory;
   }
 
-  // After a change of the machine, takes its memory sizes and link. All other settings stay.
+  // After a change of the machine, takes its memory sizes, its link and its number of GPUs. All other settings stay.
   toMachine() {
-    for (const slider of SLIDERS) if (slider.own) this.state[slider.key] = this.ownValue(slider);
+    for (const slider of SLIDERS) if (slider.own || slider.key === "gpus") this.state[slider.key] = this.ownValue(slider);
     this.fill();
   }
 
@@ -360,7 +428,7 @@ export class Controls {
     const workload = this.workload();
     const machine = this.machines.get(this.state.machine);
     if (workload && machine.name !== workload.machine) this.state.machine = workload.machine;
-    else if (!workload && !machine.estimates) this.state.machine = "h100-node";
+    else if (!workload && !machine.estimates) this.state.machine = FIRST.machine;
     else {
       this.fill();
       return;
@@ -395,18 +463,22 @@ export class Controls {
     const query = new URLSearchParams({ model: this.state.model, machine: this.state.machine });
     for (const slider of SLIDERS) {
       const value = this.state[slider.key];
-      if (value !== null && value !== this.ownValue(slider)) query.set(slider.key, value);
+      const said = slider.key === "gpus" ? value > 1 || value !== this.ownValue(slider) : value !== this.ownValue(slider);
+      if (value !== null && said) query.set(slider.key, value);
     }
     for (const choice of SAID) if (this.state[choice.key] !== choice.standard) query.set(choice.key, this.state[choice.key]);
     for (const [key, value] of Object.entries(this.kept)) query.set(key, value);
     const config = this.state.ds_config ? JSON.stringify(this.state.ds_config) : "";
     if (config && config.length < MOST_IN_ADDRESS) query.set("ds_config", config);
+    for (const [key, value] of Object.entries(this.numbers)) query.set(key, value);
     if (this.pinned) query.set("pin", this.pinned);
     return query.toString();
   }
 
   // Takes the values that an answer proposes. The browser's Back undoes this.
   take(changes) {
+    this.unknown = [];
+    if (changes.machine) this.toHost(changes.machine);
     for (const slider of SLIDERS) if (slider.key in changes) this.set(slider, changes[slider.key]);
     for (const choice of SAID) if (choice.key in changes) this.state[choice.key] = changes[choice.key];
     this.keep((key) => (key in changes ? changes[key] : this.kept[key]));
@@ -414,19 +486,37 @@ export class Controls {
     go(this.query());
   }
 
+  // Sets a number of the page's own, about which the server is not asked.
+  own(key, value) {
+    if (value > 0) this.numbers[key] = value;
+    else delete this.numbers[key];
+  }
+
   tell() {
+    this.unknown = [];
     history.replaceState(null, "", `?${this.query()}`);
     this.changed();
   }
 }
 
-function machineText(machine) {
-  return machine.device_name && machine.preset ? `${machine.name}: ${machine.device_name}` : machine.name;
+const GROUPS_OF_MACHINES = ["Measured and uploaded", "GeForce and RTX", "Data center"];
+
+function groupOf(machine) {
+  if (!machine.preset) return GROUPS_OF_MACHINES[0];
+  return /RTX/.test(machine.device_name) ? GROUPS_OF_MACHINES[1] : GROUPS_OF_MACHINES[2];
+}
+
+// A preset by its card, with the number of cards where a host has several.
+export function machineText(machine, host = "host with") {
+  if (!machine.preset || !machine.device_name) return machine.name;
+  const card = machine.device_name.replace(/^NVIDIA (GeForce )?/, "");
+  if (machine.default_gpus > 1) return `${machine.default_gpus} × ${card}`;
+  return machine.gpus_per_node > 1 ? `${card}, ${host} ${machine.gpus_per_node}` : card;
 }
 
 function machineFacts(machine) {
   return {
-    name: machine.name, device_name: machine.device_name || "", preset: false,
+    name: machine.name, device_name: machine.device_name || "", preset: false, default_gpus: 1,
     gpus_per_node: machine.gpus_per_node || 1, multi_node: Boolean(machine.network_bytes_per_s),
     device_memory_bytes: machine.device_memory_bytes, host_memory_bytes: machine.host_memory_bytes,
     unified_memory: Boolean(machine.unified_memory), estimates: Boolean(machine.device_flops_per_s), link_bytes_per_s: machine.h2d_bytes_per_s.median,

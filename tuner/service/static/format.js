@@ -1,6 +1,7 @@
 // Numbers and names as texts, and HTML elements without markup in strings.
 
 export const GIB = 2 ** 30;
+export const ROLE_NAMES = { stock: "Stock", plan: "Plan", "no offload": "No offload" };
 
 export function strategyName(row) {
   const name = row.label || row.strategy;
@@ -32,11 +33,16 @@ export function count(value) {
 
 export function params(value) {
   if (value >= 1e9) return `${(value / 1e9).toFixed(2)} B`;
-  return `${(value / 1e6).toFixed(1)} M`;
+  return `${+(value / 1e6).toFixed(1)} M`;
 }
 
 export function times(value) {
   return `${value >= 99.5 ? value.toFixed(0) : value.toFixed(value < 9.95 ? 2 : 1)}×`;
+}
+
+// An interval as text. Empty if its ends do not differ.
+export function between(low, high, show) {
+  return high - low > 1e-3 * high ? `${show(low)} to ${show(high)}` : "";
 }
 
 export function percent(value) {
@@ -52,6 +58,32 @@ export function element(tag, attributes = {}, ...children) {
   }
   made.append(...children.filter((child) => child !== null && child !== undefined));
   return made;
+}
+
+// Shows a text beside the pointer, while it is on an element. The text must also be on the page for keyboards.
+export function tip(host, textOf) {
+  host.addEventListener("pointermove", (event) => {
+    const text = textOf(event);
+    if (!text) return hideTip();
+    const box = tipBox();
+    box.textContent = text;
+    box.hidden = false;
+    const [x, y] = [event.clientX + 14, event.clientY + 18];
+    box.style.left = `${Math.max(4, Math.min(x, innerWidth - box.offsetWidth - 8))}px`;
+    box.style.top = `${y + box.offsetHeight > innerHeight ? event.clientY - box.offsetHeight - 10 : y}px`;
+  });
+  for (const ended of ["pointerleave", "pointercancel"]) host.addEventListener(ended, hideTip);
+}
+
+function tipBox() {
+  const found = document.querySelector(".tip");
+  if (found) return found;
+  document.body.append(element("div", { class: "tip", "aria-hidden": "true", hidden: true }));
+  return tipBox();
+}
+
+function hideTip() {
+  tipBox().hidden = true;
 }
 
 const SVG = "http://www.w3.org/2000/svg";

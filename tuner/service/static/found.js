@@ -33,8 +33,16 @@ export function drawFound(host, result, job) {
     element("caption", { class: "hint" }, "The fastest configuration for each amount of GPU memory."),
     element("thead", {}, head), element("tbody", {}, ...rows));
   host.replaceChildren(
+    element("p", {}, held(result)),
     element("ul", { class: "notes" }, ...result.remarks.map((text) => element("li", {}, text))),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "The best configurations" }, table));
+}
+
+// What the search kept, so that its rows can be compared with the page it was started from.
+function held({ global_batch: samples, outcomes }) {
+  const most = Math.max(...outcomes.map((row) => row.configuration.gpus));
+  const batch = samples ? `${count(samples)} ${samples === 1 ? "sample" : "samples"} a step, the product of micro-batch, accumulation and GPUs` : "any number of samples a step";
+  return `The search tried up to ${most} ${most === 1 ? "GPU" : "GPUs"} and ${batch}. To search with more samples a step, raise the micro-batch or the accumulation in “What if”, and search again.`;
 }
 
 // "What if" cannot show a row with state on a drive, because no plan exists for it.

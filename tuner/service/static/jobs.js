@@ -5,6 +5,7 @@ import { call, listen, save } from "./api.js";
 import { count, element, gib, percent, seconds } from "./format.js";
 import { drawFound } from "./found.js";
 import { drawMemory } from "./memory.js";
+import { drawPhases } from "./phases.js";
 import { drawTable } from "./table.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
 
@@ -223,13 +224,15 @@ export class WorkView {
 
   async openRun(id) {
     const run = await call(`/runs/${id}`);
-    const [legend, chart, memory] = ["legend", "chart", "chart"].map((name) => element("div", { class: name }));
-    this.show(id, `${run.name}, ${run.source}`, legend, chart, memory);
-    const entries = [...(run.planned ? [["Predicted", run.planned]] : []), [run.source === "measured" ? "Measured" : "Posted", run.view]]
-      .map(([title, view]) => ({ title, note: seconds(view.duration_s), view }));
+    const [phases, legend, chart, memory] = ["scroll", "legend", "chart", "chart"].map((name) => element("div", { class: name }));
+    const hasMemory = run.view.memory.t_s.length > 0;
+    this.show(id, `${run.name}, ${run.source}`, ...(run.source === "measured" ? [phases] : []), legend, chart, ...(hasMemory ? [memory] : []));
+    drawPhases(phases, run.plan && run.plan.prediction, { ...run.phases, iteration_s: run.iteration_s });
+    const entries = [...(run.planned ? [["predicted", "Predicted", run.planned]] : []), ["plan", run.source === "measured" ? "Measured" : "Posted", run.view]]
+      .map(([role, title, view]) => ({ role, title, note: seconds(view.duration_s), view }));
     drawLegend(legend, entries.map((entry) => entry.view));
     drawTimelines(chart, entries);
-    if (run.view.memory.t_s.length) drawMemory(memory, [{ title: "Plan", view: run.view }], null);
+    if (hasMemory) drawMemory(memory, entries.slice(-1), null);
   }
 }
 
@@ -250,10 +253,17 @@ function drawGrid(host, rows) {
   host.replaceChildren(...[table, more].filter(Boolean));
 }
 
-function planFound({ plan, quick_iteration_s: quick }) {
-  const saved = 1 - plan.prediction.iteration_s / quick;
-  const told = `${seconds(plan.prediction.iteration_s)} per iteration, ${saved > 1e-3 ? `${percent(saved)} faster` : "no faster"} than the quick plan.`;
-  return [element("p", {}, told), element("ul", { class: "notes" }, ...plan.reasons.map((text) => element("li", {}, text)))];
+function planFound({ plan, quick_iteration_s: quick, quick_high_s: quickHigh, robust }) {
+  const told = plan.prediction;
+  const expected = `Expected: ${seconds(told.iteration_s)} per iteration, ${compared(told.iteration_s, quick)} than the quick plan.`;
+  const slow = `If copies and updates are as slow as in one run of twenty: ${seconds(told.iteration_high_s)}, ${compared(told.iteration_high_s, quickHigh)} than the quick plan.`;
+  const sought = robust ? "A robust plan is the one with the shortest slow case, not the shortest expected time." : "";
+  return [...[expected, slow, sought].filter(Boolean).map((text) => element("p", {}, text)), element("ul", { class: "notes" }, ...plan.reasons.map((text) => element("li", {}, text)))];
+}
+
+function compared(value, other) {
+  const saved = 1 - value / other;
+  return Math.abs(saved) <= 1e-3 ? "no faster" : `${percent(Math.abs(saved))} ${saved > 0 ? "faster" : "slower"}`;
 }
 
 function jobText(job) {

@@ -1,10 +1,9 @@
 // A bar for each way to train, which shows what uses the memory, and the limit.
 
-import { atWidth, element, gib, shape } from "./format.js";
+import { atWidth, element, gib, ROLE_NAMES, shape, tip } from "./format.js";
 import { gutter } from "./timeline.js";
 
 export const KINDS = ["parameters", "gradients", "state", "activations", "buckets", "staging"];
-const ROLES = [["stock", "Stock"], ["plan", "Plan"], ["no offload", "No offload"]];
 const BAR = 18, BELOW = 7, TOTAL = 72;
 
 // memory: {role: {memory: {kind: bytes}}} at the peak. limits: {memory: bytes}.
@@ -16,7 +15,7 @@ export function drawKinds(host, memory, limits) {
   element("span", { class: "key" }, limitMark(), "limit"));
   const readout = element("p", { class: "hint readout", role: "status" });
   const parts = memories.map(([name, title]) => {
-    const rows = ROLES.filter(([role]) => sum((memory[role] || {})[name]) > 0).map(([role, label]) => ({ label, kinds: memory[role][name] }));
+    const rows = Object.entries(ROLE_NAMES).filter(([role]) => sum((memory[role] || {})[name]) > 0).map(([role, label]) => ({ label, kinds: memory[role][name] }));
     return rows.length ? part(title, limits[name], rows, readout) : null;
   });
   host.replaceChildren(legend, ...parts.filter(Boolean), readout);
@@ -48,7 +47,7 @@ function bar(row, y, length, left, width, readout) {
   let from = left;
   for (const kind of KINDS.filter((name) => row.kinds[name])) {
     const piece = shape("rect", { x: from.toFixed(1), y, width: length(row.kinds[kind]).toFixed(1), height: BAR, class: `k-${kind}`, "data-kind": kind });
-    piece.addEventListener("pointerenter", () => (readout.textContent = `${row.label}, ${kind}: ${gib(row.kinds[kind])}, of ${words(row.kinds)}`));
+    tip(piece, () => (readout.textContent = `${row.label}, ${kind}: ${gib(row.kinds[kind])}, of ${words(row.kinds)}`));
     made.push(piece);
     from += length(row.kinds[kind]);
   }

@@ -1,6 +1,6 @@
 // GPU memory over time with its limit, drawn by uPlot on the axis of the timelines.
 
-import { atWidth, element, gib, GIB, seconds, shape, ticks } from "./format.js";
+import { atWidth, element, gib, GIB, seconds, shape, ticks, tip } from "./format.js";
 import { gutter, MARGIN } from "./timeline.js";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -25,7 +25,7 @@ export function joined(views, limit) {
   return [all, ...columns, all.map(() => limit)];
 }
 
-// entries: [{title, view}], DeepSpeed alone first. limit: bytes, or null.
+// entries: [{role, title, view}], DeepSpeed alone first. limit: bytes, or null.
 export function drawMemory(host, entries, limit) {
   const known = entries.filter((e) => e.view.memory.t_s.length);
   dark.removeEventListener("change", host.redraw);
@@ -39,6 +39,7 @@ export function drawMemory(host, entries, limit) {
   readout.textContent = rest;
   const box = element("div", { class: "plot", role: "img", "aria-label": rest });
   host.replaceChildren(legendOf(known, limit), box, readout);
+  tip(box, () => (readout.textContent === rest ? "" : readout.textContent));
   const data = joined(known.map((e) => e.view), limit);
   const draw = (width) => plot(box, known, data, limit, readout, rest, width);
   atWidth(host, draw);
@@ -47,19 +48,19 @@ export function drawMemory(host, entries, limit) {
 }
 
 function legendOf(known, limit) {
-  const names = [...known.map((e) => e.title), ...(limit ? ["Limit"] : [])];
-  return element("div", { class: "legend" }, ...names.map((name) => {
+  const names = [...known.map((e) => [e.role, e.title]), ...(limit ? [["limit", "Limit"]] : [])];
+  return element("div", { class: "legend" }, ...names.map(([role, name]) => {
     const line = shape("svg", { width: 26, height: 8, "aria-hidden": "true" });
-    line.append(shape("line", { x1: 0, x2: 26, y1: 4, y2: 4, class: `line-${name.toLowerCase().replaceAll(" ", "-")}` }));
+    line.append(shape("line", { x1: 0, x2: 26, y1: 4, y2: 4, class: `line-${role.replaceAll(" ", "-")}` }));
     return element("span", { class: "key" }, line, name);
   }));
 }
 
 function plot(box, known, data, limit, readout, rest, width) {
-  const lines = { "Stock": ["--line-stock", [6, 4]], "Plan": ["--line-plan", []], "Pinned": ["--line-plain", [2, 3]] };
+  const lines = { stock: ["--line-stock", [6, 4]], "no offload": ["--line-plain", []], predicted: ["--line-plan", [2, 3]], pinned: ["--line-plain", [2, 3]] };
   const stepped = uPlot.paths.stepped({ align: 1 });
   const series = known.map((e) => {
-    const [name, dash] = lines[e.title] || ["--line-plan", []];
+    const [name, dash] = lines[e.role] || ["--line-plan", []];
     return { label: e.title, stroke: colour(name), width: 2, dash, paths: stepped, points: { show: false } };
   });
   const axis = { stroke: colour("--muted"), grid: { stroke: colour("--grid"), width: 1 }, ticks: { show: false }, font: "12px system-ui, sans-serif" };

@@ -1,12 +1,11 @@
 // The page of a report. It has the same components as the service's page, and contains its own data.
 
-import { element, gib, percent, seconds } from "./format.js";
+import { element, gib, ROLE_NAMES, seconds } from "./format.js";
 import { drawKinds } from "./kinds.js";
 import { drawMemory } from "./memory.js";
+import { drawPhases } from "./phases.js";
 import { drawTable } from "./table.js";
 import { drawLegend, drawTimelines } from "./timeline.js";
-
-const PHASES = [["forward_s", "Forward"], ["backward_s", "Backward"], ["step_s", "Step"], ["iteration_s", "Iteration"]];
 
 function showReport() {
   const find = (id) => document.getElementById(id);
@@ -21,7 +20,7 @@ function showReport() {
   else find("table").append(element("p", { class: "hint" }, "This plan has no prediction."));
   find("reasons").append(...plan.reasons.map((text) => element("li", {}, text)));
   if (data.measured && plan.prediction) showMeasured(find, data);
-  showKinds(find, plan);
+  showKinds(find, data);
   if (data.timelines.length) showTimelines(find, data.timelines);
   find("foot").textContent = "All times are predictions, except those marked as measured.";
 }
@@ -47,10 +46,10 @@ function planned({ plan, counts }) {
   return rows;
 }
 
-function rowsOf({ plan, fits }) {
+function rowsOf({ plan, others }) {
   if (!plan.prediction) return [];
-  const all = [{ ...plan.prediction, role: "plan", strategy: "ebbtide", fits: true }, ...plan.alternatives.map((p, i) => ({ ...p, fits: fits[i] }))];
-  const stock = all.find((p) => p.strategy === "zero3_offload" || p.strategy.startsWith("stock ZeRO"));
+  const all = [{ ...plan.prediction, role: "plan", strategy: "ebbtide", fits: true }, ...plan.alternatives.map((p, i) => ({ ...p, ...others[i] }))];
+  const stock = all.find((p) => p.role === "stock");
   return all.map((p) => ({
     ...p, setting: "", reason: p.note, tokens_per_s: null,
     speedup: stock && stock.fits ? stock.iteration_s / p.iteration_s : null,
@@ -59,36 +58,23 @@ function rowsOf({ plan, fits }) {
 
 function showMeasured(find, { plan, measured }) {
   find("measured-panel").hidden = false;
-  // A measured iteration has no op for the work of the script between phases, which is a part of forward.
-  const loop = plan.prediction.loop_s ? [["loop_s", "Training loop (measured as a part of forward)"]] : [];
-  const rows = [...loop, ...PHASES].map(([key, name]) => {
-    return element("tr", {}, element("th", { scope: "row" }, name),
-      element("td", { class: "number" }, seconds(plan.prediction[key])),
-      element("td", { class: "number" }, seconds(measured[key])),
-      element("td", { class: "number" }, difference(plan.prediction[key], measured[key])));
-  });
-  const head = ["", "Predicted", "Measured", "Prediction off by"].map((name, i) => element("th", { scope: "col", class: i ? "number" : null }, name));
-  find("measured").append(element("table", { class: "strategies" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows)));
-}
-
-function difference(predicted, measured) {
-  const sign = predicted >= measured ? "+" : "−";
-  const share = predicted && measured ? ` (${sign}${percent(Math.abs(predicted / measured - 1))})` : "";
-  return `${sign}${seconds(Math.abs(predicted - measured))}${share}`;
+  drawPhases(find("measured"), plan.prediction, measured);
 }
 
 // Only if the plan file has them, because older plans do not.
-function showKinds(find, { prediction, alternatives }) {
+function showKinds(find, { plan: { prediction, alternatives }, others }) {
   find("kinds-panel").hidden = !prediction || !Object.keys(prediction.memory).length;
   if (find("kinds-panel").hidden) return;
-  const others = alternatives.filter((other) => Object.keys(other.memory).length).map((other) => [other.strategy === "no offload" ? "no offload" : "stock", other.memory]);
-  drawKinds(find("kinds"), { plan: prediction.memory, ...Object.fromEntries(others) }, prediction.limits);
+  const held = alternatives.map((other, i) => [others[i].role, other.memory]).filter(([, memory]) => Object.keys(memory).length);
+  drawKinds(find("kinds"), { plan: prediction.memory, ...Object.fromEntries(held) }, prediction.limits);
 }
 
 function showTimelines(find, views) {
   const names = { measured: "Measured", predicted: "Predicted" };
+  const beside = (view) => views.some((other) => other.role === view.role && other.source !== view.source);
   const entries = views.map((view) => ({
-    title: view.strategy === "zero3_offload" ? "Stock" : views.some((v) => v.source === "measured") ? names[view.source] : "Plan",
+    role: beside(view) && view.source === "predicted" ? "predicted" : view.role,
+    title: view.role === "plan" && (view.source === "measured" || beside(view)) ? names[view.source] : ROLE_NAMES[view.role] || view.strategy,
     note: `${seconds(view.duration_s)}${view.source === "measured" ? ", a typical iteration" : ""}`, view,
   }));
   find("timelines-panel").hidden = false;

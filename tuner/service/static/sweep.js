@@ -1,11 +1,11 @@
 // Varies one setting over its stops. Shows the iteration time, or the tokens per second if the batch grows.
 
 import { call } from "./api.js";
-import { atWidth, count, element, seconds, shape, ticks } from "./format.js";
+import { atWidth, count, element, ROLE_NAMES, seconds, shape, ticks, tip } from "./format.js";
 
 const EACH_WAY = 4; // number of stops on each side of the present one
-const HEIGHT = 220, TOP = 12, BOTTOM = 26, RIGHT = 18;
-const ROLES = [["stock", "Stock"], ["no offload", "No offload"], ["plan", "Plan"]];
+const HEIGHT = 244, TOP = 26, BOTTOM = 46, RIGHT = 18;
+const ROLES = ["stock", "no offload", "plan"].map((role) => [role, ROLE_NAMES[role]]);
 
 // The stops around a value.
 export function around(steps, value) {
@@ -15,26 +15,32 @@ export function around(steps, value) {
   return known.slice(first, first + 2 * EACH_WAY + 1);
 }
 
-// Asks for every value, one after the other, and shows the results so far. `control`: a slider.
-export async function sweep(scenario, control, values, signal, tell) {
+// Asks for every value, one after the other, and shows the results so far. At last, tries the plans of all values, and
+// the plan on the page, at all values. changes: the settings at each value. waiting: what is not known yet, as text.
+export async function sweep(scenario, values, changes, shown, signal, tell) {
+  const ask = (body) => call("/sweep", { method: "POST", body: { ...scenario, ...body }, signal });
+  const pointOf = (value, { rows, refused, plan }) => ({ value, refused, plan, rows: Object.fromEntries(rows.map((row) => [row.role, row])) });
   const points = [];
-  for (const value of values) {
-    const body = { ...scenario, [control.key]: value, peers: false, timelines: false };
-    const point = { value, rows: {}, refused: "" };
-    try {
-      const answer = await call("/answer", { method: "POST", body, signal });
-      for (const row of answer.rows) point.rows[row.role] = row;
-    } catch (error) {
-      if (error.name === "AbortError") return;
-      point.refused = error.message;
+  try {
+    for (const [n, value] of values.entries()) {
+      const found = await ask({ changes: [changes[n]] });
+      points.push(pointOf(value, found.points[0]));
+      tell(points, `${n + 1} of ${values.length} values ...`);
     }
-    points.push(point);
-    tell(points);
+    const plans = [shown, ...points.map((point) => point.plan)].filter(Boolean);
+    const found = await ask({ changes, plans, search: false });
+    tell(found.points.map((point, n) => pointOf(values[n], point)), "");
+  } catch (error) {
+    if (error.name !== "AbortError") tell(points, `Not all values could be answered: ${error.message}`);
   }
 }
 
 // points: as in `sweep`. there: the value on the page. pick(value): called when the user chooses a value.
-export function drawSweep(host, control, points, there, pick) {
+export function drawSweep(host, control, points, there, waiting, pick) {
+  if (!points.length) {
+    host.replaceChildren(element("p", { class: "hint", role: "status" }, waiting));
+    return;
+  }
   const key = control.batch ? "tokens_per_s" : "iteration_s";
   const show = control.batch ? (v) => `${count(v)} tokens/s` : seconds;
   const roles = ROLES.filter(([role]) => points.some((point) => point.rows[role]));
@@ -42,11 +48,12 @@ export function drawSweep(host, control, points, there, pick) {
     const mark = shape("svg", { width: 26, height: 10, "aria-hidden": "true" });
     mark.append(shape("line", { x1: 0, x2: 26, y1: 5, y2: 5, class: lineClass(role) }));
     return element("span", { class: "key" }, mark, name);
-  }), element("span", { class: "key" }, "○ does not fit"));
-  const readout = element("p", { class: "hint readout", role: "status" }, `${control.batch ? "Tokens per second" : "Iteration"}. Choose a value to apply it.`);
+  }), element("span", { class: "key" }, "○ does not fit"),
+  element("span", {}, "Stock has the fastest of its settings that fit."));
+  const readout = element("p", { class: "hint readout", role: "status" }, waiting || `${control.batch ? "Tokens per second" : "Iteration"}. Choose a value to apply it.`);
   const chart = element("div", { class: "chart" });
   host.replaceChildren(legend, chart, readout);
-  const told = (point) => `${control.show(point.value)}: ${point.refused || roles.filter(([role]) => point.rows[role]).map(([role, name]) => `${name} ${show(point.rows[role][key])}${point.rows[role].fits ? "" : ` (${point.rows[role].reason})`}`).join(", ")}`;
+  const told = (point) => `${control.label} ${control.show(point.value)}: ${point.refused || roles.filter(([role]) => point.rows[role]).map(([role, name]) => `${name} ${show(point.rows[role][key])}${point.rows[role].fits ? "" : ` (${point.rows[role].reason})`}`).join(", ")}`;
   atWidth(chart, (width) => chart.replaceChildren(picture(width)));
 
   function picture(width) {
@@ -60,7 +67,9 @@ export function drawSweep(host, control, points, there, pick) {
       svg.append(shape("line", { x1: left, x2: width - RIGHT, y1: y(t), y2: y(t), class: "grid" }));
       svg.append(shape("text", { x: left - 8, y: y(t) + 4, class: "tick", "text-anchor": "end" }, t === 0 ? "0" : control.batch ? count(t) : seconds(t)));
     }
+    svg.append(shape("text", { x: 0, y: 12, class: "tick" }, control.batch ? "Tokens per second" : "Time of an iteration"));
     points.forEach((point, i) => svg.append(column(point, x(i), step)));
+    svg.append(shape("text", { x: (left + width - RIGHT) / 2, y: HEIGHT - 6, class: "tick", "text-anchor": "middle" }, control.unit ? `${control.label} (${control.unit})` : control.label));
     for (const [role] of roles) drawLine(svg, role, x, y);
     return svg;
   }
@@ -69,9 +78,10 @@ export function drawSweep(host, control, points, there, pick) {
   function column(point, middle, step) {
     const here = point.value === there;
     const made = shape("g", { role: "button", tabindex: 0, class: `stop${here ? " here" : ""}`, "aria-label": told(point), "aria-pressed": here });
-    made.append(shape("rect", { x: middle - step / 2, y: 0, width: step, height: HEIGHT }));
-    made.append(shape("text", { x: middle, y: HEIGHT - 8, class: "tick", "text-anchor": "middle" }, control.brief(point.value)));
-    for (const event of ["focus", "pointerenter"]) made.addEventListener(event, () => (readout.textContent = told(point)));
+    made.append(shape("rect", { x: middle - step / 2, y: 0, width: step, height: HEIGHT - BOTTOM + 24 }));
+    made.append(shape("text", { x: middle, y: HEIGHT - BOTTOM + 17, class: "tick", "text-anchor": "middle" }, control.brief(point.value)));
+    made.addEventListener("focus", () => (readout.textContent = told(point)));
+    tip(made, () => (readout.textContent = told(point)));
     made.addEventListener("click", () => pick(point.value));
     made.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" && event.key !== " ") return;

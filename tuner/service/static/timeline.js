@@ -1,11 +1,10 @@
 // Timelines, one above the other, on one time axis, with a row per lane and a bar per op. Pointer and keyboard zoom
 // and select ops.
 
-import { atWidth, element, seconds, shape, ticks } from "./format.js";
+import { atWidth, element, seconds, shape, ticks, tip } from "./format.js";
 
 export const GROUPS = [
-  "forward", "backward", "gradients", "norm", "state", "device update", "host update",
-  "early update",
+  "forward", "backward", "gradients", "norm", "state", "device update", "host update", "early update",
   "parameters", "activations", "network", "checkpoint", "issue", "idle",
 ];
 export const MARGIN = 46; // space right of the time axis for the idle share of each lane
@@ -70,8 +69,9 @@ class Timelines {
     this.chart.addEventListener("keydown", (event) => this.key(event));
     this.chart.addEventListener("pointerdown", (event) => (this.pressed = this.timeAt(event)));
     this.chart.addEventListener("pointerup", (event) => this.dragged(event));
-    this.chart.addEventListener("pointermove", (event) => {
+    tip(this.chart, (event) => {
       if (event.target.op) this.tell(event.target.op);
+      return event.target.op && named(event.target.op);
     });
     this.chart.addEventListener("dblclick", () => this.look(0, this.end));
   }
@@ -144,9 +144,8 @@ class Timelines {
     else this.draw(this.host.clientWidth || 640);
   }
 
-  tell({ entry, lane, span: [start, end, , label] }) {
-    const critical = entry.view.critical.some(([from, to, , name]) => name === lane.name && from < end && to > start);
-    this.readout.textContent = `${entry.title}, ${lane.name}: ${label}, ${seconds(start)} to ${seconds(end)} (${seconds(end - start)})${critical ? ", on the critical path" : ""}`;
+  tell(op) {
+    this.readout.textContent = named(op);
   }
 
   draw(width) {
@@ -201,6 +200,11 @@ class Timelines {
     made.op = op;
     return made;
   }
+}
+
+function named({ entry, lane, span: [start, end, , label] }) {
+  const critical = entry.view.critical.some(([from, to, , name]) => name === lane.name && from < end && to > start);
+  return `${entry.title}, ${lane.name}: ${label}, ${seconds(start)} to ${seconds(end)} (${seconds(end - start)})${critical ? ", on the critical path" : ""}`;
 }
 
 function underline([start, end], x, y) {
