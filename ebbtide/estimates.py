@@ -41,6 +41,8 @@ class Estimate(Shown):
         lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
         nearest: Smallest changes of the training, as sentences, with which it would fit into memory, best
             first. Empty if it fits already, or if no such change was found.
+        faster: Up to three changes, as sentences, with which the same samples train faster, the dearest last. Empty if
+            the training does not fit.
         notes: What was assumed, and what is not simulated, as sentences.
     """
 
@@ -56,6 +58,7 @@ class Estimate(Shown):
     host_limit_bytes: int
     lacks: str = ""
     nearest: tuple[str, ...] = ()
+    faster: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -210,6 +213,7 @@ def _answered(
         host_limit_bytes=limits.host_bytes,
         lacks=lacks,
         nearest=tuple(ways),
+        faster=() if lacks else tuple(_faster(work, machine, iteration_s, memory)),
         notes=(*notes, *quick),
     )
 
@@ -251,6 +255,15 @@ def _nearest(work: "Workload", machine: "Machine", plan: "Plan | None", memory: 
 
     for way in ways_out(work.job, machine, **memory)[:MOST_WAYS]:
         yield f"{way.label}, {way.iteration_s:.3g} s per step under a plan"
+
+
+def _faster(work: "Workload", machine: "Machine", iteration_s: float, memory: Mapping[str, Any]) -> Iterator[str]:
+    """Yield changes with which the same samples train faster, as sentences for the user."""
+    from ebbtide.tuner.advice.faster import faster
+
+    freedom = {"offload_parameters": not work.job.offload.keeps_parameters}
+    for one in faster(work.job, machine, iteration_s, freedom=freedom, asked=memory):
+        yield f"{one.label}, {one.outcome.iteration_s:.3g} s per step, {one.factor:.2f} times as fast"
 
 
 def _plain(held: Mapping[Any, Any]) -> dict[Any, Any]:

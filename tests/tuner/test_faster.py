@@ -4,6 +4,7 @@ import json
 from functools import cache
 
 import pytest
+from ebbtide import estimate
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.knobs import needs
 from ebbtide.simulator.estimates.presets import preset
@@ -101,3 +102,10 @@ def test_without_offload_a_line_needs_no_plan():
     assert config["zero_optimization"]["stage"] == 3
     assert "offload_optimizer" not in config["zero_optimization"]
     assert "no offload" in line.options(job)
+
+
+def test_an_estimate_tells_them_too():
+    told = estimate(ASKED["model"], batch=1, accumulation=8, sequence=1024, gpu=ASKED["machine"])
+    _, _, _, found = lines()
+    assert told.fits
+    assert [line.split(", ")[0] for line in told.faster] == [one.label.split(", ")[0] for one in found]
