@@ -267,8 +267,8 @@ def _collectives(job: Job, rank: int) -> tuple[list[float], list[float]]:
     import torch.distributed as dist
 
     device = torch.device("cuda", rank) if job.cuda else torch.device("cpu")
-    store = dist.FileStore(str(Path(job.folder) / "collectives"), job.ranks)
-    dist.init_process_group("nccl" if job.cuda else "gloo", store=store, rank=rank, world_size=job.ranks)
+    meeting = (Path(job.folder).absolute() / "collectives").as_uri()
+    dist.init_process_group("nccl" if job.cuda else "gloo", init_method=meeting, rank=rank, world_size=job.ranks)
     try:
         part = torch.ones(max(1, job.elements // job.ranks), dtype=torch.bfloat16, device=device)
         whole = torch.ones(job.ranks * part.numel(), dtype=torch.bfloat16, device=device)
