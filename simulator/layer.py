@@ -27,12 +27,16 @@ class Layer(Page):
             2. While those ranks copy the gradients of these elements to the host, this rank's next reduction waits.
         unhidden_s: Seconds to add to ``backward_s`` if stock DeepSpeed runs on several ranks and keeps parameters in
             host memory. Gathers and reductions inside the node then do not overlap computation.
+        bare_forward_s, bare_backward_s: ``forward_s`` and ``backward_s`` without DeepSpeed's module hooks, which a plan
+            takes off on one rank if the parameters stay in GPU memory. None: not known, so the same.
     """
 
     name: str = ""
     params: int = Field(ge=0)
     forward_s: float = Field(ge=0)
     backward_s: float = Field(ge=0)
+    bare_forward_s: float | None = Field(None, ge=0)
+    bare_backward_s: float | None = Field(None, ge=0)
     activation_bytes: int = Field(0, ge=0)
     network_gather_bytes: int = Field(0, ge=0)
     network_reduce_bytes: int = Field(0, ge=0)

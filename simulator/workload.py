@@ -106,6 +106,7 @@ class Workload(Shown, Page):
             unknown, or if the model runs on the CPU.
         step_issue_s: Time that the CPU spends in ``step()`` before the updates, in DeepSpeed's Python code: it releases
             the parameters one by one and adds up their gradient norms. 0 if unknown, or if the model runs on the CPU.
+        bare_step_issue_s: ``step_issue_s`` without DeepSpeed's module hooks (see `Layer`). None: unknown, so the same.
         deepspeed_subgroup_size: DeepSpeed's sub_group_size if the subgroups are parts of DeepSpeed's subgroups. 0: they
             are DeepSpeed's own, of size ``subgroup_size``.
         state_stays: True if DeepSpeed's fp32 tensors in host memory have space for all state, even if it is in GPU
@@ -147,6 +148,7 @@ class Workload(Shown, Page):
     device_base_parts: dict[BaseKind, NonNegativeInt] = Field(default_factory=dict)
     module_issue_s: float = Field(0.0, ge=0)
     step_issue_s: float = Field(0.0, ge=0)
+    bare_step_issue_s: float | None = Field(None, ge=0)
     live_params: int | None = Field(None, ge=0)
     state_stays: bool = False
     stock_backward_extra_s: float | None = Field(None, ge=0)
@@ -327,8 +329,9 @@ class Workload(Shown, Page):
 
     def paced(self, times: float) -> "Workload":
         """Return a copy of the workload with the time of each layer's forward and backward multiplied by ``times``."""
+        names = ("forward_s", "backward_s", "bare_forward_s", "bare_backward_s")
         layers = tuple(
-            layer.model_copy(update={"forward_s": times * layer.forward_s, "backward_s": times * layer.backward_s})
+            layer.model_copy(update={name: s * times for name in names if (s := getattr(layer, name)) is not None})
             for layer in self.layers
         )
         return self.model_copy(update={"layers": layers})
@@ -352,6 +355,30 @@ class Workload(Shown, Page):
     def one_subgroup(self) -> "Workload":
         """Return a copy of the workload with all optimizer state in one subgroup, as in DeepSpeed's ZeRO-1 and 2."""
         return self._with(subgroups=(self.params,))
+
+    @property
+    def bare(self) -> "Workload":
+        """Return a copy of the workload with the times that it has without DeepSpeed's module hooks.
+
+        A plan takes the hooks off on one rank if all parameters stay in GPU memory. Where these times are not known,
+        they are those with the hooks.
+        """
+        if all(layer.bare_forward_s is None and layer.bare_backward_s is None for layer in self.layers):
+            return self
+        layers = tuple(
+            layer.model_copy(
+                update={
+                    "forward_s": layer.forward_s if layer.bare_forward_s is None else layer.bare_forward_s,
+                    "backward_s": layer.backward_s if layer.bare_backward_s is None else layer.bare_backward_s,
+                    "bare_forward_s": None,
+                    "bare_backward_s": None,
+                }
+            )
+            for layer in self.layers
+        )
+        step_s = self.step_issue_s if self.bare_step_issue_s is None else self.bare_step_issue_s
+        update = {"layers": layers, "step_issue_s": step_s, "bare_step_issue_s": None}
+        return self.model_copy(update=update)
 
     @property
     def large_subgroups(self) -> list[int]:

@@ -34,9 +34,10 @@ MOST_PROGRAMS = 64  # largest number of recordings that are kept, one for each s
 MOST_AMOUNTS = 1024
 
 
-def _issued(workload: Workload) -> tuple[float, ...]:
+def _issued(workload: Workload) -> tuple[float | None, ...]:
     """Return the estimated times of a workload that are not its layers' own."""
-    return workload.pipeline_idle_s, workload.step_gather_s, workload.module_issue_s, workload.step_issue_s
+    names = ("pipeline_idle_s", "step_gather_s", "module_issue_s", "step_issue_s", "bare_step_issue_s")
+    return tuple(getattr(workload, name) for name in names)
 
 
 class _Scratch(threading.local):
@@ -310,7 +311,9 @@ class PlanSweep:
                 self.machine.rate(RATES[rate])  # raises an error that names the missing rate
             self._programs[key] = program, gone_bytes
         program, gone_bytes = self._programs[key]
-        return (program if self._timed is self.workload else program.paced(self._timed)), gone_bytes
+        if self._timed is not self.workload:
+            program = program.paced(self._timed if away.any() else self._timed.bare)
+        return program, gone_bytes
 
     def _check(self, placement: NDArray[np.int8], staging_slots: int, prefetch: int, host_slots: int) -> None:
         if placement.shape != self.sizes.shape:

@@ -20,8 +20,9 @@ def serial(workload: Workload) -> Workload:
     If gradients leave the GPU only once per step, the time of all passes before the last micro-batch's backward is
     added there too.
 
-    A ZeRO-3 workload is returned unchanged.
+    A ZeRO-3 workload is returned with its times without DeepSpeed's module hooks.
     """
+    workload = workload.bare
     if workload.zero_stage == 3:
         return workload
     steps = 1 if workload.adds_on_device else workload.gradient_accumulation_steps

@@ -31,8 +31,8 @@ OFFLOADS = {
 Checkpointing = Literal["full", "selective", "none"]
 SELECTIVE_SHARE = 0.5  # every other layer, as torchtitan's "selective" and fms-fsdp do by default
 # The times of a workload and of its layers that are estimated from a machine's rates.
-_TIMES = ("pipeline_idle_s", "step_gather_s", "module_issue_s", "step_issue_s")
-_LAYER_TIMES = ("forward_s", "backward_s", "unhidden_s")
+_TIMES = ("pipeline_idle_s", "step_gather_s", "module_issue_s", "step_issue_s", "bare_step_issue_s")
+_LAYER_TIMES = ("forward_s", "backward_s", "bare_forward_s", "bare_backward_s", "unhidden_s")
 _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
 
 

@@ -17,9 +17,16 @@ from ebbtide.simulator.schedules.gathers import Gathered, GatherRules, Module, g
 from ebbtide.simulator.update.subgroups import cut
 from ebbtide.simulator.workload import Workload
 
-# Work that the host issues for a layer's backward without recomputation, divided by that of its forward: one gradient
-# for each input of a product and for each weight, and the hooks of the reduction.
-ISSUED_BACKWARD = 1.0
+# Time in which the host issues a layer's backward without recomputation, divided by that of its forward: one gradient
+# for each input of a product and for each weight, and the hooks of the reduction. On an H200, both bound by the host, a
+# forward of 94 ms had backwards of 182 to 194 ms in the fast iterations (`studies/results/h200`).
+ISSUED_BACKWARD = 1.8
+# Time of a layer's forward and backward, and of one parameter in `step()`, that is left to the host without DeepSpeed's
+# module hooks, as a part of the time with them (`python -m studies.training_thread`, measured on a CPU).
+BARE_FORWARD, BARE_BACKWARD, BARE_STEP = 0.45, 0.65, 0.3
+# Time that `step()` spends on one parameter in DeepSpeed's Python code before the first update: 36 ms for the 317
+# parameters of the H200's run.
+STEP_ISSUE_S = 1.1e-4
 MODULES_OF_A_LAYER = 12
 MODULE_ISSUE_S = 1.5e-4  # for machines without this value. DeepSpeed's hooks take 0.1 to 0.2 ms
 # Time in which the host launches the kernels of one expert in a loop: a dozen, 8 microseconds each.
@@ -80,6 +87,7 @@ class Rank(RankSizes):
             device_base_bytes=self.base_bytes(blocks),
             device_base_parts=self.base_parts(blocks),
             module_issue_s=self.module_issue_s if self.machine.device_kind == "cuda" else 0.0,
+            **self.step_issue(len(parameters)),
             live_params=self.live_params(blocks),
             provenance=self.provenance(),
         )
@@ -146,8 +154,32 @@ class Rank(RankSizes):
             return None
         return self.gathers(blocks).live
 
+    def step_issue(self, parameters: int) -> dict[str, float]:
+        """Return the fields of a workload with the time that the host spends in ``step()`` before the first update.
+
+        They are empty below ZeRO-3, which releases no parameters in ``step()``.
+
+        Args:
+            parameters: Number of parameters.
+        """
+        if self.job.zero_stage < 3 or self.machine.device_kind != "cuda":
+            return {}
+        seconds = parameters * STEP_ISSUE_S
+        return {"step_issue_s": seconds} | ({"bare_step_issue_s": BARE_STEP * seconds} if self.goes_bare else {})
+
+    @property
+    def goes_bare(self) -> bool:
+        """Return True if a plan can take off DeepSpeed's module hooks, because the rank holds whole parameters."""
+        return self.job.zero_stage == 3 and self.job.data_parallel == 1
+
     def layer(self, block: Block) -> Layer:
         gathered, reduced = self.network_bytes(block)
+        bare = {}
+        if self.goes_bare:
+            bare = {
+                "bare_forward_s": self.forward_s(block, BARE_FORWARD),
+                "bare_backward_s": self.backward_s(block, BARE_FORWARD, BARE_BACKWARD),
+            }
         return Layer(
             name=block.name,
             params=sum(self.partitions(block)),
@@ -157,6 +189,7 @@ class Rank(RankSizes):
             activation_bytes=self.activation_bytes(block),
             network_gather_bytes=gathered,
             network_reduce_bytes=reduced,
+            **bare,
         )
 
     @cached_property
@@ -195,24 +228,31 @@ class Rank(RankSizes):
         computed = self.device.seconds(block, self.shape, BACKWARD) + 2 * self.tensor_exchange_s(block)
         return computed + self.again(block) * self.device_s(block)
 
-    def forward_s(self, block: Block) -> float:
+    def forward_s(self, block: Block, issued: float = 1.0) -> float:
         """Return the seconds of a block's forward for one micro-batch, for a block such as a transformer layer.
 
         Computation on the GPU, gathers of parameters inside the node, and the host's kernel launches overlap.
-        """
-        return overlapped_s(run_ahead_s(self.device_s(block), self.issue_s(block)), self.parameters_s(block))
 
-    def backward_s(self, block: Block) -> float:
+        Args:
+            issued: Part of the host's time with DeepSpeed's module hooks that is left without them.
+        """
+        return overlapped_s(run_ahead_s(self.device_s(block), issued * self.issue_s(block)), self.parameters_s(block))
+
+    def backward_s(self, block: Block, again: float = 1.0, issued: float = 1.0) -> float:
         """Return the seconds of a block's backward for one micro-batch, for a block such as a transformer layer.
 
         Computation on the GPU, gathers and reductions inside the node, and the host's kernel launches overlap.
+
+        Args:
+            again: Part of the host's time for a recomputed forward that is left without DeepSpeed's module hooks.
+            issued: The same for the backward itself.
         """
         exposed = (1 - self.reduced_beside) * self.reduce_s(block)
-        return overlapped_s(*self._backward_parts_s(block)) + self.averaging_s(block) + exposed
+        return overlapped_s(*self._backward_parts_s(block, again, issued)) + self.averaging_s(block) + exposed
 
-    def _backward_parts_s(self, block: Block) -> tuple[float, float]:
+    def _backward_parts_s(self, block: Block, again: float = 1.0, own: float = 1.0) -> tuple[float, float]:
         """Return two times in seconds: of a block's backward, and of the gathers and reductions that overlap it."""
-        issued = (ISSUED_BACKWARD + self.again(block)) * self.issue_s(block)
+        issued = (ISSUED_BACKWARD * own + self.again(block) * again) * self.issue_s(block)
         beside_s = self.parameters_s(block) + self.reduced_beside * self.reduce_s(block)
         return run_ahead_s(self.device_backward_s(block), issued), beside_s
 

@@ -150,6 +150,7 @@ CHANGES = {
     "live_params": 600,
     "module_issue_s": 1.0,
     "step_issue_s": 1.0,
+    "bare_step_issue_s": 0.5,
     "state_stays": True,
     "subgroups": (500, 300, 200, 200, 200),
     "reduced_beside": 0.3,
@@ -172,6 +173,14 @@ def test_another_structure_is_another_template(name, change):
     changes = {"zero_stage": stage, change: {**CHANGES, **BELOW}[change]}
     assert_as_built(templates, name, options_of(name), workload(1, **changes))
     assert len(built) == len(templates._held) == 2
+
+
+@pytest.mark.parametrize("name", ["zero3_offload", "ebbtide"])
+def test_times_without_hooks_are_those_of_a_plan(name):
+    templates, bare = Templates(build_strategy), workload(1)
+    layers = tuple(layer.model_copy(update={"bare_forward_s": 1e-4, "bare_backward_s": 2e-4}) for layer in bare.layers)
+    for of in (workload(0), bare.model_copy(update={"layers": layers}), workload(2)):
+        assert_as_built(templates, name, options_of(name), of)
 
 
 def test_every_field_is_either_written_anew_or_told_apart():
