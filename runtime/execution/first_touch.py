@@ -27,6 +27,7 @@ logger = logging.getLogger("ebbtide")
 # torch's functions that give tensors to C++ code without asking the tensor's class: module, name.
 UNASKED = (
     ("torch.autograd", "_engine_run_backward"),
+    ("torch.autograd.graph", "_engine_run_backward"),  # torch.compiler puts it into torch.autograd again
     ("torch._functorch.eager_transforms", "_wrap_for_grad"),
     ("torch.utils.dlpack", "to_dlpack"),
     ("torch", "to_dlpack"),
