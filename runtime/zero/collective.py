@@ -63,6 +63,7 @@ class CollectiveGathers:
         self._due = frozenset[int]()  # ds_ids of the parameters of the module that begins
         self._begun = set[int]()  # ds_ids of parameters that were used before it, since own_precision was set
         self._waiting: dict[Any, _Gathering] = {}  # requested and not launched yet, in the order of requests
+        self._ahead = False  # False if none of those that wait can run ahead
         self._lock = threading.RLock()
 
     def stay_gathered(self, stay: bool) -> None:
@@ -88,7 +89,10 @@ class CollectiveGathers:
 
         Later gathers of these parameters' subgroups then do not wait.
         """
-        self.awaited -= set(self._partitions.subgroups(params))
+        if self.awaited:
+            before = len(self.awaited)
+            self.awaited -= set(self._partitions.subgroups(params))
+            self._ahead |= len(self.awaited) < before
 
     def read(self, params: list[Any]) -> None:
         """Record that all ranks gather the given parameters now, outside of modules, as ``GatheredParameters`` does.
@@ -110,12 +114,15 @@ class CollectiveGathers:
         with self._lock:
             self._begun |= self._due
             self._due = frozenset(param.ds_id for param in params)
-            self._launch([p for p in params if p in self._waiting], due=True)
+            if self._waiting:
+                self._launch([p for p in params if p in self._waiting], due=True)
 
     def module_has_begun(self) -> None:
         """Launch the gathers that DeepSpeed has requested for later modules, as far as they wait for no update."""
         with self._lock:
-            self._launch([p for p, gathering in self._waiting.items() if gathering.may_run_ahead and self._ready(p)])
+            if self._ahead and self._waiting:
+                self._ahead = False
+                self._launch([p for p, g in self._waiting.items() if g.ask.may_run_ahead and self._ready(p)])
 
     def fetch(self, params: list[Any], gather: Gather, executor: Executor) -> Fetches:
         """Launch the gathers of parameters that DeepSpeed requests for a module that begins. Delay others.
@@ -125,15 +132,17 @@ class CollectiveGathers:
         Args:
             gather: DeepSpeed's own gather for any of these parameters.
         """
-        ask = _Ask(gather, executor, private.current_stream())
+        # Without streams, the calling thread itself would wait for the copy to the GPU.
+        may_run_ahead = executor.device.unified or bool(executor.device.training_streams())
+        ask = _Ask(gather, executor, private.current_stream(), may_run_ahead)
         asked = {p: _Gathering(p, ask, self._launch_all) for p in sorted(params, key=lambda p: p.ds_id)}
         private.mark_in_flight(asked)
         with self._lock:
             self._waiting |= asked
             self._launch([p for p in asked if p.ds_id in self._due], due=True)
-            for param, gathering in asked.items():
-                if param in self._waiting and self._ready(param):
-                    self._bring([gathering])
+            ready = [g for p, g in asked.items() if p in self._waiting and self._ready(p)]
+            self._bring(ready)
+            self._ahead |= bool(ready)
         return Fetches(asked)
 
     def _ready(self, param: Any) -> bool:
@@ -200,14 +209,14 @@ class CollectiveGathers:
         self.gathered(params)
 
     def _bring(self, gatherings: list["_Gathering"]) -> None:
-        executor = gatherings[0].ask.executor
         away = {
             g.param: g
             for g in gatherings
-            if g.copy is None and self._partitions.live_on_host(g.param, executor) and private.is_plain(g.param)
+            if g.copy is None and self._partitions.live_on_host(g.param, g.ask.executor) and private.is_plain(g.param)
         }
-        for param, copy in self._partitions.bring(away, executor).items():
-            away[param].copy = copy
+        if away:
+            for param, copy in self._partitions.bring(away, gatherings[0].ask.executor).items():
+                away[param].copy = copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +226,7 @@ class _Ask:
     gather: Gather
     executor: Executor
     stream: Any
+    may_run_ahead: bool
 
 
 class _Launched:
@@ -246,12 +256,6 @@ class _Gathering:
         self.param, self.ask, self._launch_all = param, ask, launch_all
         self.launched: _Launched | None = None
         self.copy: tuple[torch.Tensor, list[Completion]] | None = None
-
-    @property
-    def may_run_ahead(self) -> bool:
-        device = self.ask.executor.device
-        # Without streams, the calling thread itself would wait for the copy to the GPU.
-        return bool(device.unified or device.training_streams())
 
     def wait(self, **options: Any) -> None:
         if self.launched is None:

@@ -26,16 +26,17 @@ def stages(suite: Suite) -> Figures:
     by what a plan chose. The first run is repeated at the end, to show the noise. `ebbtide_zero3_bound` decides
     whether binding the training threads to the core that updates leave free is worth it.
     """
+    sizes = MICRO_BATCHES[:1] if suite.emulated else MICRO_BATCHES
     arguments = {
         f"{name}_micro_batch_{size}": [*own, "--micro-batch", str(size), "--steps", str(2 if suite.emulated else STEPS)]
-        for size in MICRO_BATCHES
+        for size in sizes
         for name, own in TRIALS.items()
     }
     first = f"{FIRST}_micro_batch_{MICRO_BATCHES[0]}"
     rows = suite.trials({**arguments, f"{first}_again": arguments[first]})
     figures: Figures = {"rows": list(rows.values()), **_ratio("noise", rows[f"{first}_again"], rows[first])}
     same = []
-    for size in MICRO_BATCHES:
+    for size in sizes:
         for stage in (2, 3):
             stock, ours = (rows[f"{who}_zero{stage}_micro_batch_{size}"] for who in ("stock", "ebbtide"))
             figures |= _ratio(f"speedup_zero{stage}_micro_batch_{size}", stock, ours)
