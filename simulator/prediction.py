@@ -36,6 +36,8 @@ class Prediction(Page):
         waiting_s: Time of an iteration whose updates all wait for the gradient norm. 0 if ``clip_rate`` is None.
         clipped_s: Time of an iteration that clips, so that early updates are redone. 0 if ``clip_rate`` is None.
         lower_bound_s: Lower bound of ``iteration_s``, which no plan can beat.
+        over_plan_low, over_plan_high: Ends of the uncertainty interval of ``iteration_s`` divided by that of the plan,
+            so of the gain of the plan over this way to train. 0 if unknown, and for the plan itself.
         note: Sentence about the memory that is too small. Empty if the strategy fits.
     """
 
@@ -66,6 +68,8 @@ class Prediction(Page):
     unclipped_s: float = Field(0.0, ge=0)
     waiting_s: float = Field(0.0, ge=0)
     clipped_s: float = Field(0.0, ge=0)
+    over_plan_low: float = Field(0.0, ge=0)
+    over_plan_high: float = Field(0.0, ge=0)
     note: str = ""
 
     @property

@@ -271,7 +271,7 @@ class FirstTouch:
     # -- modules -----------------------------------------------------------------------------
 
     def before(self, module: nn.Module) -> None:
-        """Wait for what a module's forward reads beside the modules that it calls."""
+        """Wait for what a module reads in its own forward, outside the modules that it calls."""
         if module not in self._before:  # a copy of a module has its hooks too
             return
         self._called.add(module)

@@ -1,4 +1,4 @@
-"""What each ZeRO stage costs, of DeepSpeed alone and under a plan, with small and with large batches."""
+"""A comparison of the ZeRO stages, of DeepSpeed alone and under a plan, with small and with large batches."""
 
 from typing import Any
 

@@ -25,10 +25,12 @@ class Setting:
     """One offload setting of DeepSpeed alone, with its simulation.
 
     Attributes:
+        workload: Training job at this stage.
         lacking_bytes: Bytes that GPU and host memory lack together. 0 if the training fits.
     """
 
     zero_stage: int
+    workload: Workload
     offload: Offloading
     simulated: Simulated
     lacking_bytes: int
@@ -140,7 +142,7 @@ class Alone:
         for offload in dict.fromkeys(moved):
             with suppress(ModelError):
                 one = self._run(work, offload)
-                found.append(Setting(work.zero_stage, offload, one, self.limits.missing_bytes(one.result)))
+                found.append(Setting(work.zero_stage, work, offload, one, self.limits.missing_bytes(one.result)))
         return found
 
     def _run(self, work: Workload, offload: Offloading) -> Simulated:

@@ -2,13 +2,13 @@
 such as DeepSpeed's own offload.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import Compile, Simulated, best_setting, compiled, simulated, under_plan
 from ebbtide.simulator.analysis.many_plans import PlanSweep
-from ebbtide.simulator.engines.compiled import SimResult
+from ebbtide.simulator.engines.compiled import SimResult, simulate_fast
 from ebbtide.simulator.estimates.offloading import Offloading
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
@@ -18,6 +18,7 @@ from ebbtide.simulator.schedules.strategies import stages
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.alone import Alone, offload_words
 from ebbtide.tuner.answer.roles import BEST, BY_KIND, SETTING, Role
+from ebbtide.tuner.answer.spreads import Spread
 
 # Other systems, each simulated with its best setting.
 PEERS = ("twin_flow", "deep_optimizer_states", "superoffload")
@@ -43,6 +44,9 @@ class Row:
         simulated: Result of the simulation.
         limits: Memory that training may use.
         name: ZeRO stage and settings of DeepSpeed alone, such as "ZeRO-2". Empty for other rows.
+        spread: Uncertainty of the predicted time, if it was asked for. Only rows that gains are told of have one.
+        plan: The plan's row, for the gain of the plan over this row.
+        stock: The row of DeepSpeed alone, for the gain of this row over it.
     """
 
     role: Role
@@ -50,6 +54,22 @@ class Row:
     simulated: Simulated
     limits: Limits
     name: str = ""
+    spread: Spread | None = None
+    plan: "Row | None" = None
+    stock: "Row | None" = None
+
+    @property
+    def interval_s(self) -> tuple[float, float]:
+        """Return the interval of the iteration time in seconds: the time itself twice, if the spread is not known."""
+        seconds, factor = self.result.iteration_s, self.spread.factor if self.spread else 1.0
+        return seconds / factor, seconds * factor
+
+    def over(self, other: "Row | None") -> tuple[float, float] | None:
+        """Return the interval of this row's iteration time divided by another row's. None if it is not known."""
+        if other is None or other.role == self.role or self.spread is None or other.spread is None:
+            return None
+        ratio, factor = self.result.iteration_s / other.result.iteration_s, self.spread.factor_over(other.spread)
+        return ratio / factor, ratio * factor
 
     @property
     def result(self) -> SimResult:
@@ -59,15 +79,18 @@ class Row:
     def prediction(self) -> Prediction:
         """Return the prediction for one way to train, such as DeepSpeed without a plan, as a plan file stores it.
 
-        The prediction has no interval: its low and high times equal the predicted time. Memory by kind of data is given
-        only for the plan, for DeepSpeed without a plan, and for training without offload.
+        Rows without a spread have no interval: their low and high times equal the predicted time. Memory by kind of
+        data is given only for the plan, for DeepSpeed without a plan, and for training without offload.
         """
-        seconds = self.result.iteration_s
+        low_s, high_s = self.interval_s
+        over_low, over_high = self.over(self.plan) or (0.0, 0.0)
         return Prediction(
             strategy=self.label,
-            iteration_s=seconds,
-            iteration_low_s=seconds,
-            iteration_high_s=seconds,
+            iteration_s=self.result.iteration_s,
+            iteration_low_s=low_s,
+            iteration_high_s=high_s,
+            over_plan_low=over_low,
+            over_plan_high=over_high,
             **self.result.phases,
             device_peak_bytes=self.result.device_peak_bytes,
             host_peak_bytes=self.result.host_peak_bytes,
@@ -85,6 +108,8 @@ class Row:
                 the speedups. None: it does not fit, and the row has no speedup.
             tokens: Number of tokens per iteration, or None if unknown.
         """
+        low_s, high_s = self.interval_s if self.spread else (None, None)
+        gain = (self.stock.over(self) if self.stock and stock_s else None) or (None, None)
         return {
             "role": self.role,
             "label": self.label,
@@ -93,7 +118,11 @@ class Row:
             "fits": self.simulated.fits,
             "reason": self.simulated.lacks,
             **figures(self.result, tokens),
+            "iteration_low_s": low_s,
+            "iteration_high_s": high_s,
             "speedup": stock_s and stock_s / self.result.iteration_s,
+            "speedup_low": gain[0],
+            "speedup_high": gain[1],
             "speedup_over_best": best_s and best_s / self.result.iteration_s,
         }
 
@@ -121,6 +150,7 @@ def compare(
     others: bool = True,
     compile_: Compile = compiled,
     sweep: PlanSweep | None = None,
+    spreads: bool = True,
 ) -> list[Row]:
     """Simulate a training plan and other ways to train, and return a row of the comparison table for each.
 
@@ -133,6 +163,7 @@ def compare(
         others: True to include the systems in `PEERS`, DeepSpeed with the other ``pin_memory``, and variants of the
             plan. Each variant does without one technique.
         sweep: Predictor for the training job with the plan's subgroups. If None, a new one is made.
+        spreads: True to give the plan, DeepSpeed alone and no offload their spreads.
     """
 
     def run(name: str, **setting: Any) -> Simulated:
@@ -162,7 +193,43 @@ def compare(
         if workload.clip and workload.zero_stage == 3:
             rows[-1] = replace(rows[-1], label=WAITS_FOR_NORM)
             rows.append(Row("peer", OVERLAPS, run("superoffload", clip=False), limits))
+    if spreads:
+        works = {"stock": stock.workload, "best stock": best.workload, "no offload": workload}
+        rows = _with_spreads(rows, works, machine, plan, sweep, compile_)
     return rows + variants
+
+
+def _with_spreads(
+    rows: Sequence[Row],
+    works: Mapping[str, Workload],
+    machine: Machine,
+    plan: Plan | None,
+    sweep: PlanSweep | None,
+    compile_: Compile,
+) -> list[Row]:
+    """Return the rows with the spreads of the plan and of the ways to train in ``works``, which are roles.
+
+    They also get the row of the plan and that of DeepSpeed alone, with which they are compared.
+    """
+
+    def spread_of(row: Row) -> Spread | None:
+        one = row.simulated
+        if row.role == "plan" and plan is not None and sweep is not None:
+            of = sweep if sweep.workload.subgroups == sweep.workload.cut_as(plan).subgroups else None
+            of = of or PlanSweep(sweep.workload.cut_as(plan), machine)
+            return Spread.of(lambda on, work: of.on(on, work).result(plan).iteration_s, of.workload, machine, "ebbtide")
+        if row.role not in works:
+            return None
+
+        def seconds(on: Machine, work: Workload) -> float:
+            return simulate_fast(compile_(one.strategy, work, one.setting), on).iteration_s
+
+        return Spread.of(seconds, works[row.role], machine, one.strategy)
+
+    spread = [replace(row, spread=spread_of(row)) for row in rows]
+    of_plan = next((row for row in spread if row.role == "plan"), None)
+    of_stock = next(row for row in spread if row.role == "stock")
+    return [replace(row, plan=of_plan, stock=of_stock) for row in spread]
 
 
 def best_stock(rows: Sequence[Row]) -> Row | None:

@@ -11,6 +11,7 @@ from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.tuner.answer.roles import BEST, SETTING, Role, role_of
+from ebbtide.tuner.answer.spreads import TOLD
 from ebbtide.tuner.quantities import told_seconds
 
 LITTLE = 5e-3  # relative distance from the lower bound that is smaller than any measurement error
@@ -78,10 +79,9 @@ def _over(stock: Prediction, settings: Sequence[Prediction], one: Prediction) ->
     the text also has the speedup over the fastest of them.
     """
     fastest = min([stock, *settings], key=lambda p: p.iteration_s)
-    gain, least = _times(stock, one), _times(fastest, one)
     beside = fastest.iteration_s < stock.iteration_s and not _same_way(fastest, one)
-    told = f", {least} as fast as {_named(fastest)}" if beside else ""
-    return f"{gain} as fast as stock DeepSpeed{told}"
+    told = f", {_gains(fastest, one)} {_named(fastest)}" if beside else ""
+    return f"{_gains(stock, one)} stock DeepSpeed{told}"
 
 
 def _named(setting: Prediction) -> str:
@@ -129,8 +129,25 @@ def _gain(plain: Prediction, plan: Prediction) -> str:
 
 
 def _times(longer: Prediction, shorter: Prediction) -> str:
+    """Return the ratio of two times, such as ``2.4x``, and the interval of the gain of a plan."""
     ratio = longer.iteration_s / shorter.iteration_s
-    return f"{ratio:.1f}x" if not 0.95 < ratio < 1.1 else f"{ratio:.2f}x"
+    told = f"{ratio:.1f}x" if not 0.95 < ratio < 1.1 else f"{ratio:.2f}x"
+    low, high = longer.over_plan_low, longer.over_plan_high
+    return f"{told} ({low:.2g}x to {high:.2g}x)" if low and shorter.lower_bound_s else told
+
+
+def _gains(longer: Prediction, shorter: Prediction) -> str:
+    """Return by how much a way to train is faster than another one: without a figure if the plan's gain is not known
+    to a factor of two.
+    """
+    low, high = longer.over_plan_low, longer.over_plan_high
+    if low and shorter.lower_bound_s and high > TOLD * low:
+        return (
+            f"faster ({low:.2g}x to {high:.2g}x as fast, in nine runs of ten) than"
+            if low > 1
+            else (f"between {low:.2g}x and {high:.2g}x as fast as")
+        )
+    return f"{_times(longer, shorter)} as fast as"
 
 
 def distance(plan: Prediction) -> str:

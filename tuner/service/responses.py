@@ -65,7 +65,9 @@ class RowTold(Figures):
     """A row of the response of `/answer`: one simulated way to train, such as a plan.
 
     `speedup` is relative to DeepSpeed without a plan at the job's ZeRO stage (role `stock`), and null if that does not
-    fit. `speedup_over_best` is relative to DeepSpeed alone at its best (`best_stock` of the answer).
+    fit. `speedup_low` and `speedup_high` hold it in nine runs of ten, as `iteration_low_s` and `iteration_high_s` hold
+    the time. They are null for other systems and variants. `speedup_over_best` is relative to DeepSpeed alone at its
+    best (`best_stock` of the answer).
     """
 
     role: Role
@@ -74,7 +76,11 @@ class RowTold(Figures):
     setting: str
     fits: bool
     reason: str
+    iteration_low_s: float | None
+    iteration_high_s: float | None
     speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
     speedup_over_best: float | None
 
 

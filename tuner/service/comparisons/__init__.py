@@ -58,7 +58,7 @@ class _Point:
     def rows(self, plan: Plan | None) -> list[Row]:
         """Return the rows of an answer. Without a plan, they have one that lacks little memory."""
         chosen = plan or quick_or_roomiest(*self._job, **self.freedom)
-        return compare(*self._job, chosen, others=False, compile_=TEMPLATES.compiled)
+        return compare(*self._job, chosen, others=False, compile_=TEMPLATES.compiled, spreads=False)
 
     @property
     def _job(self) -> tuple[Workload, Machine, Limits]:
