@@ -246,7 +246,7 @@ def _nearest(work: "Workload", machine: "Machine", plan: "Plan | None", memory: 
     if plan is not None and plan.prediction is not None:
         told = plan.prediction
         yield (
-            'DeepSpeed ZeRO-3 with "offload_optimizer": {"device": "cpu"} and "ebbtide": {"plan": "auto"}, '
+            'DeepSpeed ZeRO-3 with "offload_optimizer": {"device": "cpu"} and "ebbtide": {"plan": "automatic"}, '
             f"{told.iteration_s:.3g} s per step, {told.device_peak_bytes / GIB:.1f} GiB of GPU memory and "
             f"{told.host_peak_bytes / GIB:.1f} GiB of host memory"
         )

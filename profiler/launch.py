@@ -1,5 +1,6 @@
 """Profiling of a training script: a launcher starts the script in separate processes, which measure its workload."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ebbtide.profiler.progress import FAILED, first_error, read_progress
-from ebbtide.runtime.hardware.launcher import free_port, remove_shared_buffers
+from ebbtide.runtime.hardware.launcher import free_port, only_rank, remove_shared_buffers
 from ebbtide.simulator.workload import Workload
 
 Launcher = Literal["none", "torchrun", "deepspeed"]
@@ -123,7 +124,8 @@ def _run(run: ScriptRun, fresh: Path, log: Path, progress: Callable[[int, int], 
     with ExitStack() as stack:
         to = None if run.shown else stack.enter_context(log.open("w", encoding="utf-8"))
         stack.callback(remove_shared_buffers, port)
-        process = subprocess.Popen(command, stdout=to, stderr=to and subprocess.STDOUT)
+        environment = {**os.environ, **(only_rank(os.environ) if run.launcher == "none" else {})}
+        process = subprocess.Popen(command, stdout=to, stderr=to and subprocess.STDOUT, env=environment)
         stack.callback(_end, process)
         while True:
             try:

@@ -18,6 +18,7 @@ from ebbtide.profiler.rates import adam, contention, copies, dram, products, sav
 from ebbtide.profiler.rates.ranks import HOST_ADAM_BYTES, check_ranks, measure_ranks
 from ebbtide.profiler.rates.sampling import Part, unstable
 from ebbtide.profiler.rates.sharing import differences, with_writer_cost
+from ebbtide.runtime.hardware.builds import own_ninja_first
 from ebbtide.runtime.kernels import host
 from ebbtide.simulator.engines.cache import cache_dir
 from ebbtide.simulator.machine import Machine, ShareName
@@ -68,6 +69,7 @@ def measure_machine(
     Raises:
         ValueError: seconds is not in (0, 60], or there are more ranks than cores or GPUs.
     """
+    own_ninja_first()
     if not 0 < seconds <= MOST_SECONDS:
         raise ValueError(f"seconds must be > 0 and at most {MOST_SECONDS:g} (--seconds), but got {seconds}")
     cuda = torch.cuda.is_available()

@@ -13,6 +13,7 @@ import argparse
 import runpy
 import sys
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def initialize(original: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Leave an engine with the key ``"ebbtide"`` in its config to DeepSpeed, because it is DeepSpeed that is profiled.
+
+    `ebbtide.runtime.frontdoor.hook` calls this function.
+    """
+    return original(*args, **kwargs)
+
+
 class ProfiledScript:
     """A run of a training script, during which the script's first DeepSpeed engine is profiled."""
 
@@ -105,6 +114,9 @@ class ProfiledScript:
         Raises:
             ScriptError: The script ended too early, failed, or cannot be profiled.
         """
+        from ebbtide.runtime.frontdoor import hook
+
+        hook.enable("ebbtide.profiler.script", tells=False)  # before Accelerate reads the key "ebbtide"
         import deepspeed
 
         original = deepspeed.initialize
@@ -119,6 +131,7 @@ class ProfiledScript:
             failure = _run_as_main(script, arguments)
         finally:
             deepspeed.initialize = original
+            hook.disable()
             for profile in self._profiles:
                 profile.stop()
         self._judge(failure)

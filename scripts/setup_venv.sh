@@ -50,7 +50,7 @@ has_gpu() {
 }
 
 has_torch() { # the versions of torch in pyproject.toml, in the environment of a Python interpreter
-    "$1" -c 'import sys, torch; sys.exit(not (2, 10) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15))' \
+    "$1" -c 'import sys, torch; sys.exit(not (2, 10) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 16))' \
         2>/dev/null
 }
 
@@ -71,7 +71,7 @@ install() { # with -qq, pip still prints its errors
     has_gpu || constraints="-c constraints-cpu.txt"
     if ! { has_gpu && has_torch "$venv/bin/python"; }; then
         echo "setup: torch ..."
-        $pip $constraints 'torch>=2.10,<2.15'
+        $pip $constraints 'torch>=2.10,<2.16'
     fi
     if [ -n "$extra" ]; then
         echo "setup: the extra [$extra] ..."

@@ -28,6 +28,11 @@ READY_BLOCKS = 1
 BLOCK_BYTES = 4 * 2**20  # size of the blocks of checkpoint files that are copied, hashed and written at a time
 
 
+# Values that stand for a plan made during training. Accelerate and the Trainer fill in every "auto" of DeepSpeed's
+# config, and refuse one that they do not know. They leave "automatic" alone.
+AUTOMATIC = ("automatic", "auto")
+
+
 class PlanError(RuleError):
     """An error: a plan cannot be read or does not fit the training. The message says what to change."""
 

@@ -26,7 +26,7 @@ def config_of(script):
 @pytest.mark.parametrize("script", SUBGROUPS)
 def test_an_example_trains_under_a_plan(script, only_rank, tmp_path, monkeypatch, capfd):
     config = json.loads(config_of(script).read_text())
-    assert config["ebbtide"] == {"plan": "auto"}  # "auto" would first measure this machine
+    assert config["ebbtide"] == {"plan": "automatic"}  # "auto" would first measure this machine
     size = config["zero_optimization"].get("sub_group_size", 10**9)
     placement = [{"placement": "host", "count": SUBGROUPS[script]}]
     config["ebbtide"] = {"plan": {"subgroup_size": size, "placement": placement}}

@@ -32,8 +32,8 @@ MAY_IMPORT = {
 # commands of the tuner that work on checkpoints.
 MAY_IMPORT_LAZILY = {
     "simulator": {"simulator"},
-    # The private names of DeepSpeed are read in one place.
-    "profiler": {"simulator", "profiler", *LEAVES, "runtime.zero.checks"},
+    # The private names of DeepSpeed are read in one place, and scripts start through one door.
+    "profiler": {"simulator", "profiler", *LEAVES, "runtime.zero.checks", "runtime.frontdoor"},
     "tuner": {"simulator", "profiler", "tuner", "runtime"},
     "runtime": {"simulator", "profiler", "tuner", "runtime"},
     **{leaf: {leaf, CACHE} for leaf in LEAVES},

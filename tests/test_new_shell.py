@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from ebbtide.runtime.hardware.launcher import VARIABLES
-from ebbtide.tuner.commands.run import starts_alone
+from ebbtide.runtime.hardware.launcher import VARIABLES, only_rank
 
 
 def run(words, folder, environment):
@@ -29,7 +28,7 @@ def run(words, folder, environment):
     ],
 )
 def test_only_a_bare_python_command_gets_a_rank(command, variable, alone):
-    assert starts_alone(command, {variable: "1"} if variable else {}) is alone
+    assert (only_rank({variable: "1"} if variable else {}, command).get("RANK") == "0") is alone
 
 
 def test_a_script_that_starts_its_ranks_itself_gets_its_environment_back(new_shell, tmp_path):

@@ -267,7 +267,6 @@ class Session:
         Raises:
             PlanError: The plan was made for other subgroups.
             StorageError: The drives have no room for the state that the plan keeps there.
-            CheckpointError: A checkpoint failed in the background before.
             SwitchError: The new plan could not be started, for example because memory is short.
             BackgroundError, DamagedError: An update failed in the background before, or state on a drive is damaged.
                 Training cannot continue.

@@ -3,8 +3,12 @@
 If a DeepSpeed config has the key ``"ebbtide"``, the wrapper lets ebbtide build the engine as this key says. All other
 calls go to DeepSpeed unchanged.
 
+Also for engines without the key, three things are made easy: a script that was started without a launcher is the only
+rank, DeepSpeed compiles its ops with this environment's ninja and says so, and the first engine that trains without the
+key is reported.
+
 This module imports only Python's standard library: under `tune run` every interpreter loads it at startup, and most
-interpreters never import DeepSpeed. No other module of ebbtide is imported before a config with the key ``"ebbtide"``
+interpreters never import DeepSpeed. The package ebbtide is not imported before a config with the key ``"ebbtide"``
 appears.
 """
 
@@ -13,9 +17,10 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -25,10 +30,10 @@ KEY = "ebbtide"
 # recognizes its own wrapper by it.
 ORIGINAL = "_ebbtide_original"
 LEFTOVERS = ".ebbtide"  # the value of `ebbtide.runtime.checkpoint.protocol.rotation.NOTES`
-_door = ""  # see `enable`
+_door, _tells = "", True  # see `enable`
 
 
-def enable(door: str) -> None:
+def enable(door: str, *, tells: bool = True) -> None:
     """Make every engine with the key ``"ebbtide"`` in its DeepSpeed config run under the plan given there.
 
     Call it before or after ``import deepspeed``. A second call changes nothing. A name imported from DeepSpeed
@@ -37,9 +42,10 @@ def enable(door: str) -> None:
     Args:
         door: Name of the ebbtide module whose ``initialize`` receives the calls of ``deepspeed.initialize``. It
             is imported on first use.
+        tells: True to print when an engine trains without the key.
     """
-    global _door
-    _door = door
+    global _door, _tells
+    _door, _tells = door, tells
     if not any(_is_ours(finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AfterImport())
     for name, wrap in _WRAPPED.items():
@@ -97,6 +103,7 @@ def disable() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not _is_ours(finder)]
     modules = sys.modules.get
     _unwrap(modules("deepspeed"), "initialize")
+    _unwrap(modules("deepspeed.comm.comm"), "mpi_discovery")
     _unwrap(_plugin_of(modules("accelerate.utils.dataclasses")), "fill_match")
 
 
@@ -124,18 +131,59 @@ def _unwrap(owner: Any, name: str) -> None:
 
 
 def _initialize(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if not _may_have_key(args, kwargs):
-        return original(*args, **kwargs)
-    return own(_door).initialize(original, args, kwargs)
+    configs = list(_configs(args, kwargs))
+    if any(KEY in config for config in configs):
+        return own(_door).initialize(original, args, kwargs)
+    result = original(*args, **kwargs)
+    tell_no_key(result, {key for config in configs for key in (config if isinstance(config, dict) else _keys(config))})
+    return result
 
 
-def _may_have_key(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def tell_no_key(made: Sequence[Any], keys: Iterable[str], where: str = "") -> None:
+    """Print once, on rank 0, that DeepSpeed trains without a plan, since its config lacks the key ``"ebbtide"``.
+
+    Args:
+        made: Result of ``deepspeed.initialize``. Nothing is printed if its engine has no optimizer.
+        keys: Keys of the config. The most similar one is named.
+        where: The key in which the key ``"ebbtide"`` is, instead of at the top level of the config.
+    """
+    if not _tells or getattr(made[0], "basic_optimizer", None) is None:
+        return
+    if took := os.environ.get("EBBTIDE_TOOK"):  # `tune run` then need not say so at the end
+        Path(took).touch()
+    distributed = sys.modules["torch.distributed"]
+    if distributed.is_initialized() and distributed.get_rank():
+        return
+    from difflib import get_close_matches
+
+    near = get_close_matches(KEY, keys, 1, 0.7)
+    if where:
+        why = f'only inside "{where}". Move it to the top level'
+    elif near:
+        why = f'but "{near[0]}". Did you mean "{KEY}"?'
+    else:
+        why = f'Add "{KEY}": {{"plan": "automatic"}} to train under a plan'
+    no_key = f'has the key "{KEY}" {why}' if where else f'has no key "{KEY}"{", " if near else ". "}{why}'
+    _tell_once(f"ebbtide: DeepSpeed trains without a plan, because its config {no_key}")
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _keys(config: str) -> list[str]:
+    return re.findall(r"""["']?([\w-]+)["']?\s*:""", config)
+
+
+def _configs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any] | str]:
+    """Yield what may be the DeepSpeed config of a call of ``deepspeed.initialize``: dicts, and texts of files."""
     first = kwargs.get("args", args[0] if args else None)
     places = [*args, kwargs.get("config"), kwargs.get("config_params")]
     places += [getattr(first, name, None) for name in ("deepspeed_config", "deepscale_config")]
-    return any(
-        KEY in (_text(place) if isinstance(place, str) else place) for place in places if isinstance(place, str | dict)
-    )
+    for place in places:
+        if isinstance(place, str | dict):
+            yield _text(place) if isinstance(place, str) else place
 
 
 def _text(config: str) -> str:
@@ -174,6 +222,32 @@ def own(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def _hardware(name: str) -> Any:
+    """Load a module of `ebbtide.runtime.hardware` that needs only the standard library, without the package ebbtide."""
+    loaded = f"_ebbtide_{name}"
+    if loaded not in sys.modules:
+        place = Path(__file__).resolve().parents[1] / "hardware" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(loaded, place)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[loaded] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[loaded])
+    return sys.modules[loaded]
+
+
+def _discover(original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Make a process that no launcher has started the only rank. DeepSpeed would ask MPI, which few have installed."""
+    alone = _hardware("launcher").only_rank(os.environ)
+    os.environ.update(alone)
+    if not alone:
+        original(*args, **kwargs)
+
+
+def _in_deepspeed(deepspeed: Any) -> None:
+    _hardware("builds").own_ninja_first()
+    _wrap(deepspeed, "initialize", _initialize)
+
+
 def _plugin_of(accelerate: Any) -> Any:
     return getattr(accelerate, "DeepSpeedPlugin", None)
 
@@ -189,7 +263,9 @@ def _numbers_ranks(_: Any) -> None:
 
 
 _WRAPPED: dict[str, Callable[[Any], None]] = {
-    "deepspeed": lambda module: _wrap(module, "initialize", _initialize),
+    "deepspeed": _in_deepspeed,
+    "deepspeed.comm.comm": lambda module: _wrap(module, "mpi_discovery", _discover),
+    "torch.utils.cpp_extension": lambda module: _hardware("builds").tell_builds(module),
     "accelerate.utils.dataclasses": lambda module: _wrap(_plugin_of(module), "fill_match", _fill_match),
     "lightning.fabric": _numbers_ranks,
     "lightning_fabric": _numbers_ranks,

@@ -16,7 +16,7 @@ from typing import Any
 
 import hjson
 from ebbtide.runtime import log
-from ebbtide.runtime.frontdoor.hook import KEY
+from ebbtide.runtime.frontdoor.hook import KEY, tell_no_key
 from ebbtide.runtime.frontdoor.request import Request, read_request
 from ebbtide.runtime.hardware.launcher import rank
 from ebbtide.runtime.zero.attach import initialize as initialize_under_plan
@@ -42,10 +42,15 @@ def initialize(
     call = inspect.signature(original).bind(*args, **kwargs).arguments
     given, source = config_of(call)
     config, base = read(given)
+    if config is not None and KEY not in config:
+        result = original(*args, **kwargs)
+        inside = (name for name, value in config.items() if isinstance(value, dict) and KEY in value)
+        tell_no_key(result, config, next(inside, ""))
+        return result
     if config is None or config.get(KEY) is None or not _trains(call, config):
         return original(*args, **kwargs)
     log.show(rank())
-    if took := os.environ.get("EBBTIDE_TOOK"):  # `tune run` warns if no engine has created this file
+    if took := os.environ.get("EBBTIDE_TOOK"):  # otherwise `tune run` says at the end that no engine has started
         Path(took).touch()
     request = read_request(config[KEY], base)
     if request.plan is not None and leave_to_stock(config):

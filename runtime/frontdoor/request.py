@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ebbtide.runtime.frontdoor.hook import KEY
-from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
+from ebbtide.simulator.plan import AUTOMATIC, CheckpointPlan, Plan, PlanError
 from ebbtide.simulator.rules import explain, suggestion
 from pydantic import ValidationError
 
@@ -25,8 +25,9 @@ class Request:
     """The parsed content of the key ``"ebbtide"`` in the config of one DeepSpeed engine.
 
     Attributes:
-        plan: The plan that the engine runs under. ``"auto"`` means: measure the first steps, then make a
-            plan and switch to it. None keeps DeepSpeed's own optimizer, and ebbtide only saves checkpoints.
+        plan: The plan that the engine runs under. ``"auto"`` (``"automatic"`` in the config) means: measure the first
+            steps, then make a plan and switch to it. None keeps DeepSpeed's own optimizer, and ebbtide only saves
+            checkpoints.
         checkpoint: Checkpoint settings that replace the plan's. None keeps the plan's settings.
         device: Device that the plan runs on. ``emulated`` makes real copies to an emulated GPU, for trials.
     """
@@ -48,7 +49,7 @@ def read_request(value: Any, base: Path | None = None) -> Request:
     if not isinstance(value, dict):
         raise RequestError(
             f'"{KEY}" in DeepSpeed\'s config must be an object such as {{"plan": "plan.json"}} or '
-            f'{{"plan": "auto"}}, but got {value!r}'
+            f'{{"plan": "automatic"}}, but got {value!r}'
         )
     unknown = sorted(map(str, value.keys() - {*KEYS}))
     if unknown:
@@ -67,7 +68,7 @@ def read_request(value: Any, base: Path | None = None) -> Request:
 def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
     if value is None:
         return None
-    if value == "auto":
+    if isinstance(value, str) and value in AUTOMATIC:
         return "auto"
     try:
         if isinstance(value, dict):
@@ -75,10 +76,10 @@ def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
         if isinstance(value, str) and value:
             return Plan.load(_file(value, base))
     except PlanError as error:
-        meant = suggestion(value, ["auto"]) if isinstance(value, str) else ""
+        meant = suggestion(value, AUTOMATIC) if isinstance(value, str) else ""
         raise RequestError(f'"{KEY}.plan" in DeepSpeed\'s config: {error}{meant}') from None
     raise RequestError(
-        f'"{KEY}.plan" in DeepSpeed\'s config must be "auto", the path of a plan or its fields, but got {value!r}'
+        f'"{KEY}.plan" in DeepSpeed\'s config must be "automatic", the path of a plan or its fields, but got {value!r}'
     )
 
 

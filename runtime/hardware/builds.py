@@ -1,22 +1,23 @@
-"""A warning for training processes that wait for another process to compile a DeepSpeed op.
+"""Messages about builds of DeepSpeed's ops, and the choice of their ninja.
 
 torch guards each build by a file named ``lock``. If a process is killed while it compiles, its lock file
 remains, and later processes wait forever without a message.
 """
 
 import contextlib
-import logging
+import functools
 import os
+import shutil
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-
-logger = logging.getLogger("ebbtide")
+from typing import Any
 
 LOCK = "lock"
+QUIET_S = 2.0  # a build that takes longer is told
 _YOUNG_S = 30.0  # a builder takes its lock some time before its compiler runs
 
 
@@ -66,28 +67,60 @@ def told(lock: Path) -> str:
     return f"the build of the extension {lock.parent.name} has held its lock file {lock} since {since}. {state}"
 
 
-@contextlib.contextmanager
-def waits_are_told(every_s: float = 10.0) -> Iterator[None]:
-    """Warn in the log while the code in this ``with`` block waits for another process to build a torch extension.
+def own_ninja_first() -> None:
+    """Put the folder of this Python first on PATH, unless its ninja is the one that torch would call anyway.
 
-    Warn again if the building process has died.
+    Each version of ninja discards the log of another one, and then compiles all ops again. Without an activated
+    environment, torch would call the system's ninja, or find none.
     """
+    own = Path(sys.executable).parent / "ninja"
+    if own.exists() and shutil.which("ninja") != str(own):
+        os.environ["PATH"] = os.pathsep.join(filter(None, [str(own.parent), os.environ.get("PATH")]))
+
+
+def tell_builds(cpp_extension: Any) -> None:
+    """Make ``torch.utils.cpp_extension``, with which DeepSpeed compiles its ops, say when it compiles or waits."""
+    original = cpp_extension.load
+    if hasattr(original, "_ebbtide_tells"):
+        return
+
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        with builds_are_told(kwargs.get("name") or args[0]):
+            return original(*args, **kwargs)
+
+    load._ebbtide_tells = True  # type: ignore[attr-defined]
+    cpp_extension.load = load
+
+
+@contextlib.contextmanager
+def builds_are_told(name: str, every_s: float = 10.0) -> Iterator[None]:
+    """Say on stderr what takes so long, while the code in this ``with`` block has torch load the extension ``name``.
+
+    The extension is compiled, or another process that compiles it is waited for. Say also if that process has died.
+    Rank 0 says this.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
     over = threading.Event()
-    threading.Thread(
-        target=_watch, args=(threading.get_ident(), over, every_s), name="ebbtide-builds", daemon=True
-    ).start()
+    watched = (threading.get_ident(), over, name, every_s)
+    threading.Thread(target=_watch, args=watched, name="ebbtide-builds", daemon=True).start()
     try:
         yield
     finally:
         over.set()
 
 
-def _watch(thread: int, over: threading.Event, every_s: float) -> None:
-    said = ""
-    while not over.wait(every_s):
-        lock = _waited_for(thread)
-        if lock is not None and (text := told(lock)) != said:
-            logger.warning("waiting for another process that compiles a PyTorch extension: %s", text)
+def _watch(thread: int, over: threading.Event, name: str, every_s: float) -> None:
+    said, wait_s = "", QUIET_S
+    while not over.wait(wait_s):
+        lock, wait_s = _waited_for(thread), every_s
+        text = f"the kernel {name} is compiled, which takes a minute or two, once on a machine"
+        if lock is not None:
+            text = f"waiting for another process that compiles a PyTorch extension: {told(lock)}"
+        if text != said:
+            print(f"ebbtide: {text}", file=sys.stderr, flush=True)
             said = text
 
 

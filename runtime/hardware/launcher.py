@@ -8,6 +8,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ LAUNCHERS = (
 # Variables that show that a launcher started this process. PMIX_RANK is only a sign of it, because PMIx sets no number
 # of ranks.
 VARIABLES = frozenset(name for launcher in LAUNCHERS for name in launcher) | {"PMIX_RANK"}
+ALONE = "EBBTIDE_ALONE"  # variable that `ebbtide.runtime.frontdoor.hook` reads
+_LAUNCHING = ("torch.distributed", "deepspeed", "accelerate", "lightning", "horovod")  # modules that start ranks
 SHARED = Path("/dev/shm")  # noqa: S108 - DeepSpeed chose it
 _YOUNG_S = 10.0  # a buffer that was just made may not be memory-mapped yet
 
@@ -100,6 +103,26 @@ def _said(field: str) -> str | None:
 def one_node() -> bool:
     """Return whether all ranks of the training job run on this host."""
     return world_size() <= local_ranks()
+
+
+def only_rank(environment: Mapping[str, str], command: Sequence[str] = ()) -> dict[str, str]:
+    """Return the environment variables that a launcher would set for a single training process, such as the rank and a
+    free port. Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing.
+
+    Return nothing if a launcher has started this process, or if ``command`` is anything but ``python`` with a script
+    that may train. The variable `ALONE` tells ebbtide's startup hook which variables to remove if the script starts
+    ranks itself.
+    """
+    if not VARIABLES.isdisjoint(environment) or (command and not _starts_alone(command)):
+        return {}
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    address = {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1")}
+    return own | address | {"MASTER_PORT": environment.get("MASTER_PORT", str(free_port())), ALONE: ",".join(own)}
+
+
+def _starts_alone(command: Sequence[str]) -> bool:
+    module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
+    return re.fullmatch(r"python[\d.]*", Path(command[0]).name) is not None and not module.startswith(_LAUNCHING)
 
 
 def free_port() -> int:

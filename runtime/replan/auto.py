@@ -110,7 +110,7 @@ class _Automatic:
         )
         if result is not None and result.iteration_s < result.current_s:
             logger.info(
-                "plan='auto' switches to a faster plan: %.3f s per iteration expected, and %.3f s with the plan so far",
+                "training switches to a faster plan: %.3f s per iteration expected, and %.3f s with the plan so far",
                 result.iteration_s,
                 result.current_s,
             )

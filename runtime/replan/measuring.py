@@ -27,8 +27,8 @@ def measured_machine(drives: Sequence[str] = ()) -> Machine:
         return by_the_first(lambda: _with_drives(drives), of_each_host=True)
     except FirstRankError as error:
         raise RuntimeError(
-            f'plan="auto" measures the machine before training, but the measurement failed ({error}). Fix the '
-            'cause, or give a plan file instead of "auto"'
+            f"an automatic plan measures the machine before training, but the measurement failed ({error}). Fix the "
+            'cause, or give a plan file instead of "automatic"'
         ) from None
 
 

@@ -15,7 +15,7 @@ from ebbtide.runtime.devices.choice import choose_device
 from ebbtide.runtime.execution.plan_check import check_plan
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.execution.session import Session
-from ebbtide.runtime.hardware.builds import waits_are_told
+from ebbtide.runtime.hardware.builds import own_ninja_first, tell_builds
 from ebbtide.runtime.hardware.launcher import one_node, rank, world_size
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.rule import UpdateRule
@@ -45,7 +45,7 @@ from ebbtide.runtime.zero.subgroup_size import (
 from ebbtide.simulator.estimates.deepspeed_keys import read_file
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.plan import CheckpointPlan, Plan, PlanError
+from ebbtide.simulator.plan import AUTOMATIC, CheckpointPlan, Plan, PlanError
 from ebbtide.simulator.schedules.buckets import planned_bucket
 
 logger = logging.getLogger("ebbtide")
@@ -82,25 +82,29 @@ def initialize(
             says what to change.
     """
     import deepspeed
+    from torch.utils import cpp_extension
 
     log.show(rank())
     _check_dir(checkpoint)
-    automatic = isinstance(plan, str) and plan == "auto"
+    automatic = isinstance(plan, str) and plan in AUTOMATIC
     named = None if automatic else load_plan(plan)
     private.check_version()
     host.load()  # reports a missing compiler before an engine is built
     if config is None:
         config = kwargs.pop("config_params", None)
     config = _load_config(config)
+    # Without the wrapper of `ebbtide.runtime.frontdoor`, which would say that the config has no key "ebbtide".
+    build = getattr(deepspeed.initialize, "_ebbtide_original", deepspeed.initialize)
     if automatic and leave_to_stock(config):
-        return deepspeed.initialize(*args, config=config, **kwargs)
+        return build(*args, config=config, **kwargs)
     check_config(config)
     given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
     check_model(given.get("model"), config)
     storage = stored_at(config)
     config, named = _for_engine(config, named, storage, given.get("optimizer"))
-    with waits_are_told():
-        result = deepspeed.initialize(*args, config=config, **kwargs)
+    own_ninja_first()
+    tell_builds(cpp_extension)
+    result = build(*args, config=config, **kwargs)
     if named is None:
         _attach_automatically(result[0], device, None, checkpoint, True, storage)
     else:
@@ -200,7 +204,7 @@ def attach(
             "first of the values that it returns"
         )
     log.show(rank())
-    if isinstance(plan, str) and plan == "auto":
+    if isinstance(plan, str) and plan in AUTOMATIC:
         return _attach_automatically(engine, device, machine, checkpoint, overlap_forward)
     plan = load_plan(plan)
     if checkpoint is not None:
@@ -274,7 +278,7 @@ def _on_the_host(plan: Plan, optimizer: Any) -> Plan:
     if plan.subgroup_size < largest:
         raise ConfigError(
             f"plan.subgroup_size must be at least {largest} for {name}, which updates a whole "
-            f'partition at a time under ZeRO-1 and 2, but got {plan.subgroup_size}: use "plan": "auto"'
+            f'partition at a time under ZeRO-1 and 2, but got {plan.subgroup_size}: use "plan": "automatic"'
         )
     if plan.count("host") < plan.subgroup_count:
         logger.warning(
@@ -400,7 +404,7 @@ def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) ->
     live.stored = session.stored
     session.executor.bodies.gate = live
     lazy = install(engine, checkpoint, live, after_step=session.after_step, plan_digest=lambda: session.plan.digest)
-    session.before_switch.append(lazy.wait)
+    session.before_switch.append(lazy.wait_for_reading)
     if session.engine.update_rule().own_step:  # the moments exist only after the first step
         lazy._before_save = register
 

@@ -27,7 +27,7 @@ def automatic_size(engine: Any, rule: UpdateRule, *, stores: bool) -> int:
 
 
 def piece_elements(elements: int) -> int:
-    """Return the minimum number of elements of a subgroup when ``"plan": "auto"`` divides a rank's optimizer state."""
+    """Return the minimum number of elements of a subgroup when an automatic plan divides a rank's optimizer state."""
     return max(LEAST_PIECE, min(PIECE, elements // PIECES))
 
 

@@ -201,7 +201,7 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
         return (
             f"{own_step} must be absent or false to search a plan, but got true. With this key the optimizer "
             "runs its own step and keeps all state in host memory, so there is nothing to search. "
-            'Train with "ebbtide": {"plan": "auto"} in the config'
+            'Train with "ebbtide": {"plan": "automatic"} in the config'
         )
     obstacle = plan_obstacle(config)
     if not obstacle and moved.optimizer == "nvme":

@@ -2,11 +2,12 @@
 and logs a warning while a process waits for a lock file.
 """
 
-import logging
+import io
 import os
 import subprocess
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from ebbtide.runtime.hardware import builds
@@ -40,21 +41,61 @@ def test_a_lock_is_stale_once_nobody_builds_there(lock, tmp_path):
     assert not builds.is_stale(lock), "a new lock is not stale, because its compiler may not have started yet"
 
 
-def test_a_start_that_waits_says_for_what_and_since_when(lock, caplog):
-    told = threading.Event()
+class Heard(io.StringIO):
+    """A replacement of stderr that sets an event when a text is printed."""
 
-    class Heard(logging.Handler):
-        def emit(self, record):
-            told.set()
+    def __init__(self, awaited):
+        super().__init__()
+        self.awaited, self.printed = awaited, threading.Event()
 
-    handler = Heard()
-    builds.logger.addHandler(handler)
-    threading.Thread(target=lambda: told.wait(30) and lock.unlink()).start()
+    def write(self, text):
+        if self.awaited in text:
+            self.printed.set()
+        return super().write(text)
+
+
+def test_a_start_that_waits_says_for_what_and_since_when(lock, monkeypatch):
+    heard = Heard("rm ")
+    monkeypatch.setattr("sys.stderr", heard)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(builds, "QUIET_S", 0.01)
+    threading.Thread(target=lambda: heard.printed.wait(30) and lock.unlink()).start()
     try:
-        with builds.waits_are_told(every_s=0.01), caplog.at_level(logging.WARNING, "ebbtide"):
+        with builds.builds_are_told("cpu_adam", 0.01):
             FileBaton(str(lock)).wait()
     finally:
-        builds.logger.removeHandler(handler)
         lock.unlink(missing_ok=True)
-    assert f"the build of the extension cpu_adam has held its lock file {lock} since" in caplog.text
-    assert f"rm {lock}" in caplog.text
+    assert f"the build of the extension cpu_adam has held its lock file {lock} since" in heard.getvalue()
+    assert f"rm {lock}" in heard.getvalue()
+
+
+@pytest.mark.parametrize(("rank", "tells"), [("0", True), ("1", False)])
+def test_an_op_that_is_compiled_is_told_on_rank_0(rank, tells, monkeypatch):
+    heard = Heard("kernel cpu_adam is compiled")
+    monkeypatch.setattr("sys.stderr", heard)
+    monkeypatch.setenv("RANK", rank)
+    torchs = SimpleNamespace(load=lambda name, sources: heard.printed.wait(30 if tells else 0))
+    monkeypatch.setattr(builds, "QUIET_S", 0.01)
+    builds.tell_builds(torchs)
+    once = torchs.load
+    builds.tell_builds(torchs)
+    assert torchs.load is once
+    assert torchs.load(name="cpu_adam", sources=[]) is tells
+
+
+def test_the_ninja_of_this_python_comes_first(tmp_path, monkeypatch):
+    """Check also that PATH stays as it is if this environment has no ninja, or if its ninja is first already."""
+    own, system = tmp_path / "venv" / "bin", tmp_path / "usr" / "bin"
+    for folder in (own, system):
+        folder.mkdir(parents=True)
+    (system / "ninja").write_text("#!/bin/sh\n")
+    (system / "ninja").chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(own / "python"))
+    monkeypatch.setenv("PATH", str(system))
+    builds.own_ninja_first()
+    assert os.environ["PATH"] == str(system)
+    (own / "ninja").write_text("#!/bin/sh\n")
+    (own / "ninja").chmod(0o755)
+    for _ in range(2):
+        builds.own_ninja_first()
+        assert os.environ["PATH"] == f"{own}:{system}"

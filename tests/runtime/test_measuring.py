@@ -46,8 +46,8 @@ def test_one_rank_of_a_node_measures(tmp_path, child_environment):
     told = [rank.wait(400) for rank in ranks]
     said = [rank.stdout.strip().splitlines()[-2:] for rank in told]
     failed = (
-        'plan="auto" measures the machine before training, but the measurement failed (rank 0: OSError: planted). '
-        'Fix the cause, or give a plan file instead of "auto"'
+        "an automatic plan measures the machine before training, but the measurement failed (rank 0: OSError: "
+        'planted). Fix the cause, or give a plan file instead of "automatic"'
     )
     assert said == [["as rank 0 sees it drive", failed]] * 2, told
     assert [path.name for path in tmp_path.glob("measured_by_*")] == ["measured_by_0"]

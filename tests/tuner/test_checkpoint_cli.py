@@ -1,6 +1,8 @@
 """Tests of the command `tune checkpoint` on real checkpoints."""
 
 import json
+import os
+import re
 import shutil
 
 import pytest
@@ -42,7 +44,16 @@ def test_list_shows_the_newest_first_and_which_one_is_latest(folder):
         ("step0", 0, False),
     ]
     assert all(r["size_bytes"] > 240_000 and r["status"] == "committed" for r in found)
-    assert "tag=step2" in tune("list", folder).stdout.splitlines()[0]
+    title, first, *_ = tune("list", folder).stdout.splitlines()
+    assert title.split() == ["tag", "step", "size", "ranks", "committed", "latest", "status"]
+    assert re.match(r"step2 +2 +0\.3 MiB +\d+ +20\d\d-\d\d-\d\d [\d:]{8} +latest +committed$", first), first
+
+
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 1000), lambda path: path.unlink()])
+def test_list_tells_a_file_that_was_cut_or_lost(folder, change):
+    change(next((folder / "step1").glob("*.pt")))
+    status = {row["tag"]: row["status"] for row in rows("list", folder)[1]}
+    assert [tag for tag, state in status.items() if state.startswith("damaged: ")] == ["step1"], status
 
 
 def test_whole_ones_verify(folder):
@@ -79,6 +90,7 @@ def test_prune_leaves_the_newest_that_are_whole(folder):
     assert {r["removed"].rpartition("/")[2] for r in found} == {"step0", "step1"}
     assert [r["tag"] for r in rows("list", folder)[1]] == ["step2"]
     assert rows("prune", folder, "--keep", 1) == (0, [])
+    assert "nothing to delete" in tune("prune", folder, "--keep", 1).stderr
     assert rows("verify", folder) == (0, [{"tag": "step2", "state": "whole"}])
 
 

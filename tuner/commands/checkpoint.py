@@ -2,8 +2,9 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def list_(folders: tuple[str, ...], as_json: bool) -> None:
 
     roots = _columns(folders)
     rows = [{**column, **_row(item)} for root, column in roots for item in list_checkpoints(root)]
-    _print_rows(rows, as_json)
+    _print_rows(rows, as_json, _LISTED)
     if not rows and not as_json:
         click.echo(f"no checkpoint in {', '.join(folders)}. {_where_some_are(roots[0][0])}", err=True)
 
@@ -82,6 +83,8 @@ def prune(folders: tuple[str, ...], keep: int, as_json: bool) -> None:
         _check_any(root, list_checkpoints(root))
     rows = [{**column, "removed": str(item)} for root, column in roots for item in delete(root, keep)]
     _print_rows(rows, as_json)
+    if not rows and not as_json:
+        click.echo(f"nothing to delete: {', '.join(folders)} has no more than {keep} complete checkpoints", err=True)
 
 
 @checkpoint.command(epilog="Example: tune checkpoint export checkpoints/ --to exported/")
@@ -153,12 +156,44 @@ def _folder(path: str) -> Path:
 
 
 def _row(item: Any) -> dict[str, Any]:
-    return {name: value if isinstance(value, (int, float)) else str(value) for name, value in asdict(item).items()}
+    row = asdict(item).items()
+    return {name: value if isinstance(value, (int, float)) or value is None else str(value) for name, value in row}
 
 
-def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**29 else f"{size_bytes / 2**20:.1f} MiB"
+
+
+def _local_time(unix_s: float) -> str:
+    return f"{datetime.fromtimestamp(unix_s).astimezone():%Y-%m-%d %H:%M:%S}"
+
+
+# Columns of `tune checkpoint list`: key of a row -> the column's title, and the text of a value.
+_LISTED: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "folder": ("folder", str),
+    "tag": ("tag", str),
+    "step": ("step", str),
+    "size_bytes": ("size", _size),
+    "world_size": ("ranks", str),
+    "committed_unix_s": ("committed", _local_time),
+    "latest": ("latest", lambda latest: "latest" if latest else ""),
+    "status": ("status", str),
+}
+
+
+def _print_rows(
+    rows: list[dict[str, Any]], as_json: bool, columns: Mapping[str, tuple[str, Callable[[Any], str]]] | None = None
+) -> None:
+    """Print rows as JSON, or as a table with a title above each column."""
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    for row in rows:
-        click.echo("  ".join(f"{name}={value}" for name, value in row.items()))
+    if not rows:
+        return
+    shown = columns or {name: (name, str) for name in rows[0]}
+    shown = {name: column for name, column in shown.items() if name in rows[0]}
+    table = [[title for title, _ in shown.values()]]
+    table += [["" if row[name] is None else text(row[name]) for name, (_, text) in shown.items()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -1,10 +1,8 @@
 """The ``tune run`` command, which starts a training command with ebbtide in every process."""
 
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import click
@@ -13,14 +11,9 @@ from ebbtide.tuner.files import BadInputError
 from ebbtide.tuner.inputs import program_of
 from ebbtide.tuner.lazy_group import Command
 
-NO_ENGINE = (
-    'ebbtide: no engine started on this node from a DeepSpeed config with the key "ebbtide". If anything trained, it '
-    "was DeepSpeed alone.\n"
-)
-# Variable with a file that `ebbtide.runtime.frontdoor.initialize` creates when it builds an engine with the key
-# "ebbtide".
+NO_ENGINE = "ebbtide: no DeepSpeed engine with an optimizer was started on this node, so no plan was in force.\n"
+# Variable with a file that ebbtide creates when DeepSpeed builds an engine, with or without the key "ebbtide".
 TOOK = "EBBTIDE_TOOK"
-ALONE = "EBBTIDE_ALONE"  # variable that `ebbtide.runtime.frontdoor.hook` reads
 
 
 @click.command(
@@ -38,45 +31,19 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
     Use torchrun, deepspeed, accelerate launch or srun as COMMAND, or python for a single process. The command
     replaces the process of ``tune run``, so signals and the exit code are the command's own.
     """
+    from ebbtide.runtime.hardware.launcher import only_rank
+
     program = program_of(command, "run")
     if not no_check:
         _check()
     os.environ["PYTHONPATH"] = os.pathsep.join(_python_path())
-    if starts_alone(command, os.environ):
-        os.environ |= only_rank(os.environ)
+    os.environ |= only_rank(os.environ, command)
     _watch_for_engines()
     os.execv(program, list(command))  # noqa: S606 - no shell: the words go on as they are
 
 
-_LAUNCHERS = ("torch.distributed", "deepspeed", "accelerate", "lightning", "horovod")
-
-
-def starts_alone(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Return True if a command is plain ``python script.py``, not started by a launcher that sets a rank."""
-    from ebbtide.runtime.hardware.launcher import VARIABLES
-
-    if not re.fullmatch(r"python[\d.]*", Path(command[0]).name) or not VARIABLES.isdisjoint(environment):
-        return False
-    module = command[command.index("-m") + 1] if "-m" in command[:-1] else ""
-    return not module.startswith(_LAUNCHERS)
-
-
-def only_rank(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that a launcher would set for a single training process, such as the
-    rank and a free port.
-
-    Without these variables DeepSpeed asks MPI for its rank, and fails if mpi4py is missing. The variable
-    `ALONE` tells ebbtide's startup hook which variables to remove if the script starts ranks itself.
-    """
-    from ebbtide.runtime.hardware.launcher import free_port
-
-    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    address = {"MASTER_ADDR": environment.get("MASTER_ADDR", "127.0.0.1")}
-    return own | address | {"MASTER_PORT": environment.get("MASTER_PORT", str(free_port())), ALONE: ",".join(own)}
-
-
 def _watch_for_engines() -> None:
-    """Start a process that prints a message after training if no DeepSpeed config had the key "ebbtide".
+    """Start a process that prints a message after training if DeepSpeed has built no engine that trains.
 
     A separate process is needed because ``exec`` replaces the current process with the training command. The separate
     process reads from a pipe. The training command holds the other end of the pipe open, so the read returns when the

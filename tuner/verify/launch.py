@@ -109,13 +109,15 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
 
 def _ended(command: Sequence[str], job: Mapping[str, object], output: Path) -> tuple[int, str]:
     """Run a training command until it ends, with its output written to a file. Return its exit code and the output."""
+    from ebbtide.runtime.hardware.launcher import only_rank
+
     with output.open("w", encoding="utf-8") as to:
         code = subprocess.run(
             list(command),
             stdin=subprocess.DEVNULL,
             stdout=to,
             stderr=subprocess.STDOUT,
-            env=_environment(job),
+            env=_environment(job) | only_rank(os.environ, command),
             check=False,
         ).returncode
     return code, output.read_text(encoding="utf-8", errors="replace")

@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._means = Means.reserve(plan, live, self._files, block_bytes)
         self._loading = Loading(self._engine, live, self._peers, restore_random=plan.restore_random)
         self._job: Job | None = None
+        self._told: Job | None = None  # the failed job whose error was logged
         self._save: Save | None = None  # set while save_checkpoint runs
         self._note: Note | None = None  # note of the last save, while its trainer still writes to the folder
         self._saved: tuple[Any, ...] = ()  # the arguments of the last save
@@ -96,15 +97,20 @@ class LazyCheckpointEngine(CheckpointEngine):
     # -- what the training loop calls
 
     def on_step(self, global_step: int) -> None:
-        """Start a checkpoint if the plan's checkpoint interval has passed, and raise the error of an
-        earlier failed one.
+        """Start a checkpoint if the plan's checkpoint interval has passed.
 
-        Call this function after each optimizer step.
+        Call this function after each optimizer step. If an earlier checkpoint has failed in the background, log it. The
+        next save raises the error, also on the other ranks.
 
         Raises:
-            CheckpointError: An earlier checkpoint failed in the background. The cause is chained.
+            CheckpointError: A checkpoint is due, and an earlier one has failed in the background.
         """
-        self._reap()
+        job = self._job
+        if job is None or job.running or job.failure is None or job.cancelled:
+            self._reap()
+        elif job is not self._told:
+            self._told = job
+            logger.error("%s. The next save raises this error", _failed(job))
         every = self._plan.interval_steps
         if every and self._plan.dir and global_step > 0 and global_step % every == 0:
             self._engine.save_checkpoint(self._plan.dir, client_state=self.client_state())
@@ -121,6 +127,11 @@ class LazyCheckpointEngine(CheckpointEngine):
             self._job.wait()
         self._reap()
         return self.last
+
+    def wait_for_reading(self) -> None:
+        """Wait until no checkpoint reads optimizer state any more. If it has failed, the next save raises the error."""
+        if self._job is not None:
+            self._job.wait()
 
     def finish(self) -> None:
         """Wait until no checkpoint is being written, or until the writing of the checkpoint makes no more progress.
@@ -174,14 +185,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         if job.report is not None:
             self.last = job.report
         if job.failure is not None and not job.cancelled:
-            became = (
-                "failed in the background and was not committed"
-                if job.report is None
-                else "was committed, but older checkpoints could not be deleted"
-            )
-            raise CheckpointError(
-                f"checkpoint {job.attempt.tag!r} of step {job.attempt.step} {became}: {job.failure}"
-            ) from job.failure
+            raise CheckpointError(_failed(job)) from job.failure
 
     def _drop_note(self) -> None:
         if self._note is None or self._note.stays:
@@ -232,6 +236,7 @@ class LazyCheckpointEngine(CheckpointEngine):
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
         if not verdict.together:
+            _say_apart(verdict.targets)
             self._saved = ()
             self._save_apart(write, folder / "latest" if save_latest else None, name)
             return True
@@ -279,6 +284,8 @@ class LazyCheckpointEngine(CheckpointEngine):
         except BaseException as error:
             save.commit.abort(error)
             deleted_first.settle(committed=False)
+            if isinstance(error, OSError):
+                raise CheckpointError(_unwritable(attempt, error)) from error
             raise
         finally:
             self._save = None
@@ -407,6 +414,34 @@ class LazyCheckpointEngine(CheckpointEngine):
         self._before_save()
         deleted_first.remember(Path(load_dir))
         return self._loading.load(original, load_dir, tag, options)
+
+
+def _failed(job: Job) -> str:
+    became = (
+        "failed in the background and was not committed"
+        if job.report is None
+        else "was committed, but older checkpoints could not be deleted"
+    )
+    return f"checkpoint {job.attempt.tag!r} of step {job.attempt.step} {became}: {job.failure}"
+
+
+@cache  # cached, so that the warning is logged once
+def _say_apart(targets: tuple[str, ...]) -> None:
+    folders = sorted(set(targets))
+    logger.warning(
+        "ranks save this checkpoint to different folders (%s, ...), so DeepSpeed alone writes each part while training "
+        "waits, and checkpoint.keep is not applied. Give all ranks the same folder and tag",
+        ", ".join(folders[:2]),
+    )
+
+
+def _unwritable(attempt: Attempt, error: OSError) -> str:
+    exists = attempt.save_dir.is_dir()
+    why = f"{'to which nothing can be written' if exists else 'which cannot be made'}: {error.strerror or error}"
+    return (
+        f"checkpoint {attempt.tag!r} of step {attempt.step} needs the folder {attempt.save_dir}, {why}. Make the "
+        f"folder{'' if exists else ' above it'} writable, free space on its disk, or save to another folder"
+    )
 
 
 def _over(job: Job) -> None:

@@ -53,12 +53,12 @@ class Problem:
 def list_checkpoints(directory: str | Path) -> list[Entry]:
     """Return the checkpoints of a folder, newest first, then those with damaged manifests.
 
-    Other files of the checkpoints are not read (see `verify`).
+    A checkpoint is also called damaged if a file is missing or has another size. `verify` reads the files.
     """
     directory = Path(directory)
     latest = named_latest(directory)
-    entries = [_entry(c, latest) for c in committed(directory)]
-    entries += [_entry(c, latest, f"renamed from {c.manifest.tag}") for c in renamed(directory)]
+    entries = [_entry(c, latest, _seen(c)) for c in committed(directory)]
+    entries += [_entry(c, latest, _seen(c, f"renamed from {c.manifest.tag}")) for c in renamed(directory)]
     for tag, reason in damaged(directory).items():
         entries.append(Entry(tag, None, None, None, None, latest=tag == latest, status=f"damaged: {reason}"))
     return entries
@@ -69,6 +69,12 @@ def _entry(found: Committed, latest: str | None, status: str = "committed") -> E
     return Entry(
         tag, page.step, page.payload_bytes, page.world_size, page.committed_unix_s, page.plan, tag == latest, status
     )
+
+
+def _seen(found: Committed, whole: str = "committed") -> str:
+    problems, records = _check_ranks(found.folder, found.manifest)
+    problems += [problem for record in records for problem in _check_size(found.folder, record)]
+    return f"damaged: {problems[0]}" if problems else whole
 
 
 def verify(
@@ -126,13 +132,19 @@ def _check_ranks(folder: Path, page: GlobalManifest) -> tuple[list[Problem], lis
     return problems, records
 
 
-def _check_file(folder: Path, record: FileRecord) -> list[Problem]:
+def _check_size(folder: Path, record: FileRecord) -> list[Problem]:
     try:
         size = (folder / record.path).stat().st_size
-        if size != record.size_bytes:
-            reason = f"must have {record.size_bytes} bytes, but has {size}"
-            return [Problem(record.path, reason)]
-        return list(_differing(folder, record))
+    except OSError as error:
+        return [Problem(record.path, f"the file cannot be read: {error.strerror}")]
+    if size == record.size_bytes:
+        return []
+    return [Problem(record.path, f"must have {record.size_bytes} bytes, but has {size}")]
+
+
+def _check_file(folder: Path, record: FileRecord) -> list[Problem]:
+    try:
+        return _check_size(folder, record) or list(_differing(folder, record))
     except OSError as error:
         return [Problem(record.path, f"the file cannot be read: {error.strerror}")]
 

@@ -22,13 +22,17 @@ class Verdict:
         nonce: Identifier of the attempt to save, as chosen by rank 0.
         running: True if any rank is still writing an earlier checkpoint.
         failure: Error of the first rank that reports one. Empty if no rank does.
-        together: True if all ranks save to the same folder under the same tag.
+        targets: The folder of each rank's checkpoint, with the tag.
     """
 
     nonce: str
     running: bool
     failure: str
-    together: bool
+    targets: tuple[str, ...]
+
+    @property
+    def together(self) -> bool:
+        return len(set(self.targets)) == 1
 
 
 class Peers:
@@ -58,7 +62,7 @@ class Peers:
             nonce=every[0][0],
             running=any(r for _, r, _, _ in every),
             failure=next((f"rank {i}: {f}" for i, (_, _, f, _) in enumerate(every) if f), ""),
-            together=len({target for _, _, _, target in every}) == 1,
+            targets=tuple(target for _, _, _, target in every),
         )
 
     def concat(self, items: list[T]) -> list[T]:

@@ -168,7 +168,7 @@ class Job:
                 self._stored.settle(committed=True)
                 self._files.point("stored_settled")
             self._files.point("done")
-        except BaseException as error:  # the training thread raises it at the next step
+        except BaseException as error:  # the next save raises it
             self.failure = error
             self._commit.abort(error)
             self._give_up_stored()

@@ -32,7 +32,7 @@ if _hook is not None:
         _verified = _load("_ebbtide_verified", _place)
         assert _verified is not None
         _verified.enable(_hook)
-    _hook.enable("ebbtide.runtime.frontdoor.initialize")
+    _hook.enable("ebbtide.runtime.frontdoor.initialize", tells="EBBTIDE_VERIFY" not in os.environ)
 
 _others = [folder for folder in sys.path if Path(folder or ".").resolve() != _here]
 _load("sitecustomize", PathFinder.find_spec("sitecustomize", _others))

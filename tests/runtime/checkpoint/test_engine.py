@@ -343,7 +343,7 @@ def test_busy_policies(engines, tmp_path, held):
     assert [tag for tag in left if not tag.startswith(".")] == ["second"]
 
 
-def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
+def test_a_failed_write_is_logged_at_the_next_step_and_raised_at_the_next_save(engines, tmp_path, caplog):
     def fail():
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -358,14 +358,28 @@ def test_a_failed_write_is_raised_at_the_next_step(engines, tmp_path):
     engine.save_checkpoint(str(tmp_path), tag="bad")
     gate.opened.set()
     lazy._job.wait()
-    with pytest.raises(CheckpointError, match=r"'bad'.*failed in the background") as raised:
-        train(engine, batches, 1, 2)
-    assert isinstance(raised.value.__cause__, OSError)
+    lazy.wait_for_reading()  # as a switch to another plan does
+    train(engine, batches, 1, 3)
+    assert caplog.text.count("'bad' of step 1 failed in the background") == 1
     gate.then = lambda: None
-    train(engine, batches, 2, 3)  # the error is raised once, and training may continue
+    with pytest.raises(CheckpointError, match=r"'bad'.*failed in the background") as raised:
+        engine.save_checkpoint(str(tmp_path), tag="next")
+    assert isinstance(raised.value.__cause__, OSError)
+    train(engine, batches, 3, 4)  # the error is raised once, and training may continue
     engine.save_checkpoint(str(tmp_path), tag="after")
     lazy.wait()
     assert (tmp_path / "latest").read_text() == "after"
+
+
+def test_a_folder_that_cannot_be_made_is_named(engines, tmp_path):
+    engine, batches, lazy = engines(CheckpointPlan())
+    train(engine, batches, 0, 1)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"needs the folder .*file/below, which cannot be made: Not a directory"):
+        engine.save_checkpoint(str(tmp_path / "file" / "below"), tag="bad")
+    engine.save_checkpoint(str(tmp_path), tag="good")
+    lazy.wait()
+    assert (tmp_path / "latest").read_text() == "good"
 
 
 def test_a_failure_behind_the_commit_does_not_deny_the_checkpoint(engines, tmp_path):

@@ -1,0 +1,131 @@
+"""Tests that the two files of docs/quickstart.md train through every door, in an environment that sets nothing that a
+user has not set.
+
+`test_documents.py` runs the page's commands as written.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ebbtide.simulator import Workload
+
+import ebbtide
+from studies.bench.rank import free_port
+from tests.test_pages import DOCS, ROOT
+
+pytestmark = pytest.mark.slow
+
+PAGE = (DOCS / "quickstart.md").read_text()
+CONFIG = json.loads(re.search(r"<<'JSON'\n(.*?)^JSON$", PAGE, re.MULTILINE | re.DOTALL)[1])
+SCRIPT = re.search(r"^```python\n(# train\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
+TOGETHER = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+LOCAL = ["--hostfile=", "--num_gpus=1", "--master_port={port}"]
+ACCELERATE = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+LAUNCHERS = {
+    "python": ["python"],
+    "torchrun": ["torchrun", "--master-port={port}"],
+    "deepspeed": ["deepspeed", *LOCAL],
+    "accelerate": ["accelerate", "launch", *ACCELERATE, "--main_process_port={port}"],
+}
+
+
+@pytest.fixture
+def user(tmp_path):
+    """Return the environment of a user who has activated the virtual environment, and set nothing else."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), *os.defpath.split(os.pathsep), "/usr/local/bin"])
+    environment = {"HOME": os.environ["HOME"], "PATH": path}
+    seen = subprocess.run(
+        ["python", "-c", "import ebbtide; print(ebbtide.__file__)"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        check=False,
+    )
+    if seen.stdout.decode().strip() != ebbtide.__file__:  # the installed ebbtide is another checkout
+        environment["PYTHONPATH"] = str(ROOT)
+    return environment
+
+
+@pytest.fixture
+def started(user, tmp_path):
+    """Return a function that runs a command beside the quickstart's two files, and returns its code and output."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def start(command, key=CONFIG["ebbtide"], name="ebbtide"):
+        config = {k: v for k, v in CONFIG.items() if k != "ebbtide"} | ({name: key} if key else {})
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        words = [word.format(port=free_port()) for word in command]
+        done = subprocess.run(words, cwd=tmp_path, env=user, timeout=600, check=False, **TOGETHER)
+        return done.returncode, done.stdout
+
+    return start
+
+
+def plans(said):
+    return len(re.findall(r"ebbtide: \d+ subgroups on ", said))
+
+
+@pytest.mark.parametrize("key", [CONFIG["ebbtide"], {"plan": "auto"}, None], ids=["key", "auto", "none"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_tune_run(launcher, key, started, tmp_path):
+    if key == {"plan": "auto"} and launcher != "python":
+        pytest.skip("one launcher is enough for the other word")
+    code, said = started(["tune", "run", "--", *LAUNCHERS[launcher], "train.py", "5"], key)
+    assert code == 0, said
+    assert plans(said) == (key is not None), said
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert ('Add "ebbtide": {"plan": "automatic"}' in said) == (key is None), said
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_without_tune_run(launcher, started, tmp_path):
+    """Check that the config of the page leaves a launcher as it is. DeepSpeed refuses a bare python by itself."""
+    code, said = started([*LAUNCHERS[launcher], "train.py", "2"])
+    assert (code == 0) == (launcher != "python"), said
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists() == (code == 0)
+    if code:
+        assert "No module named 'mpi4py'" in said
+    assert "ebbtide" not in said
+
+
+def test_a_misspelt_key_is_told_when_the_first_engine_starts(started):
+    code, said = started(["tune", "run", "--", "python", "train.py", "2"], name="ebtide")
+    assert code == 0, said
+    told, trained = said.index('but "ebtide". Did you mean "ebbtide"?'), said.index("'loss': ")
+    assert told < trained
+    assert "no DeepSpeed engine" not in said
+
+
+@pytest.mark.parametrize("key", [CONFIG["ebbtide"], None], ids=["key", "none"])
+@pytest.mark.parametrize("launcher", ["torchrun", "none"])
+def test_profile(launcher, key, started, tmp_path):
+    words = ["--train-script", "train.py", "--launcher", launcher, "--iterations", "1", "-o", "wl.json", "--", "8"]
+    code, said = started(["tune", "profile", *words], key)
+    assert code == 0, said
+    assert Workload.load(tmp_path / "wl.json").subgroups
+
+
+@pytest.mark.parametrize("launcher", ["python", "torchrun"])
+def test_verify(launcher, started):
+    words = ["--steps", "2", "--against", "stock", "--", *LAUNCHERS[launcher], "train.py", "8"]
+    code, said = started(["tune", "verify", *words])
+    assert code == 0, said
+    assert "plan against stock: identical, every bit of 2 steps" in said
+
+
+def test_doctor(started):
+    _, said = started(["tune", "doctor", "--ds-config", "ds.json"])
+    assert re.search(r"ok +DeepSpeed config", said), said
+
+
+def test_a_script_that_enables_ebbtide_needs_no_launcher(started, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import ebbtide\n\nebbtide.enable()\n" + script.read_text())
+    code, said = started(["python", "train.py", "2"])
+    assert code == 0, said
+    assert plans(said) == 1
