@@ -11,6 +11,10 @@ STOLEN_SHARE = 0.02  # of all time, taken by the hypervisor
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
+# Parts of warnings: what was measured beside other programs' work should be measured again.
+DISTURBED = ("so the measured rates are too low", "is not stable")
+
+
 @dataclass(frozen=True)
 class _Counters:
     at_s: float

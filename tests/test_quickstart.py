@@ -11,10 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ebbtide
 import pytest
 from ebbtide.simulator import Workload
 
-import ebbtide
 from studies.bench.rank import free_port
 from tests.test_pages import DOCS, ROOT
 

@@ -24,15 +24,18 @@ class BadInputError(click.ClickException):
     """An error: an input on the command line is invalid. The exit code is 2.
 
     The message states the violated rule, the given value (cut if it is long) and the flag to change.
+
+    Attributes:
+        fields: Further fields of the error in the output of ``--json``.
     """
 
     exit_code = 2
 
-    def __init__(self, message: str, key: str = "") -> None:
+    def __init__(self, message: str, key: str = "", **fields: Any) -> None:
         from ebbtide.simulator.rules import cut
 
         super().__init__(cut(message, LONGEST))
-        self.key = key
+        self.key, self.fields = key, fields
 
 
 def check_kind(flag: str, path: str, wanted: str) -> Mapping[str, Any]:

@@ -129,7 +129,7 @@ class LazyGroup(click.Group):
             code = run(args, *more, standalone_mode=False, **extra)
         except click.ClickException as error:
             key = getattr(error, "key", "") or getattr(getattr(error, "param", None), "name", "") or ""
-            broken = {"key": key, "rule": error.format_message(), "value": None}
+            broken = {"key": key, "rule": error.format_message(), "value": None} | getattr(error, "fields", {})
             click.echo(json.dumps({"errors": [broken]}, indent=2))
             code = error.exit_code
         except click.Abort:

@@ -41,6 +41,7 @@ class Session:
         stored: The optimizer state on drives, which a checkpoint commits there without a copy.
         set_aside: The plan to return to, while a temporary plan runs that leaves more GPU memory free.
             Steps under the temporary plan are not measured for planning.
+        expected_s: Predicted seconds of an iteration under the plan. None if nothing has predicted it.
         overlaps: True if a plan's updates may continue during the next forward.
     """
 
@@ -69,6 +70,7 @@ class Session:
             lambda: self.executor.wait_all(),  # noqa: PLW0108
         )
         self.pausing = PauseRule()
+        self.expected_s: float | None = None
         self._expected_step: tuple[list[UpdateStep], float] | None = None  # values for the coming step
         # Ranks gather parameters together. If only some of them waited for their updates in step(), all ranks would
         # wait forever.
@@ -135,6 +137,7 @@ class Session:
         return made.plan, Executor(device, made, threads, rule, self._store, arrival)
 
     def _account_for(self, plan: Plan) -> None:
+        self.expected_s = plan.prediction.iteration_s if plan.prediction else None
         times = plan.prediction.step_times if plan.prediction else None
         self.pausing = PauseRule(times or UNKNOWN, self.pausing.steps, self.pausing.clipped)
 

@@ -1,5 +1,6 @@
 """The content of the key ``"ebbtide"`` in a DeepSpeed config."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -8,6 +9,8 @@ from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.simulator.plan import AUTOMATIC, CheckpointPlan, Plan, PlanError
 from ebbtide.simulator.rules import explain, suggestion
 from pydantic import ValidationError
+
+logger = logging.getLogger("ebbtide")
 
 KEYS = ("plan", "checkpoint", "device")
 DEVICES = ("auto", "emulated")
@@ -74,7 +77,10 @@ def _plan(value: Any, base: Path | None) -> Plan | Literal["auto"] | None:
         if isinstance(value, dict):
             return Plan.from_fields(value)
         if isinstance(value, str) and value:
-            return Plan.load(_file(value, base))
+            file = _file(value, base)
+            plan = Plan.load(file)
+            logger.info("the plan is that of %s", file.resolve())
+            return plan
     except PlanError as error:
         meant = suggestion(value, AUTOMATIC) if isinstance(value, str) else ""
         raise RequestError(f'"{KEY}.plan" in DeepSpeed\'s config: {error}{meant}') from None

@@ -65,6 +65,7 @@ def plan_later(session: Session, machine: Machine | None) -> None:
         machine: The machine's rates. If None, they are measured once per node, or read from the profiler's cache.
     """
     machine = machine if machine is not None else measured_machine(_folders(session.plan))
+    logger.info("measuring the first %d steps, with all updates on the CPU. A plan is made from them", WATCHED_STEPS)
     if not session.engine.update_rule().own_step:  # the next plan may update on the GPU
         session.executor.prepare_device()
     session.recorder.watch()
@@ -105,6 +106,7 @@ class _Automatic:
         device_bytes, host_bytes = map(
             min, zip(*gathered((_free_device_bytes(own.device), free_host_bytes())), strict=True)
         )
+        logger.info("making a plan for this model, which takes a minute the first time: the simulator is compiled")
         result = attempted(
             lambda: by_the_first(lambda: better_plan(workload, machine, current, device_bytes, host_bytes))
         )
@@ -115,7 +117,11 @@ class _Automatic:
                 result.current_s,
             )
             current = result.plan
-        switch_together(own, current)
+        elif result is not None:
+            logger.info("training keeps its plan: %.3f s per iteration expected", result.current_s)
+        switched = switch_together(own, current)
+        if result is not None:
+            own.expected_s = result.iteration_s if switched else result.current_s
 
 
 def attempted(plan: Callable[[], Planned]) -> Planned | None:

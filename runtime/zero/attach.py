@@ -51,6 +51,7 @@ from ebbtide.simulator.schedules.buckets import planned_bucket
 logger = logging.getLogger("ebbtide")
 
 MONITOR_PERIOD_STEPS = 10
+TOLD_STEPS = (10, 100, 1000)
 
 PlanLike = Plan | str | Path | dict[str, Any]
 
@@ -101,7 +102,7 @@ def initialize(
     given = inspect.signature(deepspeed.initialize).bind_partial(*args, **kwargs).arguments
     check_model(given.get("model"), config)
     storage = stored_at(config)
-    config, named = _for_engine(config, named, storage, given.get("optimizer"))
+    config, named = _for_engine(config, named, storage, given.get("optimizer"), given.get("model"))
     own_ninja_first()
     tell_builds(cpp_extension)
     result = build(*args, config=config, **kwargs)
@@ -113,7 +114,7 @@ def initialize(
 
 
 def _for_engine(
-    config: dict[str, Any], plan: Plan | None, storage: Path | None, optimizer: Any
+    config: dict[str, Any], plan: Plan | None, storage: Path | None, optimizer: Any, model: Any
 ) -> tuple[dict[str, Any], Plan | None]:
     """Return a config as DeepSpeed gets it under a plan, and the plan with the config's folder on a drive."""
     config = for_a_plan(config)
@@ -130,7 +131,7 @@ def _for_engine(
         if plan.deepspeed_subgroup_size:
             check_own_size(plan, zero.get("sub_group_size", DEEPSPEEDS_SUBGROUP))
         zero["sub_group_size"] = plan.config_subgroup_size
-        check_host_memory(plan, config, client=optimizer)
+        check_host_memory(plan, config, client=optimizer, model=model)
     return config, plan
 
 
@@ -220,6 +221,7 @@ def attach(
     warn_of_late_gradients(plan, engine)
     warn_of_mismatch(session, engine.optimizer.gradient_accumulation_dtype.itemsize, machine)
     _monitor_steps(engine, session)
+    _tell_steps(session)
     return engine
 
 
@@ -314,11 +316,29 @@ def _monitor_steps(engine: Any, session: Session) -> None:
             return
         # Without the latest step: waiting for its updates would end their overlap with the next forward.
         times = {"Train/ebbtide/iteration_s": session.timeline(wait=False).iteration_s}
-        if session.plan.prediction is not None:
-            times["Train/ebbtide/predicted_iteration_s"] = session.plan.prediction.iteration_s
+        if session.expected_s is not None:
+            times["Train/ebbtide/predicted_iteration_s"] = session.expected_s
         held.monitor.write_events([(name, value, held.global_samples) for name, value in times.items()])
 
     # First, so that it runs before a checkpoint begins, which it would have to wait for.
+    session.after_step.insert(0, on_step)
+
+
+def _tell_steps(session: Session) -> None:
+    """Log the measured and the expected seconds of an iteration after 10, 100 and 1000 steps under the same plan."""
+    told, steps = session.plan, 0
+
+    def on_step() -> None:
+        nonlocal told, steps
+        if session.set_aside is not None:
+            return
+        told, steps = session.plan, steps + 1 if session.plan is told else 1
+        if steps not in TOLD_STEPS:
+            return
+        expected = "" if session.expected_s is None else f", {session.expected_s:.3f} s expected"
+        measured_s = session.timeline(wait=False).iteration_s
+        logger.info("after %d steps under this plan: %.3f s per iteration measured%s", steps, measured_s, expected)
+
     session.after_step.insert(0, on_step)
 
 
@@ -385,6 +405,9 @@ def _report(session: Session) -> None:
         plan.count("stored"),
         session.host_bytes() / max(1, elements),
     )
+    if session.expected_s is not None:
+        about = f" for {plan.about}" if plan.about else ""
+        logger.info("the plan was made%s: %.3f s per iteration expected", about, session.expected_s)
 
 
 def _checkpointing(engine: Any, session: Session, checkpoint: CheckpointPlan) -> None:

@@ -10,7 +10,7 @@ from ebbtide.runtime.kernels.own_step import kept_bytes
 from ebbtide.runtime.kernels.rules import RULES, rule_class
 from ebbtide.runtime.zero.checks.guard import ConfigError
 from ebbtide.simulator.estimates.deepspeed_keys import at
-from ebbtide.simulator.plan import Placement, Plan
+from ebbtide.simulator.plan import Placement, Plan, PlanError
 from ebbtide.simulator.update.footprint import held_under
 from ebbtide.simulator.update.holding import Holding, totals
 from ebbtide.simulator.update.optimizer import ADAM, OPTIMIZERS, OptimizerState
@@ -20,6 +20,7 @@ logger = logging.getLogger("ebbtide")
 _MASTERS_OF_16_BITS = ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
 _KERNELS = {name for rule in RULES for name in rule.types}
 _KEPT_APART = OptimizerState("own step", (), master=False)
+SAME_SIZE = 1.5  # a ratio of parameters above this is that of another model, and not of padding or sharing
 GRADIENT_BYTES = {"bf16": 2, "bfloat16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -50,15 +51,21 @@ def needed_bytes(
 
 
 def check_host_memory(
-    plan: Plan, config: dict[str, Any], available_bytes: int | None = None, client: Any = None
+    plan: Plan,
+    config: dict[str, Any],
+    available_bytes: int | None = None,
+    client: Any = None,
+    model: torch.nn.Module | None = None,
 ) -> None:
     """Raise an error if all ranks of this machine together need more host memory for a plan than is free.
 
     Args:
         client: The optimizer object that the script passes to DeepSpeed, if any.
+        model: The model to train. If the plan was made for a model of another size, that is the error.
 
     Raises:
         ConfigError: Host memory is short. The message has the needed and the free amount.
+        PlanError: Host memory is short for a plan that was made for another model.
     """
     ranks = local_ranks()
     stage = (config.get("zero_optimization") or {}).get("stage", 3)
@@ -83,6 +90,7 @@ def check_host_memory(
         available / 2**30,
     )
     if needed > available:
+        _check_is_of(plan, model)
         raise ConfigError(
             "host memory must hold the state, gradients and buffers of all subgroups that are not "
             "resident on the GPU: "
@@ -90,6 +98,19 @@ def check_host_memory(
             f"{available / 2**30:.2f} GiB free ({(needed - available) / 2**30:.2f} GiB missing): "
             "plan again with a larger --gpu-memory, train on more machines, or "
             "free memory"
+        )
+
+
+def _check_is_of(plan: Plan, model: torch.nn.Module | None) -> None:
+    if model is None:
+        return
+    trained = sum(int(getattr(p, "ds_numel", p.numel())) for p in model.parameters() if p.requires_grad)
+    planned = sum(plan.subgroups) * world_size()
+    if not 1 / SAME_SIZE < trained / max(1, planned) < SAME_SIZE:
+        about = f" ({plan.about})" if plan.about else ""
+        raise PlanError(
+            f"the plan must be made for this model, which trains {trained:,} parameters, but it was made for "
+            f"{planned:,} on {world_size()} rank(s){about}: plan again with `tune plan`"
         )
 
 

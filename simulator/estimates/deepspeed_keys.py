@@ -401,7 +401,7 @@ def check_counted(config: Mapping[str, Any], ranks: int = 1, tensor_parallel: in
 
 _HALVED = (
     "With it the optimizer's state is in 16 bits, and updates run in DeepSpeed's own step, so there is nothing to "
-    'search. Leave the key out to estimate training with state in fp32, or train with "ebbtide": {"plan": "auto"}'
+    'search. Leave the key out to estimate training with state in fp32, or train with "ebbtide": {"plan": "automatic"}'
 )
 # Key -> its value without effect, the ranks among which it divides something (None: it always has an effect), and what
 # to do instead.

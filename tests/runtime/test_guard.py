@@ -284,11 +284,21 @@ def test_the_state_of_a_script_s_own_optimizer_is_what_memory_must_hold():
         check_host_memory(plan, config(), needed - 1, client)
 
 
+def test_a_plan_of_another_model_is_told_before_its_host_memory():
+    plan = Plan(subgroup_size=10**9, subgroups=(10**9,) * 8, placement=Plan.runs(["host"] * 8), about="Llama 3 8B")
+    with torch.device("meta"):
+        own, other = torch.nn.Linear(10**5, 8 * 10**4), torch.nn.Linear(10, 10)
+    with pytest.raises(PlanError, match=r"trains 110 parameters, but it was made for 8,000,000,000 .*\(Llama 3 8B\)"):
+        check_host_memory(plan, config(), 10**9, model=other)
+    with pytest.raises(ConfigError, match="host memory must hold"):
+        check_host_memory(plan, config(), 10**9, model=own)
+
+
 def test_initialize_asks_before_it_allocates(monkeypatch):
     plan = Plan(subgroup_size=10**13, subgroups=(10**13,), placement=Plan.runs(["host"]))
     model = ByteGPT(SIZES["tiny"])
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(ConfigError, match="host memory must hold"):
+    with pytest.raises(PlanError, match="the plan must be made for this model"):
         ebbtide.runtime.initialize(model=model, config=config(), plan=plan)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 

@@ -21,11 +21,11 @@ from tests.machines import machine
 rank, folder = int(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
 
-def measure():
+def measure(progress):
     (folder / f"measured_by_{rank}").touch()
     return machine(name=f"as rank {rank} sees it")
 
-def fail():
+def fail(progress):
     raise OSError("planted")
 
 ebbtide.profiler.measure_machine = measure

@@ -68,7 +68,28 @@ def test_auto_sends_the_times_of_its_first_plan_and_of_the_next(config, tmp_path
     monkeypatch.setattr("ebbtide.runtime.zero.attach.MONITOR_PERIOD_STEPS", 3)
     monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: machine())
     train(monitored(config, "auto"), 6)
-    assert len(written(tmp_path)["Train_ebbtide_iteration_s"]) == 2
+    values = written(tmp_path)
+    assert len(values["Train_ebbtide_iteration_s"]) == 2
+    assert len(values["Train_ebbtide_predicted_iteration_s"]) == 1, "nothing is predicted before a plan is made"
+
+
+def test_the_log_tells_what_the_first_steps_are_for_and_what_a_plan_brings(config, monkeypatch, caplog):
+    monkeypatch.setattr("ebbtide.runtime.zero.attach.TOLD_STEPS", (2,))
+    monkeypatch.setattr("ebbtide.runtime.replan.auto.measured_machine", lambda drives: machine())
+    with caplog.at_level("INFO", "ebbtide"):
+        train(monitored(config, "auto"), 6)
+    said = [
+        "measuring the first 4 steps",
+        "after 2 steps under this plan: ",
+        "making a plan for this model",
+        " s per iteration expected",
+        "after 2 steps under this plan: ",
+        " s expected",
+    ]
+    at = [0]
+    for text in said:
+        assert text in caplog.text[at[-1] :], (text, caplog.text)
+        at.append(caplog.text.index(text, at[-1]) + len(text))
 
 
 def test_the_monitor_waits_for_no_update(config, planned, monkeypatch):

@@ -203,7 +203,7 @@ def _searched(work: Workload, machine: Machine, failures: Mapping[str, Any], opt
         with told_after(2.0) as progress:
             return search(work, machine, progress=progress, **failures, **options)
     except ImpossibleError as error:
-        raise BadInputError(_with_ways_out(error, work, machine, options)) from None
+        raise _with_ways_out(error, work, machine, options) from None
 
 
 def _faster(work: Workload, machine: Machine, found: Plan, options: Mapping[str, Any]) -> list[Faster]:
@@ -263,9 +263,11 @@ def _write_alone(one: Faster, path: str | None, trained: Trained) -> None:
     click.echo(f"{one.label}: {one.outcome.iteration_s:.3g} s per step without a plan. Config written to {path}")
 
 
-def _with_ways_out(error: ImpossibleError, work: Workload, machine: Machine, options: Mapping[str, Any]) -> str:
+def _with_ways_out(
+    error: ImpossibleError, work: Workload, machine: Machine, options: Mapping[str, Any]
+) -> BadInputError:
     if work.job is None:
-        return f"{error.fact}. {error.advice}"
+        return BadInputError(f"{error.fact}. {error.advice}")
     from ebbtide.tuner.advice.tried import asked_of
     from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu, flags, ways_out
 
@@ -279,7 +281,13 @@ def _with_ways_out(error: ImpossibleError, work: Workload, machine: Machine, opt
     ]
     elsewhere = "" if ways else another_gpu(work.job, machine, asked["freedom"], **asked["asked"])
     told = "These fit, the cheapest first:" if ways else elsewhere or error.advice
-    return "\n".join([f"{error.fact}. {told}", *lines, f"{ANOTHER_WAY}."])
+    listed = [
+        {"flags": flags(way, work.job), "iteration_s": way.iteration_s, "tokens_per_s": way.tokens_per_s}
+        for way in ways
+    ]
+    rule = f"{error.fact}. {elsewhere or error.advice}" if not ways else f"{error.fact}."
+    text = "\n".join([f"{error.fact}. {told}", *lines, f"{ANOTHER_WAY}."])
+    return BadInputError(text, rule=rule, ways=listed, another_way=ANOTHER_WAY)
 
 
 def _emit(path: str | None, found: Plan, plan_file: str, trained: Trained) -> None:

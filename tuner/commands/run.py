@@ -1,6 +1,7 @@
 """The ``tune run`` command, which starts a training command with ebbtide in every process."""
 
 import os
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -39,6 +40,7 @@ def run(no_check: bool, command: tuple[str, ...]) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(_python_path())
     os.environ |= only_rank(os.environ, command)
     _watch_for_engines()
+    click.echo(f"ebbtide: starts {shlex.join(command)}", err=True)
     os.execv(program, list(command))  # noqa: S606 - no shell: the words go on as they are
 
 

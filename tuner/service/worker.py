@@ -36,10 +36,13 @@ FIRST = {"call": "answer", "body": {"model": {"layers": 2, "hidden": 64, "heads"
 
 def write_frame(stream: BinaryIO, tag: bytes, payload: bytes) -> None:
     """Write one message (a tag, a length and the bytes) to the pipe between the planning server and a
-    worker process, and flush the pipe.
+    worker process, and flush the pipe. If the server has ended, end this process.
     """
-    stream.write(HEAD.pack(tag, len(payload)) + payload)
-    stream.flush()
+    try:
+        stream.write(HEAD.pack(tag, len(payload)) + payload)
+        stream.flush()
+    except BrokenPipeError:  # the thread that reads stdin may see the server's end later
+        os._exit(0)
 
 
 def read_frame(stream: BinaryIO) -> tuple[bytes, bytes] | None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -407,6 +409,24 @@ def test_a_server_that_ends_ends_its_streams(mortal):
     server.process.wait(PATIENCE_S)
     assert "Traceback" not in server.errors.read_text()
     assert "timeout" not in server.errors.read_text()
+
+
+WITHOUT_A_READER = """
+import os
+from types import SimpleNamespace
+from ebbtide.tuner.service import worker
+read, written = os.pipe()
+os.close(read)
+asked = SimpleNamespace(model_validate=lambda body: body)
+table = {"x": (asked, lambda body, progress: progress(0.5, "half"))}
+worker.run({"call": "x", "body": {}}, table, worker._Progress(os.fdopen(written, "wb")))
+raise SystemExit("the worker goes on without its server")
+"""
+
+
+def test_a_worker_whose_server_has_ended_says_nothing():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_A_READER], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(
