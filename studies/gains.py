@@ -2,18 +2,22 @@
 
     python -m studies.gains --json gains.json
 
-Nothing is measured or fitted. The machines are presets, which come from data sheets and published
-figures. Each row is one full search for a plan, compared with stock DeepSpeed that offloads the
-optimizer state, and with the faster of DeepSpeed's settings ``offload_param.device`` none and cpu.
+Nothing is measured or fitted. The machines are presets, which come from data sheets and published figures. Each row has
+DeepSpeed alone as most configs have it (ZeRO-3, optimizer state in host memory), DeepSpeed alone at its best (any ZeRO
+stage and any of its offload settings), the plan for the config as given, and the best change that `tune plan` offers
+with which the same samples train faster, each from a full search for a plan.
 """
 
 from typing import Any
 
 import ebbtide.tuner
+from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
-from ebbtide.tuner.answer.rows import compare
+from ebbtide.simulator.machine import Machine
+from ebbtide.tuner.advice.faster import faster
+from ebbtide.tuner.answer.alone import Alone
 from ebbtide.tuner.service.scenario import MODELS
 
 from studies.bench.console import publish, study_parser
@@ -39,23 +43,22 @@ def main() -> None:
 
 
 def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) -> dict[str, Any]:
-    """Return the predicted seconds of an iteration with stock DeepSpeed and under a plan, as one row of a table.
+    """Return the predicted seconds of an iteration with DeepSpeed alone and under plans, as one row of a table.
 
-    The row also tells which memory stock DeepSpeed lacks. The plan's time is None if no plan is possible.
+    Times of plans are None if no plan is possible.
     """
     have = preset(machine)
     job = Job.of_deepspeed(MODELS[model], sequence=sequence, data_parallel=gpus, accumulation=accumulation)
     work = job.workload(have)
+    limits = Limits.of(work, have)
+    usual = simulated("zero3_offload", work, have, limits, {})
+    best = Alone(work, have, limits).best
+    stock_s, best_s = usual.result.iteration_s, best.simulated.result.iteration_s
     try:
         made = ebbtide.tuner.plan(work, have)
     except ebbtide.tuner.ImpossibleError:
         made = None
-    rows = compare(work, have, Limits.of(work, have), made, others=False)
-    by_role = {row.role: row for row in rows}
-    settings = [row for row in rows if row.role in ("stock", "peer")]
-    fastest = min(settings, key=lambda row: (not row.simulated.fits, row.result.iteration_s))
-    stock, plan = by_role["stock"], by_role.get("plan")
-    stock_s, plan_s = stock.result.iteration_s, plan and plan.result.iteration_s
+    plan_s = made.prediction.iteration_s if made and made.prediction else None
     times = made.prediction.step_times if made and made.prediction else None
     return {
         "model": model,
@@ -64,17 +67,37 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
         "gpus": gpus,
         "sequence": sequence,
         "accumulation": accumulation,
-        "stock": stock.label,
         "stock_s": stock_s,
-        "stock_lacks": stock.simulated.lacks,
+        "stock_lacks": usual.lacks,
+        "best_stock": best.name,
+        "best_stock_s": best_s,
+        "best_stock_lacks": best.simulated.lacks,
         "plan_s": plan_s,
         "clip_rate": work.expected_clip_rate,
         "every_step_clips_s": times.mean_s(1.0) if times else plan_s,
         "speedup": plan_s and stock_s / plan_s,
-        "fastest_stock": fastest.label,
-        "fastest_stock_s": fastest.result.iteration_s,
-        "speedup_over_fastest_stock": plan_s and fastest.result.iteration_s / plan_s,
+        "speedup_over_best_stock": plan_s and best_s / plan_s,
+        **_same_samples(job, have, plan_s),
         "tokens_per_s": plan_s and (work.tokens_per_iteration or 0) / plan_s,
+    }
+
+
+def _same_samples(job: Job, have: Machine, plan_s: float | None) -> dict[str, Any]:
+    """Return the last change that `tune plan` offers for the same samples, with the time of its full plan, and the time
+    of DeepSpeed alone at its best with the same change.
+    """
+    lines = faster(job, have, plan_s) if plan_s else []
+    if not lines:
+        return {"same_samples": "", "same_samples_s": plan_s, "same_samples_stock_s": None}
+    work, seconds = lines[-1].workload, lines[-1].outcome.iteration_s
+    if lines[-1].outcome.plan is not None:
+        made = ebbtide.tuner.plan(work, have).prediction
+        seconds = min(seconds, made.iteration_s) if made else seconds
+    stock = Alone(work, have, Limits.of(work, have)).best
+    return {
+        "same_samples": lines[-1].label,
+        "same_samples_s": seconds,
+        "same_samples_stock_s": None if stock.lacking_bytes else stock.simulated.result.iteration_s,
     }
 
 

@@ -60,6 +60,7 @@ FIGURES: dict[str, dict[str, str]] = {
         "quick_spread_pct": "quick ones are up to {:.1f}% slower",
         "default_over_possible_pct": "the default is up to {:.1f}% slower than another full search",
         "auto_expected_over_truth_pct": "what auto expects is off by up to {:+.0f}%",
+        "hint_over_search_pct": "the same samples, faster: at most {:.1f}% slower than tune search",
     },
     "simulator_speed": {
         "iterations_per_s": "{:,.0f} iterations per second",
@@ -258,33 +259,28 @@ def _where(document: dict[str, Any]) -> str:
 
 
 def gains(documents: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table of predicted gains, with a row per model and machine.
-
-    A row has the time with stock DeepSpeed and with a plan, for each number of accumulation steps.
-    """
-    cases = [c for d in documents if d["study"] == "gains" for c in d["cases"]]
-    steps = sorted({case["accumulation"] for case in cases})
-    head = " | ".join(f"accumulation {n}: stock | plan | gain" for n in steps)
-    lines = [f"| model | on | tokens | {head} |", "|---|---|---|" + "---|---|---|" * len(steps)]
-    rows: dict[str, list[str]] = {}
-    for case in cases:
+    """Return a Markdown table of predicted gains, with a row per model, machine and number of micro-batches."""
+    head = ["model", "on", "samples a step and GPU", "DeepSpeed alone, as most configs have it", "at its best"]
+    head += ["plan for the same config", "gain over both", "the same samples at best", "what is changed"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for case in (c for d in documents if d["study"] == "gains" for c in d["cases"]):
         several = f"{case['gpus']} x " if case["gpus"] > 1 else ""
-        row = f"{case['model']} | {several}{case['device']} | {case['sequence']}"
-        lacks = " (does not fit)" if case["stock_lacks"] else ""
-        rows.setdefault(row, []).append(
-            f"{case['stock_s']:.2f} s{lacks} | "
-            + (f"{_plan_times(case)} | {_speedups(case)}" if case["plan_s"] else "none | ")
-        )
-    lines += [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
+        lacks = " (does not fit)"
+        cells = [
+            case["model"],
+            several + case["device"],
+            f"{case['accumulation']} x {case['sequence']} tokens",
+            f"{case['stock_s']:.2f} s{lacks * bool(case['stock_lacks'])}",
+            f"{case['best_stock_s']:.2f} s ({case['best_stock']}){lacks * bool(case['best_stock_lacks'])}",
+        ]
+        if case["plan_s"]:
+            over = f"{case['speedup']:.1f}x, {case['speedup_over_best_stock']:.1f}x"
+            changed = case["same_samples"]
+            cells += [_plan_times(case), over, f"{case['same_samples_s']:.2f} s" if changed else "", changed]
+        else:
+            cells += ["none", "", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
-
-
-def _speedups(case: dict[str, Any]) -> str:
-    """Return a plan's gain over stock DeepSpeed as text. If another setting of DeepSpeed is faster, the text also has
-    the gain over that setting.
-    """
-    gain, least = f"{case['speedup']:.1f}x", f"{case['speedup_over_fastest_stock']:.1f}x"
-    return gain if least == gain else f"{gain} ({least})"
 
 
 def _plan_times(case: dict[str, Any]) -> str:

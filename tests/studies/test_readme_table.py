@@ -54,14 +54,23 @@ def test_a_gain_says_what_does_not_fit():
         "sequence": 8,
         "stock_s": 3.0,
         "speedup": 2.0,
-        "speedup_over_fastest_stock": 1.7,
+        "best_stock": "ZeRO-2",
+        "best_stock_s": 2.55,
+        "best_stock_lacks": "",
+        "speedup_over_best_stock": 1.7,
         "plan_s": 1.5,
         "stock_lacks": "",
-        "accumulation": 1,
+        "accumulation": 2,
+        "same_samples": "micro-batch 2, accumulation 1",
+        "same_samples_s": 1.2,
     }
-    none = case | {"accumulation": 16, "stock_lacks": "needs more", "plan_s": None, "speedup": None}
-    row = gains([{"study": "gains", "cases": [case, none]}]).splitlines()[2]
-    assert row == "| M | 4 x D | 8 | 3.00 s | 1.50 s | 2.0x (1.7x) | 3.00 s (does not fit) | none |  |"
+    none = case | {"stock_lacks": "needs more", "plan_s": None, "speedup": None}
+    first, second = gains([{"study": "gains", "cases": [case, none]}]).splitlines()[2:]
+    assert first == (
+        "| M | 4 x D | 2 x 8 tokens | 3.00 s | 2.55 s (ZeRO-2) | 1.50 s | 2.0x, 1.7x | 1.20 s | "
+        "micro-batch 2, accumulation 1 |"
+    )
+    assert second == "| M | 4 x D | 2 x 8 tokens | 3.00 s (does not fit) | 2.55 s (ZeRO-2) | none |  |  |  |"
 
 
 def test_the_page_is_rewritten_between_its_markers_only(tmp_path):
