@@ -252,7 +252,7 @@ def workload_from_model(
     Args:
         model: See `architecture`.
         ds_config: DeepSpeed's config, which may contain ``"auto"``. Its values have priority over defaults.
-        accumulation, gradient_accumulation_steps: Micro-batches per optimizer step. Both names mean the same number.
+        accumulation: Number of micro-batches per optimizer step. Also called ``gradient_accumulation_steps``.
         activation_checkpointing: ``full`` keeps only the input of each layer, and computes the layer again in
             backward. ``selective`` does so for every other layer, ``none`` for no layer.
         job: Fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel, tensor_parallel,

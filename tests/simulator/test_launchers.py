@@ -98,7 +98,7 @@ def test_the_comparison_says_what_one_thread_costs():
     on = preset("h100-node")
     job = Job.of_deepspeed(LLAMA, data_parallel=4, launcher="torchrun")
     found = plan(job.workload(on), on)
-    assert found.alternatives[0].strategy == "stock ZeRO-3 offload, 1 thread a rank"
+    assert found.alternatives[0].strategy == "stock ZeRO-3 offload, 1 thread a rank, offload_param cpu"
     (told,) = [reason for reason in found.reasons if "OMP_NUM_THREADS" in reason]
     usual = plan(job.changed(launcher="deepspeed").workload(on), on)
     assert f"it takes {told_seconds(usual.alternatives[0].iteration_s)}" in told
