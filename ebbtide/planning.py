@@ -107,8 +107,8 @@ def plan(
 
 def _with_ways(error: Any, workload: Workload, machine: Machine, options: dict[str, Any]) -> Any:
     from ebbtide.tuner import ImpossibleError
+    from ebbtide.tuner.advice.tried import asked_of
     from ebbtide.tuner.advice.ways_out import ways_out
-    from ebbtide.tuner.configurations.tried import asked_of
 
     if workload.job is None:
         return error
@@ -148,6 +148,7 @@ def what_if(
     storage_write_bytes_per_s: Values = None,
     storage_read_bytes_per_s: Values = None,
     network_bytes_per_s: Values = None,
+    expert_flops_per_s: Values = None,
     gather_bytes_per_s: Values = None,
     reduce_bytes_per_s: Values = None,
     duplex_factor: Values = None,

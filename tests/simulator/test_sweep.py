@@ -93,7 +93,7 @@ def test_a_plan_that_does_not_fit_the_job_is_refused_as_by_its_schedule():
     work = workload((10, 20, 30))
     for count in (2, 3):
         plan = Plan(subgroup_size=10, placement=Plan.runs(["host"] * count))
-        other = work.model_copy(update={"zero_stage": 2})
+        other = work.model_copy(update={"zero_stage": 2, "step_gather_s": 1.0})  # so its steps wait for their updates
         with pytest.raises(PlanError) as told:
             build_schedule(other, plan)
         with pytest.raises(PlanError) as also:

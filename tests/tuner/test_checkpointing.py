@@ -103,7 +103,7 @@ def test_rules_of_thumb_are_never_below_what_a_commit_needs():
 
 @pytest.mark.parametrize("times", [(0.0, 1.0), (-1.0, 1.0), (float("nan"), 1.0), (60.0, -1.0)])
 def test_failures_that_cannot_be_are_refused(times):
-    with pytest.raises(ValueError, match=r"--mtbf\) must be > 0"):
+    with pytest.raises(ValueError, match="mtbf_s must be > 0"):
         planned_failures(*times)
 
 

@@ -39,9 +39,9 @@ def test_a_plan_for_a_config_on_a_preset_with_the_best_subgroup_size(model, tmp_
     assert automatic.subgroup_count > kept.subgroup_count
     assert automatic.prediction.iteration_s < kept.prediction.iteration_s
     assert sum(automatic.subgroups) == sum(kept.subgroups)
-    said = [reason for reason in kept.reasons if "--subgroup-size" in reason]
-    assert f"--subgroup-size {automatic.subgroup_size:.0e}" in said[0]
-    assert not any("--subgroup-size" in reason for reason in automatic.reasons)
+    said = [reason for reason in kept.reasons if "smaller subgroups" in reason]
+    assert f"with {automatic.subgroup_size:.0e} elements" in said[0]
+    assert not any("smaller subgroups" in reason for reason in automatic.reasons)
 
 
 def test_a_subgroup_size_that_is_given_is_kept_to(model, tmp_path):

@@ -186,7 +186,7 @@ TABLE = {
                 "/pfs:1TB",
             ),
         ),
-        "trials": changes("--trials", "1"),
+        "trials": changes("--trials", "1", beside=("--model", "large.json", "--gpu-memory", "60GiB")),
         "output": changes("-o", "found.json"),
         "as_json": changes("--json"),
     },

@@ -41,6 +41,10 @@ class Setting:
         return ", ".join([f"ZeRO-{self.zero_stage}", *offload_words(self.offload)])
 
     @property
+    def offloads(self) -> bool:
+        return self.offload.optimizer not in (None, "none")
+
+    @property
     def rank(self) -> tuple[bool, float]:
         return self.lacking_bytes > 0, self.lacking_bytes or self.simulated.result.iteration_s
 
@@ -80,6 +84,15 @@ class Alone:
             return self.given
         apart = self.given.lacking_bytes or best.rank[1] < (1 - FASTER) * self.given.rank[1]
         return best if apart else self.given
+
+    @cached_property
+    def plain(self) -> tuple[Simulated, Workload]:
+        """Return training without offload, and its workload: at the fastest ZeRO stage if that is `best`, else at the
+        job's own.
+        """
+        if not self.best.offloads:
+            return self.best.simulated, self.best.workload
+        return simulated("no_offload", self.workload, self.machine, self.limits, {}, self.compile_), self.workload
 
     def beside(self, *, pinning: bool) -> Iterator[tuple[str, Simulated]]:
         """Yield simulations of the job's ZeRO stage with other settings than `given`, each with its name.

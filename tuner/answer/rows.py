@@ -179,7 +179,7 @@ def compare(
     if best is not stock:
         rows.append(Row("best stock", f"{BEST} ({best.name})", best.simulated, limits, best.name))
     if not machine.unified_memory:
-        rows.append(row("no offload", run("no_offload")))
+        rows.append(row("no offload", alone.plain[0]))
     if plan is not None:
         sweep = sweep or PlanSweep(workload.cut_as(plan), machine)
         rows.insert(0, Row("plan", "ebbtide", under_plan(plan, sweep, limits), limits))
@@ -194,7 +194,7 @@ def compare(
             rows[-1] = replace(rows[-1], label=WAITS_FOR_NORM)
             rows.append(Row("peer", OVERLAPS, run("superoffload", clip=False), limits))
     if spreads:
-        works = {"stock": stock.workload, "best stock": best.workload, "no offload": workload}
+        works = {"stock": stock.workload, "best stock": best.workload, "no offload": alone.plain[1]}
         rows = _with_spreads(rows, works, machine, plan, sweep, compile_)
     return rows + variants
 

@@ -14,7 +14,6 @@ from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.calibrate.causes import causes, own_spread, shared_spread
 
 STEP = 0.5  # step of the numerical derivatives, in standard deviations of a cause
-TOLD = 2.0  # ends of a gain's interval that are further apart than this factor tell no figure
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from ebbtide.simulator.limits import lacks
 from ebbtide.simulator.plan import Plan
 from ebbtide.simulator.prediction import Prediction
 from ebbtide.tuner.answer.roles import BEST, SETTING, Role, role_of
-from ebbtide.tuner.answer.spreads import TOLD
 from ebbtide.tuner.quantities import told_seconds
 
 LITTLE = 5e-3  # relative distance from the lower bound that is smaller than any measurement error
 ROUNDED = 1e-6  # in percent
+TOLD = 2.0  # a gain with an interval whose ends are further apart than this factor is told without a figure
 WORTH = 1e-3  # relative difference below which two iterations count as equally long
 
 

@@ -37,6 +37,7 @@ from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.answer.about import about
+from ebbtide.tuner.answer.alone import Alone
 from ebbtide.tuner.answer.roles import BY_KIND, Role
 from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, figures, stock_beside
 from ebbtide.tuner.answer.timeline_view import view
@@ -304,7 +305,8 @@ def listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
 
 def _timelines(machine: Machine, workload: Workload, plan: Plan | None, limits: Limits, choice: str) -> dict[str, Any]:
     name, setting = stock_beside(workload, machine, limits, TEMPLATES.compiled)
-    advised = build_strategy("no_offload", workload) if choice == "no offload" else None
+    plain = Alone(workload, machine, limits, TEMPLATES.compiled).plain[1] if choice == "no offload" else None
+    advised = plain and build_strategy("no_offload", plain)
     schedules = {
         "stock": build_strategy(name, workload, **setting),
         "plan": plan and build_strategy("ebbtide", workload, plan=plan),

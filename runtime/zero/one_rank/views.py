@@ -168,17 +168,18 @@ class Views:
 
     def backward_ends(self) -> None:
         if self.on:
-            if self.trace is None and self._order:
+            recorded = self.trace is None and bool(self._order)
+            if recorded:
                 self.trace = self._order
-            self._hide()
+            self._hide(small=recorded)  # DeepSpeed also releases the small ones while it records its trace
 
     def stepped(self) -> None:
         """Forget which parameters were shown, because a step has partitioned all."""
         self._shown.clear()
         self._hidden = False
 
-    def _hide(self) -> None:
-        private.hide_partitions(param for param in self._parameters if not param.ds_persist)
+    def _hide(self, *, small: bool = False) -> None:
+        private.hide_partitions(param for param in self._parameters if small or not param.ds_persist)
         self._hidden = True
 
 

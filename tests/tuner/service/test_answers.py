@@ -70,9 +70,8 @@ def test_a_plan_from_elsewhere_is_predicted_for_the_request(elsewhere, told):
     seconds = rows["plan"]["iteration_s"]
     assert answer["plan"]["prediction"]["iteration_s"] == pytest.approx(seconds, rel=1e-9)
     assert answer["bound_s"] <= seconds
-    assert (
-        f"{rows['stock']['iteration_s'] / seconds:.1f}x as fast" in answer["sentence"] or "Do not" in answer["sentence"]
-    )
+    gain = f"{rows['plan']['speedup_low']:.2g}x to {rows['plan']['speedup_high']:.2g}x"
+    assert gain in answer["sentence"] or "Do not" in answer["sentence"]
     assert answer["timelines"]["stock"]["strategy"] == rows["stock"]["strategy"]
     assert any("own prediction is for another" in why for why in answer["plan"]["reasons"]) == bool(told and elsewhere)
     assert (
@@ -195,7 +194,8 @@ def test_an_answer_tells_the_table_the_plan_and_the_sentence(server):
     assert {role_of(p.strategy) for p in plan.alternatives if p.memory} == {"stock", "no offload"}
     assert plan.prediction.iteration_s == pytest.approx(made.iteration_s)
     speedup = rows["stock"]["iteration_s"] / rows["plan"]["iteration_s"]
-    assert f"{speedup:.1f}x as fast as stock DeepSpeed" in answer["sentence"]
+    low, high = rows["plan"]["speedup_low"], rows["plan"]["speedup_high"]
+    assert f"{speedup:.1f}x ({low:.2g}x to {high:.2g}x) as fast as stock DeepSpeed" in answer["sentence"]
     assert not rows["no offload"]["fits"]
     assert "GPU memory" in rows["no offload"]["reason"]
     assert rows["no offload"]["reason"] in answer["sentence"]

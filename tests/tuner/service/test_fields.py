@@ -70,7 +70,7 @@ TABLE = {
         "memory_margin": (0.2, {}),
         "robust": (True, SEARCHED | {"subgroup_size": 3 * 10**6}),
         "restart_s": (600.0, {"mtbf_s": 3600.0}),
-        "seed": (1, SEARCHED | {"subgroup_size": 10**7}),
+        "seed": (1, SEARCHED | {"subgroup_size": 5 * 10**6}),
     },
 }
 OF_A_MODEL = (

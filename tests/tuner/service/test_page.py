@@ -176,7 +176,9 @@ def test_moving_sliders_shows_what_the_api_says(page, server):
     assert page.inner_text("#sentence") == expected["sentence"]
     for row in expected["rows"]:
         cells = page.locator(f"tr[data-label='{row['label']}'] td").all_inner_texts()
-        assert cells[0] == page.evaluate("async s => (await import('/format.js')).seconds(s)", row["iteration_s"])
+        seconds, *interval = cells[0].split("\n")
+        assert seconds == page.evaluate("async s => (await import('/format.js')).seconds(s)", row["iteration_s"])
+        assert bool(interval) == (row["iteration_low_s"] is not None)
         assert cells[-1] == ("✓ fits" if row["fits"] else f"✗ {row['reason']}")
     held = {role: kinds["device"] for role, kinds in expected["memory"].items()}
     told = page.get_attribute("#kinds .chart svg", "aria-label")  # the chart of the GPU is the first
