@@ -15,6 +15,7 @@ import pytest
 import torch
 from ebbtide.runtime.devices.cuda import CudaDevice
 from ebbtide.runtime.execution.executor import Executor
+from ebbtide.runtime.execution.first_touch import FirstTouch
 from ebbtide.runtime.execution.gradient_ops import GradientCopy, GradientOps
 from ebbtide.runtime.execution.gradients import GradientBuffers
 from ebbtide.runtime.zero.fetches import Partitions
@@ -211,12 +212,18 @@ def brought_at_once(self, params, executor, bring=Partitions.bring):
     return {p: (tensor, []) for p, (tensor, _) in bring(self, params, executor).items()}
 
 
+def settled_at_once(self, subgroups):
+    """Take the parameters of subgroups as updated without a wait, in place of ``FirstTouch._wait``."""
+    self._settled |= subgroups
+
+
 MUTANTS = {
     "a gradient is copied before it is there": ("ZeRO-3, accumulation", with_gradients(reduced=False)),
     "an update does not wait for its gradient": ("ZeRO-3, clipping", (Executor, "_arrived", lambda *_: [])),
     "the next sum is fetched before the last is on the host": ("ZeRO-3, accumulation", with_gradients(after=())),
     "gradients' memory is reduced into again": ("ZeRO-2, full buckets", (CudaDevice, "before_reuse", nothing)),
     "readers wait for nothing": ("ZeRO-3, clipping", (Executor, "updates_of", lambda *_: [])),
+    "a parameter's first use waits for nothing": ("ZeRO-2, clipping", (FirstTouch, "_wait", settled_at_once)),
     "ops do not wait for those of their step": ("ZeRO-3, clipping", without(Wait.PREVIOUS)),
     "an early update does not wait for its gradient": (
         "early updates, small buckets",
@@ -270,12 +277,14 @@ WAITERS = {
     "execution/executor.py: update_early": "an early update does not wait for its gradient",
     # Forward and backward have waited for their copies, and the norm was read after them.
     "execution/executor.py: launch": "",
+    "execution/first_touch.py: _wait": "a parameter's first use waits for nothing",
     "execution/issued_ops.py: wait_parameters": "readers wait for nothing",
     "execution/gradients.py: _sum_up": "a sum is added to while it leaves",
     "execution/gradient_ops.py: fetch_sum": "a sum is read before it is there",
     "execution/gradient_ops.py: _submit": "a gradient is copied before it is there",
     "zero/gathers.py: _before": "readers wait for nothing",
-    "zero/collective.py: launch": "a parameter is read before it is copied",
+    "zero/collective.py: _launch_together": "a parameter is read before it is copied",
+    "zero/stage12.py: _update": "a parameter's first use waits for nothing",
     "one_rank/views.py: _show": "readers wait for nothing",
     "zero/fetches.py: bring": "a parameter is copied to where another is still read",
     "zero/fetches.py: wait": "a parameter is read before it is copied",
