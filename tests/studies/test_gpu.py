@@ -127,6 +127,7 @@ def test_a_plans_trial_begins_without_memory_that_torch_has_pinned(monkeypatch, 
     args = argparse.Namespace(
         variant=variant,
         size="tiny",
+        stage=3,
         micro_batch=1,
         accumulation=1,
         subgroup=1000,
