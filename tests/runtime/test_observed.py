@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import ebbtide.runtime
 import pytest
 import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from ebbtide.runtime.devices.base import Device
 from ebbtide.runtime.devices.lane import Completion
 from ebbtide.runtime.devices.passes import Pass, Place, WatchedPasses, disjoint
@@ -17,7 +18,7 @@ from ebbtide.runtime.execution.gradients import ParameterSlice
 from ebbtide.runtime.execution.recorder import Recorder
 from ebbtide.runtime.replan.auto import better_plan, host_plan
 from ebbtide.runtime.replan.observed import as_observed, gradient_s, observed_workload
-from ebbtide.runtime.zero.collective import _Ask
+from ebbtide.runtime.zero.collective import CollectiveGathers
 from ebbtide.runtime.zero.subgroup_size import piece_elements
 from ebbtide.simulator import Machine, OpKind, build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast
@@ -137,7 +138,7 @@ def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(m
     believed = Machine.preset(name)
     update_rate = slower * believed.host_adam_params_per_s.median
     true = believed.with_rates(host_adam_params_per_s=update_rate)
-    work = _job(model, about).workload(true)
+    work = _job(model, about).workload(true).bare  # what it takes with all parameters in GPU memory
     plan = host_plan(max(work.subgroups), len(work.subgroups))
     schedule = build_schedule(work, plan)
     watched = simulate_fast(schedule, true)
@@ -366,19 +367,28 @@ def test_a_wait_for_one_parameter_is_a_wait_for_all_of_its_gather():
     waited, names = [], ["first", "second", "apart"]
     held = torch.zeros(1)
     held.final_location = "cpu"
-    params = [type(name, (), {"ds_tensor": held, "ds_secondary_tensor": None})() for name in names]
-    device = SimpleNamespace(will_wait=waited.extend, training_waits=lambda ends: None)
+    common = {"ds_tensor": held, "ds_secondary_tensor": None, "ds_persist": False}
+    common["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
+    params = [type(name, (), {**common, "ds_id": number})() for number, name in enumerate(names)]
+    device = SimpleNamespace(
+        will_wait=waited.extend, training_waits=lambda ends: None, unified=False, training_streams=list
+    )
     partitions = SimpleNamespace(
+        subgroup_of={},
         subgroups=lambda params: [],
         live_on_host=lambda param, executor: True,
         bring=lambda params, executor: {p: (torch.zeros(1), [type(p).__name__]) for p in params},
     )
     executor = SimpleNamespace(device=device, wait_parameters=lambda subgroups: None)
-    ask = _Ask(partitions, lambda params: SimpleNamespace(wait=lambda: waited.append("gather")), executor)
-    ask.launch(params[:2])
-    ask.launch(params[2:])
-    for param in params:
-        ask.wait(param)
+    gathers = CollectiveGathers(partitions, [], {})
+    gather = lambda params: SimpleNamespace(wait=lambda: waited.append("gather"))
+    handles = []
+    for module in (params[:2], params[2:]):
+        gathers.module_begins(module)
+        fetches = gathers.fetch(module, gather, executor)
+        handles += [fetches.of(param) for param in module]
+    for handle in handles:
+        handle.wait()
     assert waited == ["first", "second", "gather", "gather", "apart", "gather"]
 
 
