@@ -77,8 +77,11 @@ def test_tune_run(launcher, key, started, tmp_path):
         pytest.skip("one launcher is enough for the other word")
     code, said = started(["tune", "run", "--", *LAUNCHERS[launcher], "train.py", "5"], key)
     assert code == 0, said
-    assert plans(said) == (key is not None), said
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    if launcher == "accelerate":  # with --cpu and without --use_deepspeed, the Trainer starts no engine
+        assert "no DeepSpeed engine with an optimizer was started" in said, said
+        return
+    assert plans(said) == (key is not None), said
     assert ('Add "ebbtide": {"plan": "automatic"}' in said) == (key is None), said
 
 

@@ -243,7 +243,7 @@ def test_a_jobs_result_opens_with_all_that_the_job_was_asked(page, server):
         opened(page, server, f"/?from={job}&row=0")
     assert unshown.items() <= first.value.request.post_data_json.items()
     (plain,) = (row for row in first.value.json()["rows"] if row["role"] == "no offload")
-    assert plain["iteration_s"] == pytest.approx(found["iteration_s"], rel=1e-9)
+    assert plain["iteration_s"] <= found["iteration_s"] * (1 + 1e-9)  # at the fastest ZeRO stage
     assert "clip_rate 0.5, flash_attention false, recompute_share 0.5" in page.inner_text("#strange")
     with page.expect_response(lambda r: r.url.endswith("/answer")) as moved:
         page.fill("#n-sequence", "256")
