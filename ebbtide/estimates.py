@@ -172,6 +172,7 @@ def _answered(
     from ebbtide.simulator.analysis.best_setting import simulated
     from ebbtide.tuner.advice.even import quick_or_roomiest
     from ebbtide.tuner.answer.about import about
+    from ebbtide.tuner.answer.alone import Alone
     from ebbtide.tuner.answer.roles import role_of
     from ebbtide.tuner.answer.rows import alternatives, compare
     from ebbtide.tuner.answer.verdict import verdict
@@ -184,7 +185,8 @@ def _answered(
     own = [] if plan is None or plan.prediction is None else [("plan", plan.prediction)]
     rows: list[Any] = [*own, *((role_of(row.strategy), row) for row in others)]
     decided = verdict(rows, problem)
-    if strategy is None:
+    asked = strategy is not None
+    if not asked:
         strategy = "no_offload" if decided.choice == "no offload" else "ebbtide"
     if strategy == "ebbtide" and plan is not None and plan.prediction is not None:
         found, lacks = plan.prediction, ""
@@ -196,7 +198,8 @@ def _answered(
         elif strategy == "ebbtide":
             away = not work.job.offload.keeps_parameters
             setting = {"plan": quick_or_roomiest(work, machine, limits, offload_parameters=away)}
-        row = simulated(strategy, work, machine, limits, setting)
+        advised = Alone(work, machine, limits).plain[0] if strategy == "no_offload" and not asked else None
+        row = advised or simulated(strategy, work, machine, limits, setting)
         iteration_s, held, lacks = row.result.iteration_s, _plain(row.memory), row.lacks
     ways = _nearest(work, machine, plan, memory) if lacks else ()
     quick = [] if full or plan is None else plan.reasons[:1]

@@ -100,7 +100,9 @@ def builds_are_told(name: str, every_s: float = 10.0) -> Iterator[None]:
     The extension is compiled, or another process that compiles it is waited for. Say also if that process has died.
     Rank 0 says this.
     """
-    if os.environ.get("RANK", "0") != "0":
+    from ebbtide.runtime.hardware.launcher import rank
+
+    if rank() != 0:
         yield
         return
     over = threading.Event()
