@@ -363,7 +363,8 @@ class Workload(Shown, Page):
         A plan takes the hooks off on one rank if all parameters stay in GPU memory. Where these times are not known,
         they are those with the hooks.
         """
-        if all(layer.bare_forward_s is None and layer.bare_backward_s is None for layer in self.layers):
+        known = any(layer.bare_forward_s is not None or layer.bare_backward_s is not None for layer in self.layers)
+        if not known and self.bare_step_issue_s is None:
             return self
         layers = tuple(
             layer.model_copy(

@@ -250,6 +250,7 @@ WORKLOAD = {
     "device_base_parts": {"gradients": 2**20},
     "module_issue_s": 0.05,
     "step_issue_s": 0.05,
+    "bare_step_issue_s": 0.05,
     "live_params": 0,
     "state_stays": True,
     "stock_backward_extra_s": 0.5,
@@ -283,6 +284,8 @@ LAYER = {
     "regathered_params": 0,
     "params_of_others": 1_000_000,
     "unhidden_s": 0.1,
+    "bare_forward_s": 0.1,
+    "bare_backward_s": 0.1,
 }
 PLAN = {
     "schema_version": 99,

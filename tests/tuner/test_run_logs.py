@@ -314,9 +314,10 @@ def test_the_phases_of_a_calibrated_machine_are_those_of_the_log(tmp_path):
     plan = tmp_path / "plan.json"
     said = run("plan", *about, "-o", plan).output
     made = json.loads(plan.read_text())
-    stock = next(p for p in made["alternatives"] if p["strategy"] == "stock ZeRO-3 offload")
+    stock = next(p for p in made["alternatives"] if p["strategy"].startswith("stock ZeRO-3 offload"))
+    assert stock["forward_s"] == pytest.approx(ms["forward"] / 1e3, rel=0.1)
+    assert made["prediction"]["forward_s"] < stock["forward_s"]  # without DeepSpeed's hooks
     for prediction in (made["prediction"], stock):
-        assert prediction["forward_s"] == pytest.approx(ms["forward"] / 1e3, rel=0.1)
         assert prediction["loop_s"] == pytest.approx(0.5, rel=0.05)
     assert " loop " in said
     assert "loop" not in run("simulate", "--machine", "h100-node", *about[2:]).output
