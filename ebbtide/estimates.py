@@ -185,8 +185,8 @@ def _answered(
     own = [] if plan is None or plan.prediction is None else [("plan", plan.prediction)]
     rows: list[Any] = [*own, *((role_of(row.strategy), row) for row in others)]
     decided = verdict(rows, problem)
-    asked = strategy is not None
-    if not asked:
+    advised = strategy is None
+    if strategy is None:
         strategy = "no_offload" if decided.choice == "no offload" else "ebbtide"
     if strategy == "ebbtide" and plan is not None and plan.prediction is not None:
         found, lacks = plan.prediction, ""
@@ -198,8 +198,8 @@ def _answered(
         elif strategy == "ebbtide":
             away = not work.job.offload.keeps_parameters
             setting = {"plan": quick_or_roomiest(work, machine, limits, offload_parameters=away)}
-        advised = Alone(work, machine, limits).plain[0] if strategy == "no_offload" and not asked else None
-        row = advised or simulated(strategy, work, machine, limits, setting)
+        plain = Alone(work, machine, limits).plain[0] if advised and strategy == "no_offload" else None
+        row = plain or simulated(strategy, work, machine, limits, setting)
         iteration_s, held, lacks = row.result.iteration_s, _plain(row.memory), row.lacks
     ways = _nearest(work, machine, plan, memory) if lacks else ()
     quick = [] if full or plan is None else plan.reasons[:1]
