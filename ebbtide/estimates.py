@@ -172,7 +172,6 @@ def _answered(
     from ebbtide.simulator.analysis.best_setting import simulated
     from ebbtide.tuner.advice.even import quick_or_roomiest
     from ebbtide.tuner.answer.about import about
-    from ebbtide.tuner.answer.alone import Alone
     from ebbtide.tuner.answer.roles import role_of
     from ebbtide.tuner.answer.rows import alternatives, compare
     from ebbtide.tuner.answer.verdict import verdict
@@ -185,12 +184,12 @@ def _answered(
     own = [] if plan is None or plan.prediction is None else [("plan", plan.prediction)]
     rows: list[Any] = [*own, *((role_of(row.strategy), row) for row in others)]
     decided = verdict(rows, problem)
-    advised = strategy is None
+    known = {"ebbtide": plan and plan.prediction}
     if strategy is None:
+        known |= {"no_offload": next((row for role, row in rows if role == "no offload"), None)}
         strategy = "no_offload" if decided.choice == "no offload" else "ebbtide"
-    if strategy == "ebbtide" and plan is not None and plan.prediction is not None:
-        found, lacks = plan.prediction, ""
-        iteration_s, held = found.iteration_s, _plain(found.memory)
+    if found := known.get(strategy):
+        iteration_s, held, lacks = found.iteration_s, _plain(found.memory), ""
     else:
         setting: dict[str, Any] = {}
         if strategy == "stock":
@@ -198,8 +197,7 @@ def _answered(
         elif strategy == "ebbtide":
             away = not work.job.offload.keeps_parameters
             setting = {"plan": quick_or_roomiest(work, machine, limits, offload_parameters=away)}
-        plain = Alone(work, machine, limits).plain[0] if advised and strategy == "no_offload" else None
-        row = plain or simulated(strategy, work, machine, limits, setting)
+        row = simulated(strategy, work, machine, limits, setting)
         iteration_s, held, lacks = row.result.iteration_s, _plain(row.memory), row.lacks
     ways = _nearest(work, machine, plan, memory) if lacks else ()
     quick = [] if full or plan is None else plan.reasons[:1]

@@ -144,10 +144,9 @@ def under_plan(plan: Plan, sweep: PlanSweep, limits: Limits) -> Simulated:
     Raises:
         PlanError: The plan does not fit the job.
     """
-    work, machine = sweep.workload.cut_as(plan), sweep.machine
-    check_plan(plan, work)
-    sweep = sweep if work is sweep.workload else PlanSweep(work, machine)
-    result = expected(work, machine, plan, sweep.result)
+    check_plan(plan, sweep.workload.cut_as(plan))
+    sweep = sweep.of_plan(plan)
+    result = expected(sweep.workload, sweep.machine, plan, sweep.result)
     return Simulated("ebbtide", {"plan": plan}, partial(sweep.memory, plan), result, limits.shortfall(result))
 
 

@@ -130,6 +130,11 @@ class PlanSweep:
         other._timed = workload if workload is not None else self._timed
         return other
 
+    def of_plan(self, plan: Plan) -> "PlanSweep":
+        """Return a predictor for the same job with a plan's subgroups: this one, if they are its own."""
+        work = self.workload.cut_as(plan)
+        return self if work is self.workload else PlanSweep(work, self.machine)
+
     def _count_ops(self) -> None:
         layers, subgroups = len(self.workload.layers), len(self.sizes)
         micro = self.workload.gradient_accumulation_steps

@@ -1,4 +1,4 @@
-"""What each field of a training job changes: nothing of the samples, what is learned, or what must be bought.
+"""The settings that advice may change: those that keep a step's samples, change what is learned, or must be bought.
 
 Advice that makes a job fit, advice that makes it faster, `tune search` and the web page all go through this table, so
 that none of them lacks a setting that the estimate has.

@@ -7,9 +7,9 @@ from ebbtide.simulator import preset, workload_from_model
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.advice.even import quick_or_none
 from ebbtide.tuner.answer.rows import alternatives, compare
-from ebbtide.tuner.answer.spreads import Spread
 from ebbtide.tuner.answer.verdict import TOLD, verdict
 from ebbtide.tuner.calibrate.causes import causes
+from ebbtide.tuner.calibrate.interval import Spread
 
 
 def rows_on(name, **job):

@@ -2,7 +2,7 @@
 such as DeepSpeed's own offload.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,12 @@ from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan, Way
 from ebbtide.simulator.prediction import Prediction
-from ebbtide.simulator.schedules.strategies import stages
+from ebbtide.simulator.schedule import Schedule
+from ebbtide.simulator.schedules.strategies import build_strategy, stages
 from ebbtide.simulator.workload import Workload
 from ebbtide.tuner.answer.alone import Alone, offload_words
 from ebbtide.tuner.answer.roles import BEST, BY_KIND, SETTING, Role
-from ebbtide.tuner.answer.spreads import Spread
+from ebbtide.tuner.calibrate.interval import Spread, plan_spread
 
 # Other systems, each simulated with its best setting.
 PEERS = ("twin_flow", "deep_optimizer_states", "superoffload")
@@ -44,6 +45,8 @@ class Row:
         simulated: Result of the simulation.
         limits: Memory that training may use.
         name: ZeRO stage and settings of DeepSpeed alone, such as "ZeRO-2". Empty for other rows.
+        workload: Training job that was simulated, for DeepSpeed alone and no offload, which may have another ZeRO stage
+            than the asker's job. None for other rows.
         spread: Uncertainty of the predicted time, if it was asked for. Only rows that gains are told of have one.
         plan: The plan's row, for the gain of the plan over this row.
         stock: The row of DeepSpeed alone, for the gain of this row over it.
@@ -54,9 +57,16 @@ class Row:
     simulated: Simulated
     limits: Limits
     name: str = ""
+    workload: Workload | None = None
     spread: Spread | None = None
     plan: "Row | None" = None
     stock: "Row | None" = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """Return the simulated schedule. Only DeepSpeed alone and no offload know their workload."""
+        assert self.workload is not None
+        return build_strategy(self.simulated.strategy, self.workload, **self.simulated.setting)
 
     @property
     def interval_s(self) -> tuple[float, float]:
@@ -174,12 +184,12 @@ def compare(
 
     alone = Alone(workload, machine, limits, compile_)
     stock, best = alone.given, alone.best
-    own, variants = _stock_label(workload, stock.offload), list[Row]()
-    rows = [Row("stock", own, stock.simulated, limits, stock.name)]
+    rows, variants = [stock_row(alone)], list[Row]()
     if best is not stock:
-        rows.append(Row("best stock", f"{BEST} ({best.name})", best.simulated, limits, best.name))
+        rows.append(Row("best stock", f"{BEST} ({best.name})", best.simulated, limits, best.name, best.workload))
     if not machine.unified_memory:
-        rows.append(row("no offload", alone.plain[0]))
+        plain, at_stage = alone.plain
+        rows.append(Row("no offload", _LABELS["no_offload"], plain, limits, workload=at_stage))
     if plan is not None:
         sweep = sweep or PlanSweep(workload.cut_as(plan), machine)
         rows.insert(0, Row("plan", "ebbtide", under_plan(plan, sweep, limits), limits))
@@ -194,37 +204,32 @@ def compare(
             rows[-1] = replace(rows[-1], label=WAITS_FOR_NORM)
             rows.append(Row("peer", OVERLAPS, run("superoffload", clip=False), limits))
     if spreads:
-        works = {"stock": stock.workload, "best stock": best.workload, "no offload": alone.plain[1]}
-        rows = _with_spreads(rows, works, machine, plan, sweep, compile_)
+        rows = _with_spreads(rows, machine, plan, sweep, compile_)
     return rows + variants
 
 
 def _with_spreads(
-    rows: Sequence[Row],
-    works: Mapping[str, Workload],
-    machine: Machine,
-    plan: Plan | None,
-    sweep: PlanSweep | None,
-    compile_: Compile,
+    rows: Sequence[Row], machine: Machine, plan: Plan | None, sweep: PlanSweep | None, compile_: Compile
 ) -> list[Row]:
-    """Return the rows with the spreads of the plan and of the ways to train in ``works``, which are roles.
+    """Return the rows with the spreads of the plan, of DeepSpeed alone and of no offload.
 
     They also get the row of the plan and that of DeepSpeed alone, with which they are compared.
     """
+    known: dict[int, Spread] = {}  # DeepSpeed alone at its best and no offload may be one simulation
 
     def spread_of(row: Row) -> Spread | None:
         one = row.simulated
         if row.role == "plan" and plan is not None and sweep is not None:
-            of = sweep if sweep.workload.subgroups == sweep.workload.cut_as(plan).subgroups else None
-            of = of or PlanSweep(sweep.workload.cut_as(plan), machine)
-            return Spread.of(lambda on, work: of.on(on, work).result(plan).iteration_s, of.workload, machine, "ebbtide")
-        if row.role not in works:
+            return plan_spread(sweep.of_plan(plan), plan)
+        if row.workload is None:
             return None
 
         def seconds(on: Machine, work: Workload) -> float:
             return simulate_fast(compile_(one.strategy, work, one.setting), on).iteration_s
 
-        return Spread.of(seconds, works[row.role], machine, one.strategy)
+        if id(one) not in known:
+            known[id(one)] = Spread.of(seconds, row.workload, machine, one.strategy)
+        return known[id(one)]
 
     spread = [replace(row, spread=spread_of(row)) for row in rows]
     of_plan = next((row for row in spread if row.role == "plan"), None)
@@ -238,6 +243,13 @@ def best_stock(rows: Sequence[Row]) -> Row | None:
     return min(alone, key=lambda row: row.result.iteration_s, default=None)
 
 
+def stock_row(alone: Alone) -> Row:
+    """Return the row of DeepSpeed alone at the job's ZeRO stage (see `Alone.given`)."""
+    given = alone.given
+    label = _stock_label(alone.workload, given.offload)
+    return Row("stock", label, given.simulated, alone.limits, given.name, given.workload)
+
+
 def stock_beside(
     workload: Workload, machine: Machine, limits: Limits, compile_: Compile = compiled
 ) -> tuple[str, dict[str, Any]]:
@@ -246,11 +258,6 @@ def stock_beside(
     """
     chosen = Alone(workload, machine, limits, compile_).given.simulated
     return chosen.strategy, dict(chosen.setting)
-
-
-def stock_label(workload: Workload, machine: Machine, limits: Limits, compile_: Compile = compiled) -> str:
-    """Return the label of the row for the strategy that `stock_beside` returns."""
-    return _stock_label(workload, Alone(workload, machine, limits, compile_).given.offload)
 
 
 def _stock_label(workload: Workload, offload: Offloading) -> str:

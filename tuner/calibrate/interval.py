@@ -14,10 +14,14 @@ The width of the interval has these parts:
 `MODEL_SPREAD` was chosen on the published runs in the repository, so these runs are no proof of it. After a calibration
 on three random runs, the intervals contain the measured times of seven to nine in ten other runs
 (`studies.published_runs --triples`).
+
+The times of two ways to train depend on the same rates, such as the speed of the CPU's updates. So the interval of
+their ratio is drawn from the same causes, and what both ways share cancels (`Spread.factor_over`).
 """
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import compile_schedule, simulate_fast
@@ -32,6 +36,48 @@ from ebbtide.tuner.calibrate.causes import Cause, causes, own_spread, shared_spr
 # Step of the numerical derivatives, in sigmas of the rate. It is large, because a rate may limit training at one value
 # and not at another.
 STEP = 0.5
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The uncertainty of a predicted time, by cause.
+
+    Attributes:
+        parts: For each cause by name, the change of the time's logarithm if the cause moves by one standard deviation.
+        own: Standard deviation of the logarithm that no cause explains and no other way to train shares.
+        shared: Standard deviation of the logarithm that all ways to train on the machine share.
+    """
+
+    parts: dict[str, float]
+    own: float
+    shared: float
+
+    @classmethod
+    def of(
+        cls, seconds: Callable[[Machine, Workload], float], workload: Workload, machine: Machine, strategy: str
+    ) -> "Spread":
+        """Simulate the effect of each cause.
+
+        Args:
+            seconds: Function that predicts the time for a machine and a workload.
+        """
+
+        def part(cause: Cause) -> float:
+            return _secant(lambda turn: seconds(*cause.moved(machine, workload, turn)))
+
+        parts = {cause.name: part(cause) for cause in causes(machine, workload)}
+        return cls(parts, own_spread(machine, strategy), shared_spread(machine))
+
+    @property
+    def factor(self) -> float:
+        """Return the largest factor between the predicted time and nine times in ten."""
+        return math.exp(NINETY_PERCENT * math.hypot(*self.parts.values(), self.own, self.shared))
+
+    def factor_over(self, other: "Spread") -> float:
+        """Return the same factor for the ratio of this time to another one on the same machine."""
+        names = self.parts.keys() | other.parts.keys()
+        apart = (self.parts.get(name, 0.0) - other.parts.get(name, 0.0) for name in names)
+        return math.exp(NINETY_PERCENT * math.hypot(*apart, self.own, other.own))
 
 
 def interval_s(build: Callable[[Machine], Schedule], machine: Machine) -> tuple[float, float]:
@@ -69,7 +115,9 @@ def workload_interval_s(
         on = compiled if moved is workload else compile_schedule(build(moved))
         return simulate_fast(on, turned_machine).iteration_s
 
-    return _estimated(seconds, workload, machine, compiled.schedule.strategy)
+    centre = seconds(machine, workload)
+    factor = Spread.of(seconds, workload, machine, compiled.schedule.strategy).factor
+    return centre / factor, centre * factor
 
 
 def plan_interval_s(sweep: PlanSweep, plan: Plan) -> tuple[float, float]:
@@ -78,27 +126,17 @@ def plan_interval_s(sweep: PlanSweep, plan: Plan) -> tuple[float, float]:
 
     The interval is that of `workload_interval_s`, for steps that clip no gradients.
     """
+    centre, factor = sweep.result(plan).iteration_s, plan_spread(sweep, plan).factor
+    return centre / factor, centre * factor
+
+
+def plan_spread(sweep: PlanSweep, plan: Plan) -> Spread:
+    """Return the uncertainty of the iteration time under a plan, for steps that clip no gradients."""
 
     def seconds(turned_machine: Machine, moved: Workload) -> float:
         return sweep.on(turned_machine, moved).result(plan).iteration_s
 
-    return _estimated(seconds, sweep.workload, sweep.machine, "ebbtide")
-
-
-def _estimated(
-    seconds: Callable[[Machine, Workload], float], workload: Workload, machine: Machine, strategy: str
-) -> tuple[float, float]:
-    """Return the interval around the predicted seconds of an iteration.
-
-    Args:
-        seconds: Function that predicts the seconds for a given machine and workload.
-    """
-
-    def part(cause: Cause) -> float:
-        return _secant(lambda turn: seconds(*cause.moved(machine, workload, turn)))
-
-    sigma = math.hypot(*map(part, causes(machine, workload)))
-    return _around(seconds(machine, workload), model_spread(machine, strategy), sigma)
+    return Spread.of(seconds, sweep.workload, sweep.machine, "ebbtide")
 
 
 def _around(centre: float, spread: float, sigma: float) -> tuple[float, float]:

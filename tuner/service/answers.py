@@ -37,9 +37,8 @@ from ebbtide.tuner.advice.failures import RESTART_S, checkpointed, goodput_of
 from ebbtide.tuner.advice.ways_out import ANOTHER_WAY, another_gpu
 from ebbtide.tuner.advice.ways_out import ways_out as nearest_changes
 from ebbtide.tuner.answer.about import about
-from ebbtide.tuner.answer.alone import Alone
 from ebbtide.tuner.answer.roles import BY_KIND, Role
-from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, figures, stock_beside
+from ebbtide.tuner.answer.rows import Row, alternatives, best_stock, compare, figures
 from ebbtide.tuner.answer.timeline_view import view
 from ebbtide.tuner.answer.use import use, use_without_offload
 from ebbtide.tuner.answer.verdict import verdict
@@ -158,7 +157,7 @@ def answer(request: Answer, progress: Told) -> dict[str, Any]:
         "best_stock": best and {"name": best.name, "label": best.label, "iteration_s": best.result.iteration_s},
         "faster": _faster(request, machine_of(request), told),
         "memory": {row.role: row.simulated.memory for row in rows if row.role in BY_KIND},
-        "timelines": _timelines(machine, workload, plan, limits, decided.choice) if request.timelines else None,
+        "timelines": _timelines(rows, machine, workload, plan, decided.choice) if request.timelines else None,
         "plan": None if plan is None else plan.model_dump(mode="json"),
         "use": _use(decided.choice, plan, workload, request.ds_config),
         "limits": _limits(limits),
@@ -303,14 +302,13 @@ def listed(rows: list[Row], workload: Workload) -> list[dict[str, Any]]:
     return sorted(fields, key=lambda row: (not row["fits"], row["iteration_s"]))
 
 
-def _timelines(machine: Machine, workload: Workload, plan: Plan | None, limits: Limits, choice: str) -> dict[str, Any]:
-    name, setting = stock_beside(workload, machine, limits, TEMPLATES.compiled)
-    plain = Alone(workload, machine, limits, TEMPLATES.compiled).plain[1] if choice == "no offload" else None
-    advised = plain and build_strategy("no_offload", plain)
+def _timelines(rows: list[Row], machine: Machine, workload: Workload, plan: Plan | None, choice: str) -> dict[str, Any]:
+    by_role = {row.role: row for row in rows if row.workload is not None}
+    stock, plain = by_role["stock"], by_role.get("no offload") if choice == "no offload" else None
     schedules = {
-        "stock": build_strategy(name, workload, **setting),
+        "stock": stock.schedule,
         "plan": plan and build_strategy("ebbtide", workload, plan=plan),
-        "no offload": advised,
+        "no offload": plain and plain.schedule,
     }
     return {role: built and view(run_with_memory(built, machine), built) for role, built in schedules.items()}
 

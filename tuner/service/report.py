@@ -125,12 +125,11 @@ def trace(call: Planned, progress: Told) -> dict[str, Any]:
 def _predicted(plan: Plan, machine: Machine, workload: Workload) -> list[Timeline]:
     """Return two simulated timelines of a training job: with DeepSpeed alone, and under a plan."""
     # Loads the compiled simulator, which the server itself never needs.
-    from ebbtide.tuner.answer.rows import stock_beside, stock_label
+    from ebbtide.tuner.answer.alone import Alone
+    from ebbtide.tuner.answer.rows import stock_row
 
-    limits = plan.limits_on(workload, machine)
-    name, setting = stock_beside(workload, machine, limits)
-    stock = simulate(build_strategy(name, workload, **setting), machine)
-    named = replace(stock, strategy=stock_label(workload, machine, limits))
+    stock = stock_row(Alone(workload, machine, plan.limits_on(workload, machine)))
+    named = replace(simulate(stock.schedule, machine), strategy=stock.label)
     return [named, _under(plan, workload, machine)]
 
 
