@@ -265,7 +265,7 @@ def _numbers_ranks(_: Any) -> None:
 _WRAPPED: dict[str, Callable[[Any], None]] = {
     "deepspeed": _in_deepspeed,
     "deepspeed.comm.comm": lambda module: _wrap(module, "mpi_discovery", _discover),
-    "torch.utils.cpp_extension": lambda module: _hardware("builds").tell_builds(module),
+    "torch.utils.cpp_extension": lambda module: _hardware("builds").tell_builds(module, _hardware("launcher").rank),
     "accelerate.utils.dataclasses": lambda module: _wrap(_plugin_of(module), "fill_match", _fill_match),
     "lightning.fabric": _numbers_ranks,
     "lightning_fabric": _numbers_ranks,

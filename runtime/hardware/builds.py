@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +78,20 @@ def own_ninja_first() -> None:
         os.environ["PATH"] = os.pathsep.join(filter(None, [str(own.parent), os.environ.get("PATH")]))
 
 
-def tell_builds(cpp_extension: Any) -> None:
-    """Make ``torch.utils.cpp_extension``, with which DeepSpeed compiles its ops, say when it compiles or waits."""
+def tell_builds(cpp_extension: Any, rank: Callable[[], int]) -> None:
+    """Make ``torch.utils.cpp_extension``, with which DeepSpeed compiles its ops, say when it compiles or waits.
+
+    Args:
+        rank: `ebbtide.runtime.hardware.launcher.rank`. Rank 0 says this. The function is not imported here, because a
+            process that has not imported ebbtide may be unable to (`ebbtide.runtime.frontdoor.hook`).
+    """
     original = cpp_extension.load
     if hasattr(original, "_ebbtide_tells"):
         return
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> Any:
-        with builds_are_told(kwargs.get("name") or args[0]):
+        with builds_are_told(kwargs.get("name") or args[0]) if rank() == 0 else contextlib.nullcontext():
             return original(*args, **kwargs)
 
     load._ebbtide_tells = True  # type: ignore[attr-defined]
@@ -98,13 +103,7 @@ def builds_are_told(name: str, every_s: float = 10.0) -> Iterator[None]:
     """Say on stderr what takes so long, while the code in this ``with`` block has torch load the extension ``name``.
 
     The extension is compiled, or another process that compiles it is waited for. Say also if that process has died.
-    Rank 0 says this.
     """
-    from ebbtide.runtime.hardware.launcher import rank
-
-    if rank() != 0:
-        yield
-        return
     over = threading.Event()
     watched = (threading.get_ident(), over, name, every_s)
     threading.Thread(target=_watch, args=watched, name="ebbtide-builds", daemon=True).start()

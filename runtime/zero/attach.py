@@ -104,7 +104,7 @@ def initialize(
     storage = stored_at(config)
     config, named = _for_engine(config, named, storage, given.get("optimizer"), given.get("model"))
     own_ninja_first()
-    tell_builds(cpp_extension)
+    tell_builds(cpp_extension, rank)
     result = build(*args, config=config, **kwargs)
     if named is None:
         _attach_automatically(result[0], device, None, checkpoint, True, storage)

@@ -10,7 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from ebbtide.runtime.hardware import builds
+from ebbtide.runtime.hardware import builds, launcher
 from torch.utils.file_baton import FileBaton
 
 
@@ -57,7 +57,6 @@ class Heard(io.StringIO):
 def test_a_start_that_waits_says_for_what_and_since_when(lock, monkeypatch):
     heard = Heard("rm ")
     monkeypatch.setattr("sys.stderr", heard)
-    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(builds, "QUIET_S", 0.01)
     threading.Thread(target=lambda: heard.printed.wait(30) and lock.unlink()).start()
     try:
@@ -76,9 +75,9 @@ def test_an_op_that_is_compiled_is_told_on_rank_0(rank, tells, monkeypatch):
     monkeypatch.setenv("RANK", rank)
     torchs = SimpleNamespace(load=lambda name, sources: heard.printed.wait(30 if tells else 0))
     monkeypatch.setattr(builds, "QUIET_S", 0.01)
-    builds.tell_builds(torchs)
+    builds.tell_builds(torchs, launcher.rank)
     once = torchs.load
-    builds.tell_builds(torchs)
+    builds.tell_builds(torchs, launcher.rank)
     assert torchs.load is once
     assert torchs.load(name="cpu_adam", sources=[]) is tells
 

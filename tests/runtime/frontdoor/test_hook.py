@@ -89,6 +89,18 @@ def test_stock_stays_stock_without_the_key(folder):
     assert tune_run(folder, sys.executable, "plain.py") == expected
 
 
+def test_an_op_of_stock_is_built_without_a_module_of_ours(folder):
+    (folder / "torch" / "utils").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").touch()
+    (folder / "torch" / "utils" / "__init__.py").touch()
+    (folder / "torch" / "utils" / "cpp_extension.py").write_text("def load(name, sources):\n    return name\n")
+    (folder / "builds.py").write_text(
+        "import sys, torch.utils.cpp_extension as made\n"
+        "print(made.load('cpu_adam', []), hasattr(made.load, '_ebbtide_tells'), 'ebbtide' in sys.modules)\n"
+    )
+    assert tune_run(folder, sys.executable, "builds.py") == ["cpu_adam", "True", "False"]
+
+
 def test_a_scripts_own_runtime_and_profiler_are_in_nobodys_way(folder):
     """Check that a script may have modules of its own named runtime, profiler, simulator or tuner."""
     for name in ("runtime", "profiler", "simulator", "tuner"):
