@@ -1,5 +1,6 @@
-"""Tests of the lock file that stays when a build of DeepSpeed's ops is killed. ebbtide recognizes such a file as stale,
-and logs a warning while a process waits for a lock file.
+"""Tests of builds of DeepSpeed's ops: stale lock files, messages about what a start waits for, and the choice of ninja.
+
+A killed build leaves its lock file. ebbtide recognizes such a file as stale.
 """
 
 import io
