@@ -154,9 +154,7 @@ class Gathers:
         """Gather the small parameters that stock DeepSpeed keeps gathered between steps. All ranks must call this
         method.
         """
-        small = [p for p in self._optimizer.persistent_parameters if private.is_partitioned(p)]
-        if small:
-            small[0].all_gather(small)
+        private.gather(self._optimizer.persistent_parameters)
 
     def _before(self, params: Iterable[Any]) -> None:
         own = self._optimizer._ebbtide
