@@ -46,30 +46,34 @@ class Views:
     Everything else that reads a partitioned parameter gathers it, and waits for its update (see `Gathers`).
 
     Attributes:
-        on: True while these hooks are in the places of DeepSpeed's.
         trace: The modules of the first forward and backward, in order, as DeepSpeed would record them. None before.
     """
 
     def __init__(self, optimizer: Any, partitions: Partitions, parameters: list[Any]) -> None:
         self._optimizer, self._partitions, self._parameters = optimizer, partitions, parameters
-        self.on = False
         self.trace: list[torch.nn.Module] | None = None
         self._order: list[torch.nn.Module] = []
         self._held: dict[torch.nn.Module, _Held] = {}
         self._shown: dict[int, _Held] = {}  # since the last step
         self._hidden = False  # True if some of them may be partitioned again
         self._depth = 0  # modules with a running forward
-        self._hooks: ModuleHooks | None = None
+        self._hooks: ModuleHooks | None = None  # DeepSpeed's, while others are in their places
         self._undo: list[Callable[[], None]] = []
+
+    @property
+    def on(self) -> bool:
+        """Return whether these hooks are in the places of DeepSpeed's."""
+        return self._hooks is not None
 
     def choose(self) -> None:
         """Use these hooks or DeepSpeed's, as the plan needs. A plan with parameters in host memory needs DeepSpeed's.
 
         Call this method when a plan has been attached or switched.
         """
-        if self._fits() and not self.on:
+        fits = self._fits()
+        if fits and not self.on:
             self._begin()
-        elif self.on and not self._fits():
+        elif self.on and not fits:
             self.end()
 
     def _fits(self) -> bool:
@@ -93,7 +97,7 @@ class Views:
         before, after = _hooks(self, root)
         hooks.replace(before, after)
         self._undo = [_noticed(param, self._notice) for param in self._parameters]
-        self._hooks, self.on = hooks, True
+        self._hooks = hooks
 
     def end(self) -> None:
         """Put DeepSpeed's hooks back into their places."""
@@ -103,7 +107,7 @@ class Views:
         for undo in self._undo:
             undo()
         forget_trace(self._optimizer)
-        self._hooks, self._undo, self.on = None, [], False
+        self._hooks, self._undo = None, []
         self._held.clear()
         self.stepped()
 
