@@ -44,15 +44,6 @@ class Gathers:
         self._stand_ins = _stand_ins(optimizer.persistent_parameters)
         self._undo: list[Callable[[], None]] = []
 
-    def first_use(self) -> list[int]:
-        """Return, for each subgroup, the position of its first parameter in the model's order of parameters."""
-        parameters: list[Any] = list(self._module.parameters())
-        place = {param.ds_id: i for i, param in enumerate(parameters)}
-        first = [len(place)] * len(self._optimizer._pieces.cuts)
-        for ds_id, subgroup in self.partitions.subgroup_of.items():
-            first[subgroup] = min(first[subgroup], place.get(ds_id, len(place)))
-        return first
-
     def gate(self) -> None:
         """Make every ZeRO-3 gather wait for the updates of its parameters, until `open` is called.
 

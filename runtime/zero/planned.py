@@ -139,6 +139,22 @@ class PlannedZero:
             for place in self._places(param)
         }
 
+    def first_use(self) -> list[int]:
+        module = self._module_of()
+        assert module is not None  # the engine keeps the module alive
+        place = {param: i for i, param in enumerate(module.parameters())}
+        first = [len(place)] * len(self._cuts)
+        for param in self._trained():
+            for subgroup in self._subgroups_of(param):
+                first[subgroup] = min(first[subgroup], place.get(param, len(place)))
+        return first
+
+    def _subgroups_of(self, param: Any) -> list[int]:
+        """Return the subgroups of this rank that hold parts of a parameter. Unlike `_places`, this can be asked before
+        there is a session.
+        """
+        raise NotImplementedError
+
     def _trained(self) -> list[Any]:
         """Return the parameters that the optimizer trains, in DeepSpeed's order."""
         raise NotImplementedError

@@ -417,16 +417,6 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
     def _cuts(self) -> list[Cut]:
         return self._flat.cuts
 
-    def first_use(self) -> list[int]:
-        module = self._module_of()
-        assert module is not None  # the engine keeps the module alive
-        place = {param: i for i, param in enumerate(module.parameters())}
-        first = [len(place)] * len(self._flat.cuts)
-        for param in self._trained():
-            for subgroup in self._subgroups_of(param):
-                first[subgroup] = min(first[subgroup], place.get(param, len(place)))
-        return first
-
     def _trained(self) -> list[Any]:
         return [param for group in self.bit16_groups for param in group]
 

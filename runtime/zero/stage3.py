@@ -305,8 +305,8 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
     def _cuts(self) -> list[Cut]:
         return self._pieces.cuts
 
-    def first_use(self) -> list[int]:
-        return self._gathers.first_use()
+    def _subgroups_of(self, param: Any) -> list[int]:
+        return self._gathers.partitions.subgroups([param])
 
     def slices(self) -> dict[int, ZeroSlice]:
         return stage3_buffers.slices(self)
