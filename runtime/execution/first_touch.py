@@ -120,7 +120,7 @@ def settle_one(parameter: Any) -> None:
             touch.settle([id(parameter)])
 
 
-def settle_all(*_: Any) -> None:
+def settle_all() -> None:
     """Wait until all parameters of this process have their new values."""
     for touch in set(_waiting.values()):
         touch.settle_all()

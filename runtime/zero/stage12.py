@@ -233,19 +233,18 @@ class EbbtideStage2(PlannedZero, DeepSpeedZeroOptimizer):
         self._flat.before_update(own)
         own.update(self._scale_of(norm))
         own.recorder.issue_ends()
-        overlaps = self._touch is not None and own.plan.overlap_forward
-        if not overlaps:
+        touch = self._touch if own.plan.overlap_forward else None
+        if touch is None:
             own.executor.wait_all()
         self._lazy_init_hp_params_optimizer_state()
         for group in range(len(self.bit16_groups)):
             self.averaged_gradients[group] = None
         self.reset_cpu_buffers()
-        if overlaps:
-            assert self._touch is not None
-            subgroups = range(len(self._cuts))
-            self._touch.updates_launched(dict(zip(subgroups, own.executor.updates_of(subgroups), strict=False)))
-        else:
+        if touch is None:
             self._gather()
+        else:
+            subgroups = range(len(self._cuts))
+            touch.updates_launched(dict(zip(subgroups, own.executor.updates_of(subgroups), strict=False)))
 
     def _scale_of(self, norm: torch.Tensor) -> float:
         if is_invalid_grad_norm(norm):
