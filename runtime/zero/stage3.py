@@ -77,8 +77,9 @@ class EbbtideStage3(PlannedZero, DeepSpeedZeroOptimizer_Stage3):
         self, params: list[Any], dtype: torch.dtype
     ) -> list[torch.Tensor]:
         gradients = private.own_sums(self, params, dtype) if private.only_rank(self) else None
-        name = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
-        return getattr(super(), name)(params, dtype) if gradients is None else gradients
+        if gradients is None:
+            return super()._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(params, dtype)
+        return gradients
 
     def _offload_grad_partition_at_boundary(self, param: Any, grad_buffer: torch.Tensor, *_: Any) -> None:
         """Make the sum of a parameter's micro-batch gradients the gradient of the next update, and store the norm of
