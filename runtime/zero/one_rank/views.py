@@ -91,8 +91,8 @@ class Views:
         if hooks is None:  # leave DeepSpeed as it is
             return
         for module in hooks.modules:
-            if held := self._hold(own_parameters(module)):
-                self._held[module] = held
+            if params := own_parameters(module):
+                self._held[module] = self._hold(params)
         root = self._optimizer.parameter_offload.module
         before, after = _hooks(self, root)
         hooks.replace(before, after)
@@ -111,8 +111,8 @@ class Views:
         self._held.clear()
         self.stepped()
 
-    def _hold(self, params: list[Any]) -> _Held | None:
-        return _Held(params, self._partitions.subgroups(params)) if params else None
+    def _hold(self, params: list[Any]) -> _Held:
+        return _Held(params, self._partitions.subgroups(params))
 
     def _notice(self) -> None:
         self._hidden = True
@@ -130,8 +130,7 @@ class Views:
         if held is not None:
             self._show(held)
         for param in external_parameters(module):
-            if held := self._hold([param]):
-                self._show(held)
+            self._show(self._hold([param]))
 
     def _note(self, module: torch.nn.Module) -> None:
         if self.trace is None:
@@ -149,8 +148,8 @@ class Views:
     def gathered(self, params: list[Any]) -> None:
         """Record that other code has gathered parameters, which forward may use."""
         for param in params if self.on else ():
-            if held := self._hold([param]):
-                self._shown.setdefault(id(param), held)
+            if id(param) not in self._shown:
+                self._shown[id(param)] = self._hold([param])
 
     def ends(self) -> None:
         self._depth -= 1
