@@ -8,11 +8,9 @@ from typing import Self
 
 BUSY_SHARE = 0.10  # of all cores, used by other processes
 STOLEN_SHARE = 0.02  # of all time, taken by the hypervisor
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-
-
 # Parts of warnings: what was measured beside other programs' work should be measured again.
 DISTURBED = ("so the measured rates are too low", "is not stable")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ offloading systems), speed (efficiency, gain of each feature, accuracy of predic
 host memory) and checkpoints (stalls). By default, stages, baseline and speed train a model of 1.3 B parameters, and
 peers and parameters a model of 3 B. A part consists of sections, which can also be named after --part. Each section
 runs in its own process, which writes its result to DIR/SECTION.json and its output to DIR/logs/. If a section fails,
-the others still run. If the command is started again, it continues with what is
-missing. DIR/results.tar.gz holds all results.
+the others still run. If the command is started again, it continues with what is missing. DIR/results.tar.gz holds all
+results.
 """
 
 import argparse

@@ -14,8 +14,6 @@ from ebbtide.tuner.service.report import read_timelines
 from studies.bench.pictures import picture
 
 Figures = dict[str, Any]
-
-
 NAMES = {
     "stock": "DeepSpeed alone",
     "stock_again": "DeepSpeed alone, again",
