@@ -55,8 +55,9 @@ def _logits(workload: Workload, lacking: int) -> list[str]:
     job = workload.job
     if job is None or job.fused_loss or not lacking:
         return []
-    taken = job.logits_bytes
-    return [f"the logits and their fp32 copies take {size(taken)} (--fused-loss)"] if taken >= lacking else []
+    if job.logits_bytes < lacking:
+        return []
+    return [f"the logits and their fp32 copies take {size(job.logits_bytes)}, which a fused or chunked loss saves"]
 
 
 def _short(name: str, lacking: int, taken: int, ranks: int) -> str:
