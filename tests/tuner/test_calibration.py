@@ -143,7 +143,8 @@ def test_a_machine_far_from_its_sheet_is_followed(name, factors):
         step = predicted_s(seen.build(result.machine), result.machine)["step"]
         assert step == pytest.approx(seen.measured_s["step"], rel=0.12)
         low, high = interval_s(seen.build, result.machine)
-        assert 0.97 * low < seen.measured_s["iteration"] < 1.03 * high
+        # No knob of calibration reaches the host's time to issue layers, which is part of the shortest passes.
+        assert low < seen.measured_s["iteration"] < 1.02 * high
     assert result.unexplained == ()
 
 
