@@ -62,7 +62,7 @@ def lower_bound(
         ValueError: No plan fits into memory.
     """
     limits = limits or Limits.of(workload, machine, margin=0.0)
-    p = problem(workload, machine, limits, early=workload.zero_stage > 1 and not machine.unified_memory)
+    p = problem(workload, machine, limits, early=_updates_early(workload, machine))
     if away is not None:
         there = [n for n, way in enumerate(p.ways) if way.parameters == "host"]
         p.rows.equal(away / workload.params, (p.x[:, there].ravel(), 1.0))
@@ -89,14 +89,17 @@ def rough_bound_s(workload: Workload, machine: Machine, limits: Limits) -> float
     Raises:
         ValueError: No plan fits into memory.
     """
-    early = workload.zero_stage == 3 and not machine.unified_memory
-    p = _with_rules(
-        Problem(workload, machine, limits, _ways(workload, machine, limits, early=early), most_blocks=ROUGH_BLOCKS)
-    )
+    chosen = _ways(workload, machine, limits, early=_updates_early(workload, machine))
+    p = _with_rules(Problem(workload, machine, limits, chosen, most_blocks=ROUGH_BLOCKS))
     solved = p.rows.lowest(*p.mean(1.0))
     if solved is None:
         raise ValueError("parameters, gradients, state and activations must fit into memory, but no plan fits")
     return _rounded_down(p.rest_s + solved[0])
+
+
+def _updates_early(workload: Workload, machine: Machine) -> bool:
+    """Return True if plans may start updates before the gradient norm is known."""
+    return workload.zero_stage > 1 and not machine.unified_memory
 
 
 def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:

@@ -5,7 +5,7 @@ and with any option.
 import numpy as np
 import pytest
 from ebbtide.simulator import Layer, Plan, Way, Workload, build_schedule, simulate
-from ebbtide.simulator.analysis.bound import lower_bound, problem
+from ebbtide.simulator.analysis.bound import lower_bound, problem, rough_bound_s
 from ebbtide.simulator.limits import Limits
 from ebbtide.simulator.update.footprint import footprint
 from ebbtide.tuner.placements.decision import QUICK, Question, decide
@@ -47,6 +47,17 @@ def test_no_random_plan_beats_the_bound_of_its_job(seed):
             assert times >= 1 - 1e-6, (times, tried)
             near.append(times)
     assert min(near) < 1.01, "the bound would say little"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_rough_bound_is_no_higher_at_any_stage(seed):
+    rng, stages = np.random.default_rng(seed), set()
+    for _ in range(20):
+        work, on = random_job(rng)
+        limits = random_plan(rng, cut_anew(rng, work), on).limits
+        assert rough_bound_s(work, on, limits) <= lower_bound(work, on, limits).iteration_s * (1 + 1e-6)
+        stages.add(work.zero_stage)
+    assert stages == {1, 2, 3}
 
 
 @pytest.mark.parametrize("seed", range(2))
