@@ -180,16 +180,12 @@ _WORKLOAD_OPTIONS = (
 
 def described(command: Command) -> Command:
     """Add the options that describe another card than a preset's to a ``tune`` command."""
-    for option in reversed(CARD_OPTIONS):
-        command = option(command)
-    return command
+    return _with(CARD_OPTIONS, command)
 
 
 def launched(command: Command) -> Command:
     """Add the options on how training is launched (``--launcher`` and ``--omp-threads``) to a ``tune`` command."""
-    for option in reversed(LAUNCHER_OPTIONS):
-        command = option(command)
-    return command
+    return _with(LAUNCHER_OPTIONS, command)
 
 
 def workload_options(command: Command) -> Command:
@@ -197,7 +193,12 @@ def workload_options(command: Command) -> Command:
 
     The command gets their values as keyword arguments ``**source``.
     """
-    for option in reversed(_WORKLOAD_OPTIONS):
+    return _with(_WORKLOAD_OPTIONS, command)
+
+
+def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
+    """Add options to a ``tune`` command, whose help shows them in the given order."""
+    for option in reversed(options):
         command = option(command)
     return command
 
