@@ -39,7 +39,14 @@ def question(**changes):
 
 
 def outcome(tokens_per_s=1.0, device=1, why="", **knobs):
-    return Outcome(Configuration(**knobs), 1.0, tokens_per_s, device, 1, why)
+    return Outcome(
+        configuration=Configuration(**knobs),
+        iteration_s=1.0,
+        tokens_per_s=tokens_per_s,
+        device_peak_bytes=device,
+        host_peak_bytes=1,
+        why_not=why,
+    )
 
 
 def answer(*outcomes, free=("offload",), **fields):
@@ -135,8 +142,8 @@ def test_what_lies_within_the_interval_is_no_difference():
 
 def test_the_least_that_is_missing_is_told():
     told = answer(
-        Outcome(Configuration(micro_batch=8), why_not="9.0 GiB are missing", missing_bytes=9),
-        Outcome(Configuration(), why_not="3.0 GiB are missing", missing_bytes=3),
+        Outcome(configuration=Configuration(micro_batch=8), why_not="9.0 GiB are missing", missing_bytes=9),
+        Outcome(configuration=Configuration(), why_not="3.0 GiB are missing", missing_bytes=3),
     ).remarks()
     assert told[0].startswith("nothing fits. The closest configuration, ")
     assert "3.0 GiB are missing" in told[0]

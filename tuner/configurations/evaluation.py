@@ -13,41 +13,28 @@ from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture
 from ebbtide.simulator.limits import Limits
-from ebbtide.simulator.plan import Plan
 from ebbtide.tuner.advice.tried import Changing, Tried
+from ebbtide.tuner.advice.tried import Outcome as JobOutcome
 from ebbtide.tuner.calibrate.interval import plan_interval_s, workload_interval_s
 from ebbtide.tuner.configurations.space import Configuration
 from ebbtide.tuner.placements.decision import QUICK
 from ebbtide.tuner.placements.storage import with_storage
 
 
-@dataclass(frozen=True)
-class Outcome:
+@dataclass(frozen=True, kw_only=True)
+class Outcome(JobOutcome):
     """The predicted time and memory of a training configuration that was simulated.
 
     Attributes:
-        why_not: Empty if the configuration fits. Otherwise the missing memory, or the reason that it
-            cannot be simulated.
-        plan: Plan for its offloaded optimizer state, or None.
-        missing_bytes: Bytes that GPU and host memory lack together.
+        tokens_per_s: 0 if the configuration was not timed.
         refused: True if the configuration cannot be simulated, however much memory there is.
         deepspeed: Complete DeepSpeed config for it.
     """
 
     configuration: Configuration
-    iteration_s: float = 0.0
     tokens_per_s: float = 0.0
-    device_peak_bytes: int = 0
-    host_peak_bytes: int = 0
-    why_not: str = ""
-    plan: Plan | None = field(default=None, repr=False)
-    missing_bytes: int = 0
     refused: bool = False
     deepspeed: Mapping[str, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def fits(self) -> bool:
-        return not self.why_not
 
 
 @dataclass(frozen=True)
@@ -159,7 +146,7 @@ class Question:
         """
         tried = self.tried(c, sizes)
         if isinstance(tried, str):
-            return Outcome(c, why_not=tried, refused=True)
+            return Outcome(configuration=c, why_not=tried, refused=True)
         return self.outcome(c, tried, effort, few=few)
 
     def outcome(self, c: Configuration, tried: Tried, effort: float = QUICK, *, few: bool = True) -> Outcome:
@@ -167,17 +154,8 @@ class Question:
         found = tried.outcome(effort, few=few)
         if found.plan is not None and tried.freedom["subgroup_sizes"]:
             c = c.changed(sub_group_size=found.plan.config_subgroup_size)
-        return Outcome(
-            c,
-            found.iteration_s,
-            found.tokens_per_s or 0.0,
-            found.device_peak_bytes,
-            found.host_peak_bytes,
-            found.why_not,
-            found.plan,
-            found.missing_bytes,
-            deepspeed=self.of(c).deepspeed(),
-        )
+        known = {**vars(found), "tokens_per_s": found.tokens_per_s or 0.0}
+        return Outcome(**known, configuration=c, deepspeed=self.of(c).deepspeed())
 
     def spread(self, outcome: Outcome) -> float:
         """Return the relative uncertainty of a configuration's predicted iteration time: nine runs in ten
