@@ -245,6 +245,11 @@ def read_asked(given: str, about: Mapping[str, Any]) -> tuple[Machine, dict[str,
     return machine, limits, notes
 
 
+def take_card(source: dict[str, Any]) -> dict[str, Any]:
+    """Remove the values of `CARD_OPTIONS` from those of a command's options, and return them for `read_asked`."""
+    return {flag: source.pop(flag) for flag in _CARD}
+
+
 def _flags_of(card: Card) -> str:
     return (
         f"--machine {card.like} --gpu-memory {card.gib:g}GiB --flops {card.tflops:g}TFLOPS "

@@ -29,6 +29,7 @@ from ebbtide.tuner.inputs import (
     read_asked,
     read_trained,
     stored_in,
+    take_card,
     tell_notes,
     workload_options,
 )
@@ -147,7 +148,7 @@ def plan(
     check_folder("--output", output)
     check_folder("--emit-deepspeed", emit_deepspeed)
     _tell_interval(checkpoint_dir, mtbf)
-    card = {flag: source.pop(flag) for flag in ("flops", "gpu_bandwidth", "link")}
+    card = take_card(source)
     measured, limits, notes = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
     if checkpoint_rate is not None:
         measured = measured.with_rates(storage_write_bytes_per_s=checkpoint_rate)

@@ -20,6 +20,7 @@ from ebbtide.tuner.inputs import (
     described,
     read_asked,
     read_trained,
+    take_card,
     tell_notes,
     workload_options,
 )
@@ -91,7 +92,7 @@ def simulate(
 
     check_distinct("--plot", plot)
     check_distinct("--trace", trace)
-    card = {flag: source.pop(flag) for flag in ("flops", "gpu_bandwidth", "link")}
+    card = take_card(source)
     measured, memory, told = read_asked(machine, {**card, "gpu_memory": gpu_memory, "host_memory": host_memory})
     trained = read_trained(measured, **source)
     work, name, options = _stock(strategy, trained) if plan_file is None else _planned(plan_file, trained)
