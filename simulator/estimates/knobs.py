@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from ebbtide.simulator.estimates.job import SELECTIVE_SHARE, Job
 from ebbtide.simulator.estimates.models.blocks import ModelError
+from ebbtide.simulator.limits import GIB
 
-GIB = 2**30
 Effect = Literal["same samples", "learned", "bought"]
 Changes = Mapping[str, Any]
 Words = Callable[[Any], str]
@@ -140,15 +140,12 @@ def told(changes: Changes) -> str:
     return ", ".join(KNOBS[name].told(value) for name, value in changes.items())
 
 
-def same_samples(job: Job, most_needs: int = 2) -> Iterator[Changes]:
+def same_samples(job: Job) -> Iterator[Changes]:
     """Yield every set of changes that leaves the samples of a step as they are, the unchanged job first.
 
     Each set holds only what differs from the job. Sets that no job can have (a stage without the offload) are left out.
-
-    Args:
-        most_needs: Largest `Knob.needs` of a change.
     """
-    choices = {name: values(name, job) for name in SAME_SAMPLES if KNOBS[name].needs <= most_needs}
+    choices = {name: values(name, job) for name in SAME_SAMPLES}
     keys = [_FIELDS.get(name, (name,)) for name in choices]
     for chosen in product(*choices.values()):
         changes: dict[str, Any] = {}
