@@ -188,8 +188,9 @@ def _answered(
     if strategy is None:
         known |= {"no_offload": next((row for role, row in rows if role == "no offload"), None)}
         strategy = "no_offload" if decided.choice == "no offload" else "ebbtide"
+    held: Mapping[Any, Any]
     if found := known.get(strategy):
-        iteration_s, held, lacks = found.iteration_s, _plain(found.memory), ""
+        iteration_s, held, lacks = found.iteration_s, found.memory, ""
     else:
         setting: dict[str, Any] = {}
         if strategy == "stock":
@@ -198,7 +199,7 @@ def _answered(
             away = not work.job.offload.keeps_parameters
             setting = {"plan": quick_or_roomiest(work, machine, limits, offload_parameters=away)}
         row = simulated(strategy, work, machine, limits, setting)
-        iteration_s, held, lacks = row.result.iteration_s, _plain(row.memory), row.lacks
+        iteration_s, held, lacks = row.result.iteration_s, row.memory, row.lacks
     ways = _nearest(work, machine, plan, memory) if lacks else ()
     quick = [] if full or plan is None else plan.reasons[:1]
     return Estimate(
@@ -265,10 +266,6 @@ def _faster(work: "Workload", machine: "Machine", iteration_s: float, memory: Ma
     freedom = {"offload_parameters": not work.job.offload.keeps_parameters}
     for one in faster(work.job, machine, iteration_s, freedom=freedom, asked=memory):
         yield f"{one.label}, {one.outcome.iteration_s:.3g} s per step, {one.factor:.2f} times as fast"
-
-
-def _plain(held: Mapping[Any, Any]) -> dict[Any, Any]:
-    return dict(held)
 
 
 def _by_kind(held: Mapping[Any, int]) -> dict[str, int]:
