@@ -23,7 +23,7 @@ from ebbtide.simulator.workload import Workload
 ISSUED_BACKWARD = 1.8
 # Time of a layer's forward and backward, and of one parameter in `step()`, that is left to the host without DeepSpeed's
 # module hooks, as a part of the time with them (`python -m studies.training_thread`, measured on a CPU).
-BARE_FORWARD, BARE_BACKWARD, BARE_STEP = 0.45, 0.65, 0.3
+BARE_FORWARD, BARE_BACKWARD, BARE_STEP = 0.5, 0.68, 0.32
 # Time that `step()` spends on one parameter in DeepSpeed's Python code before the first update: 36 ms for the 317
 # parameters of the H200's run.
 STEP_ISSUE_S = 1.1e-4
