@@ -25,12 +25,12 @@ CONFIG = json.loads(re.search(r"<<'JSON'\n(.*?)^JSON$", PAGE, re.MULTILINE | re.
 SCRIPT = re.search(r"^```python\n(# train\.py\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)[1]
 TOGETHER = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 LOCAL = ["--hostfile=", "--num_gpus=1", "--master_port={port}"]
-ACCELERATE = ["--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
+ACCELERATE = ["--num_processes=1", "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
 LAUNCHERS = {
     "python": ["python"],
     "torchrun": ["torchrun", "--master-port={port}"],
     "deepspeed": ["deepspeed", *LOCAL],
-    "accelerate": ["accelerate", "launch", *ACCELERATE, "--main_process_port={port}"],
+    "accelerate": ["accelerate", "launch", "--use_deepspeed", *ACCELERATE, "--main_process_port={port}"],
 }
 
 
@@ -78,11 +78,18 @@ def test_tune_run(launcher, key, started, tmp_path):
     code, said = started(["tune", "run", "--", *LAUNCHERS[launcher], "train.py", "5"], key)
     assert code == 0, said
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
-    if launcher == "accelerate":  # with --cpu and without --use_deepspeed, the Trainer starts no engine
-        assert "no DeepSpeed engine with an optimizer was started" in said, said
-        return
     assert plans(said) == (key is not None), said
     assert ('Add "ebbtide": {"plan": "automatic"}' in said) == (key is None), said
+
+
+def test_accelerate_without_deepspeed_is_told_at_the_end(started, tmp_path):
+    """Check that `tune run` says that no DeepSpeed engine was started: `accelerate launch --cpu` makes the Trainer
+    train without DeepSpeed, whatever its argument `deepspeed` is.
+    """
+    code, said = started(["tune", "run", "--", "accelerate", "launch", "--cpu", *ACCELERATE, "train.py", "2"])
+    assert code == 0, said
+    assert (tmp_path / "out" / "model" / "model.safetensors").exists()
+    assert "no DeepSpeed engine with an optimizer was started" in said, said
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
