@@ -414,7 +414,6 @@ function tiles(answer) {
   const tile = (name, value, ...notes) => element("div", { class: "tile" },
     element("p", { class: "tile-name" }, name), element("p", { class: "tile-value" }, value), ...notes.map((note) => element("p", { class: "tile-note" }, note)));
   const what = answer.verdict === "no offload" ? "not offloading" : "with this plan";
-  // The rows are sorted: the first is the fastest of DeepSpeed's other settings.
   const best = answer.best_stock;
   const other = best && answer.rows.some((one) => one.role === "best stock");
   const against = other ? `${what}. DeepSpeed alone at its best (${best.name}): ${seconds(best.iteration_s)}, ${times(row.speedup_over_best)}` : what;
@@ -434,7 +433,8 @@ function tiles(answer) {
 
 function interval(answer, row) {
   const told = row.iteration_low_s ? row : row.role === "plan" && answer.plan && answer.plan.prediction;
-  return told ? between(told.iteration_low_s, told.iteration_high_s, seconds) && `${between(told.iteration_low_s, told.iteration_high_s, seconds)} in nine runs of ten` : "";
+  const shown = told ? between(told.iteration_low_s, told.iteration_high_s, seconds) : "";
+  return shown && `${shown} in nine runs of ten`;
 }
 
 function gain(row) {

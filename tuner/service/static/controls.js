@@ -265,8 +265,8 @@ export class Controls {
     this.numbers = {};
     for (const key of OWN_NUMBERS) if (Number(query.get(key)) > 0) this.numbers[key] = Number(query.get(key));
     for (const choice of SAID) {
-      if (query.has(choice.key) && !choice.values.some(([value]) => String(value) === query.get(choice.key))) this.unknown.push(`${choice.label} “${query.get(choice.key)}”`);
       const found = choice.values.find(([value]) => String(value) === query.get(choice.key));
+      if (query.has(choice.key) && !found) this.unknown.push(`${choice.label} “${query.get(choice.key)}”`);
       this.state[choice.key] = found ? found[0] : choice.standard;
     }
     this.keep((key) => {
