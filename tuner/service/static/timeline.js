@@ -69,10 +69,7 @@ class Timelines {
     this.chart.addEventListener("keydown", (event) => this.key(event));
     this.chart.addEventListener("pointerdown", (event) => (this.pressed = this.timeAt(event)));
     this.chart.addEventListener("pointerup", (event) => this.dragged(event));
-    tip(this.chart, (event) => {
-      if (event.target.op) this.tell(event.target.op);
-      return event.target.op && named(event.target.op);
-    });
+    tip(this.chart, ({ target: { op } }) => op && this.tell(op));
     this.chart.addEventListener("dblclick", () => this.look(0, this.end));
   }
 
@@ -144,8 +141,10 @@ class Timelines {
     else this.draw(this.host.clientWidth || 640);
   }
 
-  tell(op) {
-    this.readout.textContent = named(op);
+  tell({ entry, lane, span: [start, end, , label] }) {
+    const critical = entry.view.critical.some(([from, to, , name]) => name === lane.name && from < end && to > start);
+    const text = `${entry.title}, ${lane.name}: ${label}, ${seconds(start)} to ${seconds(end)} (${seconds(end - start)})${critical ? ", on the critical path" : ""}`;
+    return (this.readout.textContent = text);
   }
 
   draw(width) {
@@ -200,11 +199,6 @@ class Timelines {
     made.op = op;
     return made;
   }
-}
-
-function named({ entry, lane, span: [start, end, , label] }) {
-  const critical = entry.view.critical.some(([from, to, , name]) => name === lane.name && from < end && to > start);
-  return `${entry.title}, ${lane.name}: ${label}, ${seconds(start)} to ${seconds(end)} (${seconds(end - start)})${critical ? ", on the critical path" : ""}`;
 }
 
 function underline([start, end], x, y) {
