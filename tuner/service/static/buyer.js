@@ -29,13 +29,13 @@ export class Buyer {
     this.rows = [];
     this.sort = { column: "Tokens/s", down: true };
     this.prices = storedPrices();
-    at("n-tokens").addEventListener("input", () => this.set("tokens", Number(at("n-tokens").value) * BILLION));
+    at("n-tokens").addEventListener("input", () => this.train(Number(at("n-tokens").value) * BILLION));
     at("n-price").addEventListener("input", () => this.price(this.card, Number(at("n-price").value)));
     at("cards").addEventListener("toggle", () => this.compare());
   }
 
-  set(key, value) {
-    this.controls.own(key, value);
+  train(tokens) {
+    this.controls.own("tokens", tokens);
     this.address();
     this.tell();
     this.draw();
@@ -93,7 +93,7 @@ export class Buyer {
     const gpus = this.answer.workload.ranks_per_node * this.answer.workload.nodes;
     const took = (one) => this.tokens / one.tokens_per_s;
     const price = this.prices[this.card];
-    const costs = (one) => count((took(one) / 3600) * gpus * price);
+    const costs = (one) => count(this.costOf({ ...one, gpus, device_name: this.card }));
     at("cost-time").textContent = duration(took(row));
     at("cost-stock").textContent = stock && stock !== row ? `, and ${duration(took(stock))} with DeepSpeed alone` : "";
     at("cost-total").textContent = !price ? ". Enter your price to see the cost." : `: ${costs(row)} in all${stock && stock !== row ? `, and ${costs(stock)} with DeepSpeed alone` : ""}.`;
@@ -177,7 +177,7 @@ export class Buyer {
     const { column, down } = this.sort;
     const button = element("button", { type: "button", class: "sort", "data-column": name }, name, column === name ? (down ? " ↓" : " ↑") : "");
     button.addEventListener("click", () => {
-      this.sort = { column: name, down: column === name ? !down : ["Tokens/s"].includes(name) };
+      this.sort = { column: name, down: column === name ? !down : name === "Tokens/s" };
       this.draw();
     });
     const isText = ["Machine", "Way to train"].includes(name);
