@@ -225,10 +225,10 @@ export class WorkView {
   async openRun(id) {
     const run = await call(`/runs/${id}`);
     const [phases, legend, chart, memory] = ["scroll", "legend", "chart", "chart"].map((name) => element("div", { class: name }));
-    const hasMemory = run.view.memory.t_s.length > 0;
-    this.show(id, `${run.name}, ${run.source}`, ...(run.source === "measured" ? [phases] : []), legend, chart, ...(hasMemory ? [memory] : []));
-    drawPhases(phases, run.plan && run.plan.prediction, { ...run.phases, iteration_s: run.iteration_s });
-    const entries = [...(run.planned ? [["predicted", "Predicted", run.planned]] : []), ["plan", run.source === "measured" ? "Measured" : "Posted", run.view]]
+    const [hasMemory, isMeasured] = [run.view.memory.t_s.length > 0, run.source === "measured"];
+    this.show(id, `${run.name}, ${run.source}`, ...(isMeasured ? [phases] : []), legend, chart, ...(hasMemory ? [memory] : []));
+    if (isMeasured) drawPhases(phases, run.plan && run.plan.prediction, { ...run.phases, iteration_s: run.iteration_s });
+    const entries = [...(run.planned ? [["predicted", "Predicted", run.planned]] : []), ["plan", isMeasured ? "Measured" : "Posted", run.view]]
       .map(([role, title, view]) => ({ role, title, note: seconds(view.duration_s), view }));
     drawLegend(legend, entries.map((entry) => entry.view));
     drawTimelines(chart, entries);
