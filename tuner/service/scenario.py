@@ -16,7 +16,7 @@ from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
 from ebbtide.simulator.estimates.offloading import Offloading, offloading
 from ebbtide.simulator.estimates.presets import preset
-from ebbtide.simulator.limits import within
+from ebbtide.simulator.limits import Within, within
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.page import DEEPSPEED_CONFIG, MODEL_CONFIG, kind_of
 from ebbtide.simulator.rules import RuleError, broken, shortened
@@ -39,10 +39,7 @@ def machine_of(scenario: Scenario) -> Machine:
     Raises:
         ValueError: There is no machine of that name, or a value is out of range.
     """
-    machine = scenario.machine
-    if isinstance(machine, str):
-        machine = _preset(machine)
-    machine, limits, _ = within(machine, scenario.device_memory_bytes, scenario.host_memory_bytes)
+    machine, limits, _ = _within(scenario)
     changes: dict[str, float] = dict(limits)
     if scenario.link_bytes_per_s is not None:
         changes |= dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), scenario.link_bytes_per_s)
@@ -52,10 +49,13 @@ def machine_of(scenario: Scenario) -> Machine:
 
 def notes_of(scenario: Scenario, workload: Workload) -> tuple[str, ...]:
     """Return sentences for the user: what was assumed, what is not simulated, and sizes that are not taken as given."""
+    return (*_within(scenario).notes, *workload.notes)
+
+
+def _within(scenario: Scenario) -> Within:
     named = scenario.machine
     machine = _preset(named) if isinstance(named, str) else named
-    given = within(machine, scenario.device_memory_bytes, scenario.host_memory_bytes).notes
-    return (*given, *workload.notes)
+    return within(machine, scenario.device_memory_bytes, scenario.host_memory_bytes)
 
 
 @contextmanager
