@@ -293,6 +293,12 @@ class Answer(Planning):
     plan: PostedPlan | None = None
     faster: bool = False
 
+    @classmethod
+    def brief(cls, asked: Scenario, /, **changes: Any) -> Self:
+        """Return a question with other values of some fields, for a response without other systems and timelines."""
+        given = {name: getattr(asked, name) for name in asked.model_fields_set & Scenario.model_fields.keys()}
+        return cls.model_validate({**given, **changes, "peers": False, "timelines": False})
+
 
 class Sweep(Scenario):
     """A request to the planning service for quick answers to several variants of one question.
@@ -307,14 +313,13 @@ class Sweep(Scenario):
     plans: Annotated[list[PostedPlan], Field(max_length=MOST_POINTS + 1)] = Field(default_factory=list)
     search: bool = True
 
-    def points(self) -> "list[Answer | str]":
+    def points(self) -> list[Answer | str]:
         """Return the question at each point, or the rule that it breaks."""
-        asked = {name: getattr(self, name) for name in self.model_fields_set & Scenario.model_fields.keys()}
-        return [self._point({**asked, **change}) for change in self.changes]
+        return [self._point(change) for change in self.changes]
 
-    def _point(self, fields: dict[str, Any]) -> "Answer | str":
+    def _point(self, change: dict[str, Any]) -> Answer | str:
         try:
-            return Answer.model_validate({**fields, "peers": False, "timelines": False})
+            return Answer.brief(self, **change)
         except (RuleError, ValidationError) as error:
             return explain(error, model=Answer) if isinstance(error, ValidationError) else str(error)
 

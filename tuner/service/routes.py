@@ -218,20 +218,16 @@ def _comparisons(router: APIRouter, service: Service, names: Names) -> None:
     @router.post("/cards", responses=_answered(told.CardsTold))
     async def cards(request: Request, posted: ask.Cards) -> Response:
         """Compare all machines that the server knows for one model: the advised way to train on each of them."""
-        asked = {name: getattr(posted, name) for name in posted.model_fields_set - {"machines"}}
         known = {name: machine for name, machine in names.machines()[0].items() if machine.device_flops_per_s}
         for name in posted.machines or ():
             if name not in known:
                 raise RuleError(f"machines must be among {', '.join(known)}, but got {name!r}", key="machines")
         known = {name: known[name] for name in posted.machines or known}
         questions = [
-            names.fill(ask.Answer(**{**asked, "machine": name, "gpus": machine.default_gpus}, **_BRIEF))
+            names.fill(ask.Answer.brief(posted, machine=name, gpus=machine.default_gpus))
             for name, machine in known.items()
         ]
         return await several(request, "cards", questions, {"questions": [_sent(one) for one in questions]})
-
-
-_BRIEF: dict[str, Any] = {"peers": False, "timelines": False}
 
 
 def _sent(asked: ask.Scenario) -> dict[str, Any]:
