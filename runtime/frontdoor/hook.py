@@ -149,8 +149,7 @@ def tell_no_key(made: Sequence[Any], keys: Iterable[str], where: str = "") -> No
     """
     if not _tells or getattr(made[0], "basic_optimizer", None) is None:
         return
-    if took := os.environ.get("EBBTIDE_TOOK"):  # `tune run` then need not say so at the end
-        Path(took).touch()
+    tell_started()
     distributed = sys.modules["torch.distributed"]
     if distributed.is_initialized() and distributed.get_rank():
         return
@@ -165,6 +164,12 @@ def tell_no_key(made: Sequence[Any], keys: Iterable[str], where: str = "") -> No
         why = f'Add "{KEY}": {{"plan": "automatic"}} to train under a plan'
     no_key = f'has the key "{KEY}" {why}' if where else f'has no key "{KEY}"{", " if near else ". "}{why}'
     _tell_once(f"ebbtide: DeepSpeed trains without a plan, because its config {no_key}")
+
+
+def tell_started() -> None:
+    """Let `tune run` know that an engine has started. Otherwise it says at the end that none has."""
+    if took := os.environ.get("EBBTIDE_TOOK"):
+        Path(took).touch()
 
 
 @functools.cache

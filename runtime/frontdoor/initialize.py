@@ -16,7 +16,7 @@ from typing import Any
 
 import hjson
 from ebbtide.runtime import log
-from ebbtide.runtime.frontdoor.hook import KEY, tell_no_key
+from ebbtide.runtime.frontdoor.hook import KEY, tell_no_key, tell_started
 from ebbtide.runtime.frontdoor.request import Request, read_request
 from ebbtide.runtime.hardware.launcher import rank
 from ebbtide.runtime.zero.attach import initialize as initialize_under_plan
@@ -50,8 +50,7 @@ def initialize(
     if config is None or config.get(KEY) is None or not _trains(call, config):
         return original(*args, **kwargs)
     log.show(rank())
-    if took := os.environ.get("EBBTIDE_TOOK"):  # otherwise `tune run` says at the end that no engine has started
-        Path(took).touch()
+    tell_started()
     request = read_request(config[KEY], base)
     if request.plan is not None and leave_to_stock(config):
         if request.checkpoint is None:
