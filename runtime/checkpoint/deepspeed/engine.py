@@ -174,7 +174,7 @@ class LazyCheckpointEngine(CheckpointEngine):
         job = self._job
         if job is not None and job.running:
             return
-        self._job = None
+        self._job = self._told = None
         try:
             if job is not None:
                 self._report(job)
