@@ -55,9 +55,9 @@ def _what_threads_cost(workload: Workload, machine: Machine, plan: Plan) -> list
     """
     if workload.stock_threads is None:
         return []
+    name, setting = stock_beside(workload, machine, plan.limits_on(workload, machine))
 
     def stock_s(threads: int) -> float:
-        name, setting = stock_beside(workload, machine, plan.limits_on(workload, machine))
         work = workload.model_copy(update={"stock_threads": threads})
         return simulate_fast(compiled(name, work, setting), machine).iteration_s
 
