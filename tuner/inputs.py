@@ -197,7 +197,7 @@ def workload_options(command: Command) -> Command:
 
 
 def _with(options: Sequence[Callable[[Command], Command]], command: Command) -> Command:
-    """Add options to a ``tune`` command, whose help shows them in the given order."""
+    """Add options to a ``tune`` command. Its help shows them in the given order."""
     for option in reversed(options):
         command = option(command)
     return command

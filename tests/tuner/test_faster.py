@@ -87,7 +87,7 @@ def test_the_service_tells_them_if_it_is_asked(wanted):
     again = answers.answer(Answer(**there), lambda *_: None)
     (row,) = [row for row in again["rows"] if row["role"] == "plan"]
     assert row["iteration_s"] <= best["iteration_s"] * 1.003
-    assert best["deepspeed"]["ebbtide"] == {"plan": "auto"}
+    assert best["deepspeed"]["ebbtide"] == {"plan": "automatic"}
 
 
 def test_without_offload_a_line_needs_no_plan():

@@ -55,7 +55,7 @@ class Faster:
         )
         return f"{self.options(job)}: {told_seconds(self.outcome.iteration_s)} ({self.factor:.2f}x, {memory})"
 
-    def deepspeed(self, config: Mapping[str, Any] | None, plan: str = "auto") -> dict[str, Any]:
+    def deepspeed(self, config: Mapping[str, Any] | None, plan: str = "automatic") -> dict[str, Any]:
         """Return the DeepSpeed config that trains with these changes.
 
         Args:

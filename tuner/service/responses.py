@@ -101,7 +101,7 @@ class FasterTold(Answered):
 
     `options` are the options of `tune plan` that make the change, and `changes` the fields of a request that do.
     `factor` is relative to the faster of plan and no offload in this answer. The time is that of a short plan search.
-    `deepspeed` is a complete DeepSpeed config for the change, with the plan "auto" if it offloads.
+    `deepspeed` is a complete DeepSpeed config for the change, with the plan "automatic" if it offloads.
     """
 
     label: str
