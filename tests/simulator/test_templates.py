@@ -179,7 +179,8 @@ def test_another_structure_is_another_template(name, change):
 def test_times_without_hooks_are_those_of_a_plan(name):
     templates, bare = Templates(build_strategy), workload(1)
     layers = tuple(layer.model_copy(update={"bare_forward_s": 1e-4, "bare_backward_s": 2e-4}) for layer in bare.layers)
-    for of in (workload(0), bare.model_copy(update={"layers": layers}), workload(2)):
+    # All other times have been found replaceable when the first ones without hooks come.
+    for of in (workload(0), workload(1), bare.model_copy(update={"layers": layers}), workload(2)):
         assert_as_built(templates, name, options_of(name), of)
 
 
