@@ -65,7 +65,9 @@ def test_a_spawned_worker(folder):
     (folder / "spawning.py").write_text(
         "import multiprocessing as mp\n"
         f"def work():\n    import deepspeed\n    {WRAPPED}\n"
-        "if __name__ == '__main__':\n    mp.get_context('spawn').Pool(1).apply(work)\n"
+        # The worker ends by itself. A pool that is dropped may kill it before its output is written.
+        "if __name__ == '__main__':\n    pool = mp.get_context('spawn').Pool(1)\n"
+        "    pool.apply(work), pool.close(), pool.join()\n"
     )
     assert tune_run(folder, sys.executable, "spawning.py") == ["True"]
 
