@@ -1,5 +1,6 @@
 """The measurement of this machine's speed (copies, updates, disk) in at most a minute, with a cached result."""
 
+import logging
 import platform
 import shlex
 import sys
@@ -24,6 +25,7 @@ from ebbtide.simulator.engines.cache import cache_dir
 from ebbtide.simulator.machine import Machine, ShareName
 from ebbtide.simulator.quantity import Quantity
 
+logger = logging.getLogger("ebbtide")
 Progress = Callable[[int, int, str], object]
 ELEMENTS = 32_000_000  # elements of a measured subgroup, which is far larger than any cache
 MOST_SECONDS = 60.0
@@ -86,6 +88,9 @@ def measure_machine(
     times = int(known.facts.get(TIMES, 1)) if known is not None else 0
     if known is not None and (not _disturbed(known) or times >= MOST_TIMES):
         return known
+    if known is not None:
+        cause = "; ".join(_disturbed(known))
+        logger.info("measuring this machine's rates again (time %d of at most %d): %s", times + 1, MOST_TIMES, cause)
     wanted = _Wanted(
         facts,
         cuda,

@@ -267,8 +267,8 @@ def _attach_automatically(
         plan_later(session_of(engine), machine)
     elif rank() == 0:  # the stages have different subgroups, but one rank plans for all ranks
         logger.warning(
-            "plan='auto' makes no plan for a model of %d pipeline stages: the CPU updates every subgroup. Checkpoints "
-            'are written as usual. Remove "plan" to train with DeepSpeed alone',
+            "ebbtide makes no plan of its own for a model of %d pipeline stages: the CPU updates every subgroup. "
+            'Checkpoints are written as usual. Remove "plan" to train with DeepSpeed alone',
             stages,
         )
     return engine

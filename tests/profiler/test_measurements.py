@@ -2,6 +2,7 @@
 (measured or emulated) and the removal of temporary files, but never a measured speed.
 """
 
+import logging
 import os
 from pathlib import Path
 
@@ -235,7 +236,9 @@ def test_a_machine_is_measured_once_and_remembered(tmp_path, monkeypatch, deepsp
     assert Machine.load(next(tmp_path.glob("machine-*.json"))).fingerprint == first.fingerprint
 
 
-def test_a_measurement_that_was_disturbed_is_repeated_and_the_best_one_counts(tmp_path, monkeypatch):
+def test_a_measurement_that_was_disturbed_is_repeated_and_the_best_one_counts(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", logger="ebbtide")
+    monkeypatch.setattr(logging.getLogger("ebbtide"), "propagate", True)
     monkeypatch.setenv("EBBTIDE_CACHE", str(tmp_path))
     bad = ("other processes used 39% of the cores during the measurement, so the measured rates are too low", "a note")
     worse = (*bad, "host copies is not stable: its interquartile range is 155% of the median")
@@ -243,7 +246,10 @@ def test_a_measurement_that_was_disturbed_is_repeated_and_the_best_one_counts(tm
     monkeypatch.setattr(machine, "_watched", lambda wanted: coming.pop(0))
 
     assert measure_machine().warnings == bad
+    assert not caplog.messages
     assert [measure_machine().warnings for _ in range(4)] == [bad] * 4
+    again = f"measuring this machine's rates again (time {{}} of at most 3): {bad[0]}"
+    assert caplog.messages == [again.format(2), again.format(3)], "a second start says why it measures again"
     assert len(coming) == 2, "three measurements, then the cache answers"
     assert measure_machine(fresh=True).warnings == bad
     assert measure_machine().warnings == ("a note",)

@@ -142,7 +142,7 @@ def test_auto_says_that_it_plans_for_one_stage_only(front_door, monkeypatch, cap
     """Check the warning for a pipeline of two stages. The number of stages is faked, because the test has one rank."""
     monkeypatch.setattr("ebbtide.runtime.zero.checks.private.pipeline_stages", lambda engine: 2)
     engine = start({"plan": "auto"})
-    assert "plan='auto' makes no plan for a model of 2 pipeline stages" in caplog.text
+    assert "ebbtide makes no plan of its own for a model of 2 pipeline stages" in caplog.text
     train(engine, 0, 1)
     calls = session_of(engine).after_step
     assert calls  # those of the log and of the checkpoints
