@@ -30,7 +30,10 @@ LAUNCHERS = {
     "python": ["python"],
     "torchrun": ["torchrun", "--master-port={port}"],
     "deepspeed": ["deepspeed", *LOCAL],
-    "accelerate": ["accelerate", "launch", "--use_deepspeed", *ACCELERATE, "--main_process_port={port}"],
+    "accelerate": [
+        *re.search(r"`tune run -- (accelerate launch .*?) train\.py 8`", PAGE)[1].split(),
+        "--main_process_port={port}",
+    ],
 }
 
 
