@@ -12,8 +12,8 @@ import torch
 from ebbtide.runtime.checkpoint.deepspeed.steps import call_after_step, is_pipeline
 from ebbtide.runtime.frontdoor.hook import KEY
 from ebbtide.runtime.frontdoor.initialize import config_of, read, without_config
-from ebbtide.runtime.verify.lines import Job, Lines, Piece, flip_one_bit, number
-from ebbtide.runtime.zero.pieces import pieces, settle
+from ebbtide.runtime.verify.lines import Job, Lines, number
+from ebbtide.runtime.zero.pieces import pieces
 from ebbtide.simulator.page import versions
 
 OFFLOADS = ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_params", "cpu_offload_use_pin_memory")
@@ -115,37 +115,11 @@ def _write(engine: Any, lines: Lines, losses: list[float | None]) -> None:
     )
 
 
-def perturb(engine: Any) -> None:
-    """Flip one bit of a model parameter that all outputs depend on, to test that `tune verify` finds the change.
-
-    The parameter is the last one-dimensional one that is not all zeros, or the last one if there is none. Every
-    rank that holds the whole parameter flips the same bit. This is a collective call.
-    """
-    settle(engine)
-    own = {p.name: p for p in pieces(engine, frozen=False) if not p.name.endswith("/fp32")}
-    chosen = [_sensitive(engine, own)]
-    torch.distributed.broadcast_object_list(chosen)
-    piece = own.get(chosen[0])
-    if piece is not None and piece.start == 0:
-        flip_one_bit(piece.values)
-
-
-def _sensitive(engine: Any, own: Mapping[str, Piece]) -> str:
-    trained = [(n, p) for n, p in engine.module.named_parameters() if p.requires_grad]
-    for name, parameter in reversed(trained):
-        small = len(getattr(parameter, "ds_shape", parameter.shape)) == 1
-        if small and name in own and bool(own[name].values.any()):
-            return name
-    return trained[-1][0]
-
-
 class _Recorder:
     started = False
 
     def __init__(self, engine: Any, job: Job, facts: dict[str, Any], done: Callable[[], None]) -> None:
         _Recorder.started = True
-        if job.perturb:
-            perturb(engine)
         about = {
             **facts,
             "side": job.side,

@@ -14,10 +14,8 @@ constexpr int64_t TABLE = 1024, LANES = 16;
 
 struct Digest {
     uint64_t hash;       // of all bits of the elements
-    uint64_t narrow;     // of the elements rounded to 16 bits. 0 if not asked for
-    uint64_t bits;       // bitwise or of all elements
     int64_t not_finite;  // number of infinities and NaNs, which count as 0 below
-    double squares, largest;
+    double squares;
     double sketch[LANES];
 };
 
@@ -59,77 +57,51 @@ struct Half {
         return float(x);
     }
 };
-struct NoRounding {
-    static inline uint32_t of(uint32_t, float) { return 0; }
-};
-struct ToBrain {
-    static inline uint32_t of(uint32_t w, float) { return (w + 0x7fffu + ((w >> 16) & 1u)) >> 16; }
-};
-struct ToHalf {
-    static inline uint32_t of(uint32_t, float x) {
-        const _Float16 half = _Float16(x);
-        uint16_t w;
-        std::memcpy(&w, &half, 2);
-        return w;
-    }
-};
 
 // Digest of the elements at the positions from .. from + n of the tensor, all in one row of the table.
-template <typename Type, typename Rounding>
+template <typename Type>
 void row(const typename Type::word* w, int64_t n, int64_t from, Digest& out) {
     static const Keys keys;
     const int64_t first = from % TABLE;
     const uint64_t outer = mixed(~uint64_t(from / TABLE)) | 1;
     const float flip = outer >> 63 ? -1.0f : 1.0f;
-    uint64_t hash[LANES] = {}, narrow[LANES] = {};
-    uint32_t bits[LANES] = {}, bad[LANES] = {};
+    uint64_t hash[LANES] = {};
+    uint32_t bad[LANES] = {};
     double squares[LANES] = {}, sketch[LANES] = {};
-    float largest[LANES] = {};
     const auto one = [&](int64_t lane, int64_t i) {
         const int64_t j = first + i;
-        const uint32_t word = w[i];
         float x = Type::value(w[i]);
         const uint32_t wrong = !(std::fabs(x) <= 3.4028234663852886e38f);
-        hash[lane] += keys.key[j] * uint64_t(word);
-        narrow[lane] += keys.key[j] * uint64_t(Rounding::of(word, x));
-        bits[lane] |= word;
+        hash[lane] += keys.key[j] * uint64_t(w[i]);
         bad[lane] += wrong;
         x = wrong ? 0.0f : x;
         const double wide = x;
         squares[lane] += wide * wide;
         sketch[lane] += double(keys.sign[j]) * wide;
-        largest[lane] = std::fabs(x) > largest[lane] ? std::fabs(x) : largest[lane];
     };
     int64_t i = 0;
     for (; i < n && (first + i) % LANES; ++i) one((first + i) % LANES, i);
     for (; i + LANES <= n; i += LANES)
         for (int64_t lane = 0; lane < LANES; ++lane) one(lane, i + lane);
     for (; i < n; ++i) one((first + i) % LANES, i);
-    uint64_t sum = 0, rounded = 0;
+    uint64_t sum = 0;
     for (int64_t lane = 0; lane < LANES; ++lane) {
         sum += hash[lane];
-        rounded += narrow[lane];
-        out.bits |= bits[lane];
         out.not_finite += bad[lane];
         out.squares += squares[lane];
         out.sketch[lane] += double(flip) * sketch[lane];
-        if (largest[lane] > out.largest) out.largest = largest[lane];
     }
     out.hash += outer * sum;
-    out.narrow += outer * rounded;
 }
 
 void add(const Digest& part, Digest& out) {
     out.hash += part.hash;
-    out.narrow += part.narrow;
-    out.bits |= part.bits;
     out.not_finite += part.not_finite;
     out.squares += part.squares;
-    if (part.largest > out.largest) out.largest = part.largest;
     for (int64_t lane = 0; lane < LANES; ++lane) out.sketch[lane] += part.sketch[lane];
 }
 
-template <typename Type, typename Rounding>
+template <typename Type>
 void piece(const void* data, int64_t n, int64_t start, int threads, Digest& out) {
     const auto* w = static_cast<const typename Type::word*>(data);
     const int64_t begin = start / TABLE, end = (start + n + TABLE - 1) / TABLE;
@@ -140,7 +112,7 @@ void piece(const void* data, int64_t n, int64_t start, int threads, Digest& out)
         for (int64_t block = begin; block < end; ++block) {
             const int64_t low = block == begin ? start : block * TABLE;
             const int64_t high = (block + 1) * TABLE < start + n ? (block + 1) * TABLE : start + n;
-            row<Type, Rounding>(w + (low - start), high - low, low, mine);
+            row<Type>(w + (low - start), high - low, low, mine);
         }
 #pragma omp critical
         add(mine, out);
@@ -150,16 +122,13 @@ void piece(const void* data, int64_t n, int64_t start, int threads, Digest& out)
 }  // namespace
 
 // data: n elements of kind 0 (fp32), 1 (bf16) or 2 (fp16), from position `start` of their tensor.
-// narrow: -1, or the kind that fp32 is also rounded to. Returns 0, or 1 for an unknown kind.
-extern "C" int ebbtide_digest(const void* data, int kind, int narrow, int64_t n, int64_t start,
-                              int threads, Digest* out) {
+// Returns 0, or 1 for an unknown kind.
+extern "C" int ebbtide_digest(const void* data, int kind, int64_t n, int64_t start, int threads, Digest* out) {
     *out = Digest{};
     if (n <= 0) return 0;
-    if (kind == 0 && narrow == -1) piece<Float, NoRounding>(data, n, start, threads, *out);
-    else if (kind == 0 && narrow == 1) piece<Float, ToBrain>(data, n, start, threads, *out);
-    else if (kind == 0 && narrow == 2) piece<Float, ToHalf>(data, n, start, threads, *out);
-    else if (kind == 1) piece<Brain, NoRounding>(data, n, start, threads, *out);
-    else if (kind == 2) piece<Half, NoRounding>(data, n, start, threads, *out);
+    if (kind == 0) piece<Float>(data, n, start, threads, *out);
+    else if (kind == 1) piece<Brain>(data, n, start, threads, *out);
+    else if (kind == 2) piece<Half>(data, n, start, threads, *out);
     else return 1;
     return 0;
 }

@@ -28,14 +28,12 @@ class Job:
         side: The run: ``plan`` (the config as given), ``stock`` (without the key ``"ebbtide"``) or ``no-offload``.
         steps: Number of optimizer steps, after which the process ends.
         seed: Seed of the random generators that a script does not seed itself.
-        perturb: If True, flip one bit of one parameter before the first step.
     """
 
     folder: str
     side: str
     steps: int
     seed: int = 0
-    perturb: bool = False
     deterministic: bool = False
     strict: bool = False
 
@@ -53,14 +51,12 @@ class Piece:
         name: ``NAME`` for a parameter as the model computes with it, ``NAME/fp32`` for its master.
         values: Elements ``start`` to ``start + len(values)`` of the flattened tensor.
         total: Number of elements of the whole tensor.
-        narrow: Dtype of the model's parameter, if this part belongs to a master. None otherwise.
     """
 
     name: str
     values: torch.Tensor
     start: int
     total: int
-    narrow: torch.dtype | None = None
 
 
 class Lines:
@@ -92,7 +88,7 @@ class Lines:
         self._file.close()
 
     def _digest(self, piece: Piece) -> list[Any]:
-        made = digest(piece.values, piece.start, piece.narrow, self._threads)
+        made = digest(piece.values, piece.start, self._threads)
         return [piece.start, piece.values.numel(), piece.total, made.packed()]
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -109,11 +105,3 @@ def number(value: Any) -> float | None:
         value = value.full_tensor() if hasattr(value, "full_tensor") else value
         return float(value) if value.numel() == 1 else None
     return float(value) if isinstance(value, (int, float)) else None
-
-
-def flip_one_bit(values: torch.Tensor) -> None:
-    """Flip the lowest bit of the largest element of a flat tensor in place, to test that `tune verify` finds it."""
-    at = int(values.abs().argmax())
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    with torch.no_grad():
-        values[at : at + 1].view(kind).bitwise_xor_(1)

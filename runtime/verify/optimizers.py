@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from ebbtide.runtime.hardware.launcher import rank, world_size
-from ebbtide.runtime.verify.lines import Job, Lines, Piece, current_job, flip_one_bit, number
+from ebbtide.runtime.verify.lines import Job, Lines, Piece, current_job, number
 
 _watching: "list[_Watch]" = []
 
@@ -87,8 +87,6 @@ class _Watch:
         }
         self._lines = Lines(Path(self._job.folder), rank(), about)
         self._lines.step(_pieces(optimizer), losses=[], norm=None, rates=_rates(optimizer))
-        if self._job.perturb:
-            flip_one_bit(next(reversed(list(_pieces(optimizer)))).values)
 
     def _after(self, optimizer: Any, *_: Any) -> None:
         if optimizer is not self._optimizer or self._lines is None:

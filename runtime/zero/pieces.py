@@ -15,21 +15,13 @@ def pieces(engine: Any, *, frozen: bool) -> Iterator[Piece]:
     Args:
         frozen: If True, include parts of frozen parameters.
     """
-    settle(engine)
+    if hasattr(engine.optimizer, "_ebbtide"):
+        engine.optimizer.wait()  # under ZeRO-3 this also gathers small parameters, which may hold NaN until then
     for name, parameter in engine.module.named_parameters():
         if frozen or parameter.requires_grad:
             yield from _parameter(name, parameter)
         if parameter.requires_grad:
             yield from _master(engine, name, parameter)
-
-
-def settle(engine: Any) -> None:
-    """Wait until all updates under a plan have ended. Under ZeRO-3 also gather the small parameters.
-
-    Small parameters may hold NaN as a placeholder after a step under a plan. The gather replaces it by their values.
-    """
-    if hasattr(engine.optimizer, "_ebbtide"):
-        engine.optimizer.wait()
 
 
 def _parameter(name: str, parameter: Any) -> Iterator[Piece]:
@@ -60,7 +52,7 @@ def _master(engine: Any, name: str, parameter: Any) -> Iterator[Piece]:
     if mapping is not None:
         address = mapping.lp_fragment_address
         values = mapping.get_hp_fragment().detach()
-        yield Piece(f"{name}/fp32", values, address.start, parameter.numel(), parameter.dtype)
+        yield Piece(f"{name}/fp32", values, address.start, parameter.numel())
 
 
 def _master_of_stage_3(optimizer: Any, name: str, parameter: Any) -> Iterator[Piece]:
@@ -70,5 +62,4 @@ def _master_of_stage_3(optimizer: Any, name: str, parameter: Any) -> Iterator[Pi
     start, count = _own_part(parameter)
     if count > 0:
         values, _ = optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=False)
-        dtype = parameter.ds_tensor.dtype
-        yield Piece(f"{name}/fp32", values.detach()[:count], start, parameter.ds_numel, dtype)
+        yield Piece(f"{name}/fp32", values.detach()[:count], start, parameter.ds_numel)

@@ -22,23 +22,12 @@ class Defect:
         step: Step after which the defect shows.
         names: Function that returns the names of the values in which the defect shows first. A correct
             judgement names one of them.
-        by_size: True if the defect is larger than the rounding differences between two Adam implementations.
-        dtype: Precision of the training: fp32 if 16 bits would hide the defect.
-        least_ranks: Smallest number of ranks with which the defect can occur.
     """
 
     name: str
     arm: Arm
     step: int
     names: Callable[[Any], Collection[str]]
-    by_size: bool = True
-    dtype: str = "bf16"
-    least_ranks: int = 1
-
-    @property
-    def folder(self) -> str:
-        """Return the name of the folder with the recorded run that has this defect."""
-        return self.name if self.dtype == "bf16" else f"{self.dtype} {self.name}"
 
 
 def piece_of(engine: Any, name: str) -> Piece | None:
@@ -263,5 +252,7 @@ DEFECTS = (
     Defect("bf16 master", in_tensor(MASTER, narrow, range(AT, 10**9)), AT, lambda _: [MASTER]),
     Defect("lost subgroup", skipped(lambda call: call == 2), AT, lost_names),
     Defect("swapped betas", before(swap_betas), AT, masters),
-    Defect("flipped bit", flipped(MASTER, 20, torch.int32, FLIPPED_AT), FLIPPED_AT, lambda _: [MASTER], by_size=False),
+    Defect("flipped bit", flipped(MASTER, 20, torch.int32, FLIPPED_AT), FLIPPED_AT, lambda _: [MASTER]),
+    Defect("low bit of a master", flipped(MASTER, 0, torch.int32), AT, lambda _: [MASTER, TENSOR]),
+    Defect("low bit of a parameter", flipped(TENSOR, 0, torch.int16), AT, lambda _: [TENSOR]),
 )

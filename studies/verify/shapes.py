@@ -50,7 +50,7 @@ RIGHT = (
     Shape("resumed", resumed=3),
     Shape("ZeRO-1", stage=1),
 )
-KINDS = ("stock", "plan", "torch", "torch flipped")  # kinds of runs for each shape
+KINDS = ("stock", "plan")  # kinds of runs for each shape
 
 
 def shapes_of(stage: int) -> list[Shape]:

@@ -8,35 +8,28 @@ _CHUNK = 1 << 20
 _MASK = (1 << 64) - 1
 
 
-def by_torch(piece: torch.Tensor, start: int = 0, narrow: torch.dtype | None = None) -> Digest:
+def by_torch(piece: torch.Tensor, start: int = 0) -> Digest:
     """Return the digest of a flat tensor, computed by torch operations."""
-    total = Digest(0, 0, 0, 0, 0.0, 0.0, (0.0,) * LANES)
+    total = Digest(0, 0, 0.0, (0.0,) * LANES)
     at = 0
     while at < piece.numel():
         # Chunks end at the end of a row of the table.
         size = min(piece.numel() - at, _CHUNK - (start + at) % TABLE)
-        total = added(total, _chunk(piece[at : at + size], start + at, narrow))
+        total = added(total, _chunk(piece[at : at + size], start + at))
         at += size
     return total
 
 
-def _chunk(piece: torch.Tensor, start: int, narrow: torch.dtype | None) -> Digest:
+def _chunk(piece: torch.Tensor, start: int) -> Digest:
     keys, signs = _keys(start, piece.numel(), piece.device)
     words = _words(piece)
-    rounded = 0 if narrow is None else int((_words(piece.to(narrow)) * keys).sum()) & _MASK
     finite = torch.isfinite(piece)
     wide = torch.where(finite, piece, torch.zeros_like(piece)).double()
     lanes = (torch.arange(piece.numel(), device=piece.device) + start) % LANES
     sketch = torch.zeros(LANES, dtype=torch.float64, device=piece.device)
     sketch.index_add_(0, lanes, wide * signs)
     return Digest(
-        int((words * keys).sum()) & _MASK,
-        rounded,
-        int(np.bitwise_or.reduce(words.cpu().numpy())),
-        int((~finite).sum()),
-        float((wide * wide).sum()),
-        float(wide.abs().max()),
-        tuple(sketch.tolist()),
+        int((words * keys).sum()) & _MASK, int((~finite).sum()), float((wide * wide).sum()), tuple(sketch.tolist())
     )
 
 

@@ -185,13 +185,12 @@ def test_nothing_is_left_of_what_a_full_disk_does_not_take(command, model, tmp_p
     [
         (["profile", "-o"], "ebbtide.profiler.measure_machine"),
         (["profile", "--train-script", __file__, "-o"], "ebbtide.profiler.launch.profile_script"),
-        (["verify", "--json"], "ebbtide.tuner.verify.sides.verify"),
     ],
 )
 def test_no_minutes_are_spent_on_what_no_folder_takes(command, measured, monkeypatch, tmp_path):
     monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("measured"))
     path = str(tmp_path / "nowhere" / "x.json")
-    result = run(*command, path, *(["--", "python"] if command[0] == "verify" else []))
+    result = run(*command, path)
     assert result.exit_code == 2
     assert f"{path}: {tmp_path / 'nowhere'} is not a folder" in result.output
 
@@ -339,7 +338,6 @@ def test_a_plan_is_not_written_over_what_it_is_made_from(model, tmp_path):
         ),
         ("simulate --machine h200 --model m.json --plot t --trace t", "--plot must be another file than --trace"),
         ("profile --train-script train.py -o train.py", "--output must be another file than --train-script"),
-        ("verify --json ds.json -- python train.py ds.json", "--json must be another file than COMMAND"),
     ],
 )
 def test_no_output_is_written_over_what_the_command_names_too(words, both, model, tmp_path, monkeypatch):

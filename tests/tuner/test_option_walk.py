@@ -196,7 +196,7 @@ TABLE = {
         "against": changes("--against", "stock"),
         "seed": changes("--seed", "5"),
         "deterministic": changes("--deterministic"),
-        "json_file": changes("--json", "out.json"),
+        "as_json": changes("--json"),
         "command": changes("--verbose"),
     },
     "doctor": {

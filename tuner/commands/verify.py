@@ -5,9 +5,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import click
-from ebbtide.simulator.page import write_whole
-from ebbtide.tuner.commands.options import guarded
-from ebbtide.tuner.files import BadInputError, check_distinct, check_folder, written
+from ebbtide.tuner.commands.options import JSON, guarded
+from ebbtide.tuner.files import BadInputError
 from ebbtide.tuner.inputs import program_of
 from ebbtide.tuner.lazy_group import Command
 
@@ -46,28 +45,28 @@ SIDES = ("stock", "no-offload")
     help="Use torch's deterministic kernels in all compared runs. Default: --deterministic if torch finds a GPU, "
     "otherwise --no-deterministic.",
 )
-@click.option("--json", "json_file", help="File to write the result to, as JSON.")
+@JSON
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @guarded
 def verify(
-    steps: int, against: str, seed: int, deterministic: bool | None, json_file: str | None, command: tuple[str, ...]
+    steps: int, against: str, seed: int, deterministic: bool | None, as_json: bool, command: tuple[str, ...]
 ) -> None:
     """Check that a script trains under its plan as without it: compare a few training steps.
 
     The same command is run under the plan that the key "ebbtide" in DeepSpeed's config names (if there is one),
     with DeepSpeed alone ("stock"), and without offload. Losses, gradient norms, parameters and fp32 masters are
-    compared. Exit code 0: The runs are identical, or equal except for rounding. Exit code 1: One of the compared
-    runs is wrong. Exit code 2: The command could not be run to its end. Exit code 3: The runs cannot be
-    compared, since two runs of the same command already differ (for example by an unseeded generator).
+    compared bit by bit. Exit code 0: The plan computes the bits of DeepSpeed alone. Exit code 1: It does not, and the
+    first difference is named. Exit code 2: The command could not be run to its end. Exit code 3: No verdict, since
+    two runs of the same command already differ (for example by an unseeded generator), or since the only
+    comparison is with a run without offload, which adds in another order.
     """
     from ebbtide.tuner.verify.launch import NotDeterministicError, has_gpu, launch
     from ebbtide.tuner.verify.sides import verify as compare
-    from ebbtide.tuner.verify.words import as_json, screen
+    from ebbtide.tuner.verify.words import as_json as figures
+    from ebbtide.tuner.verify.words import screen
 
     sides = _sides(against)
     program_of(command, "verify")
-    check_folder("--json", json_file)
-    check_distinct("--json", json_file)
     strict = has_gpu() if deterministic is None else deterministic
 
     def compared(strict: bool) -> "Verification":
@@ -87,10 +86,7 @@ def verify(
             f"torch has no deterministic kernel for {names}: running again with torch's normal kernels", err=True
         )
         result = compared(False)
-    click.echo("\n".join(screen(result)))
-    if json_file is not None:
-        with written("--json", json_file):
-            write_whole(json_file, json.dumps(as_json(result), indent=2) + "\n")
+    click.echo(json.dumps(figures(result), indent=2) if as_json else "\n".join(screen(result)))
     sys.exit(CODES[result.right])
 
 

@@ -44,16 +44,6 @@ def differences(run: Run, other: Run, step: int) -> list[Difference]:
     return [*scalars, *tensors]
 
 
-def moved(run: Run, other: Run, at: Difference) -> float:
-    """Return how far one optimizer step moved a tensor, as a Euclidean distance. The result is the larger distance of
-    two compared training runs.
-
-    Args:
-        at: Difference between the runs. Only its tensor and its step are used.
-    """
-    return max(r.path(at.name, at.step) - r.path(at.name, at.step - 1) for r in (run, other))
-
-
 def common_steps(run: Run, other: Run) -> range:
     return range(min(len(run.steps), len(other.steps)))
 
@@ -74,7 +64,7 @@ def _tensors(run: Run, other: Run, step: int) -> Iterator[Difference]:
         a, b = ours.get(name), theirs.get(name)
         if a is None or b is None:
             yield Difference(step, name, _norm(a), _norm(b), math.inf, math.inf, is_tensor=True)
-        elif a.hash != b.hash:
+        elif (a.hash, a.copies_agree) != (b.hash, b.copies_agree):
             yield _of_tensors(run, other, step, name)
 
 

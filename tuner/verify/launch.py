@@ -51,14 +51,13 @@ class Side:
     """
 
     name: str
-    perturb: bool = False
     deterministic: bool = False
 
     @property
     def title(self) -> str:
         if self.deterministic:
             return f"{self.name}, with torch's deterministic algorithms"
-        return f"{self.name}, with one bit flipped" if self.perturb else self.name
+        return self.name
 
     @property
     def how(self) -> str:
@@ -89,7 +88,6 @@ def launch(command: Sequence[str], side: Side, steps: int, seed: int = 0, *, det
             "side": side.name,
             "steps": steps,
             "seed": seed,
-            "perturb": side.perturb,
             "deterministic": side.deterministic,
             "strict": deterministic and not side.deterministic,
         }

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 LANES = 16  # number of random sums in a digest
-_LAYOUT = f"<QQQq{2 + LANES}d"  # layout of `ebbtide.runtime.kernels.digest.Digest.packed`
+_LAYOUT = f"<Qq{1 + LANES}d"  # layout of `ebbtide.runtime.kernels.digest.Digest.packed`
 _MASK = (1 << 64) - 1
 MASTER = "/fp32"
 
@@ -25,24 +25,16 @@ class Tensor:
 
     Attributes:
         hash: Hash of all bits. Equal tensors have equal hashes.
-        narrow: For an fp32 master, the hash after rounding to the parameter's dtype. 0 if unknown.
-        low_bits: True if an element has nonzero bits below the 16 high ones.
         not_finite: Number of infinities and NaNs.
         norm: Norm of the finite elements.
-        largest: Magnitude of the largest finite element.
         sketch: Short vector. The distance of two sketches is about the distance of the tensors.
-        elements: Number of elements.
         copies_agree: True if ranks that hold the same part of the tensor hold the same bits.
     """
 
     hash: int
-    narrow: int
-    low_bits: bool
     not_finite: int
     norm: float
-    largest: float
     sketch: tuple[float, ...]
-    elements: int
     copies_agree: bool = True
 
     def distance(self, other: "Tensor") -> float:
@@ -145,21 +137,16 @@ def _scalars(ranks: list[dict[str, Any]]) -> dict[str, float]:
 
 def _whole(parts: Iterable[list[Any]]) -> Tensor:
     by_start: dict[int, tuple[Any, ...]] = {}
-    agree, elements = True, 0
-    for start, _, total, packed in parts:
+    agree = True
+    for start, _, _, packed in parts:
         digest = struct.unpack(_LAYOUT, bytes.fromhex(packed))
         agree = agree and by_start.get(start, digest)[0] == digest[0]
         by_start.setdefault(start, digest)
-        elements = total
     columns = list(zip(*by_start.values(), strict=True))
     return Tensor(
         hash=sum(columns[0]) & _MASK,
-        narrow=sum(columns[1]) & _MASK,
-        low_bits=any(bits & 0xFFFF for bits in columns[2]),
-        not_finite=sum(columns[3]),
-        norm=math.sqrt(sum(columns[4])),
-        largest=max(columns[5]),
-        sketch=tuple(sum(column) for column in columns[6:]),
-        elements=elements,
+        not_finite=sum(columns[1]),
+        norm=math.sqrt(sum(columns[2])),
+        sketch=tuple(sum(column) for column in columns[3:]),
         copies_agree=agree,
     )

@@ -1,18 +1,44 @@
-"""The runs that ``tune verify`` makes of a training command, and their comparison in pairs."""
+"""The runs that ``tune verify`` makes of a training command, and their comparison in pairs.
 
-from collections.abc import Callable, Mapping, Sequence
+A comparison has one of three results: all bits agree, the runs differ (the first difference is named), or the script
+differs from itself: two runs of the same command differ, so nothing can be said.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Literal
 
-from ebbtide.tuner.verify.chance import Chance, chance_of
 from ebbtide.tuner.verify.differences import Difference, common_steps, differences
-from ebbtide.tuner.verify.judge import Finding, Noise, judge
 from ebbtide.tuner.verify.launch import Side
-from ebbtide.tuner.verify.run import Run
+from ebbtide.tuner.verify.run import MASTER, Run
 
 PLAN, STOCK, NO_OFFLOAD = "plan", "stock", "no-offload"
 AGAIN = "the same again"
-NEARER = 4.0  # a side that is nearer to a third side by this factor agrees with it
+Verdict = Literal["identical", "different", "nondeterministic"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of comparing two recorded training runs in ``tune verify``.
+
+    Attributes:
+        side: Name of the first run.
+        against: Name of the second run.
+        verdict: ``nondeterministic`` if two runs of the same command differ too.
+        steps: Number of compared steps.
+        first: First difference. None if all bits agree.
+        also: Number of other tensors that differ in the same step as ``first``.
+        why: Sentences on possible causes of the difference.
+    """
+
+    side: str
+    against: str
+    verdict: Verdict
+    steps: int
+    first: Difference | None = None
+    also: int = 0
+    why: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -20,34 +46,36 @@ class Verification:
     """The result of ``tune verify``: the compared training runs and what was found.
 
     Attributes:
-        runs: Compared runs, the most trusted one last.
-        findings: Result of comparing each run with the next.
+        runs: Compared runs.
+        findings: Result of comparing each run with the next, and last, if two runs of the same command differ, the
+            result of comparing these.
         operations: Names of the operations that torch's warnings call nondeterministic.
-        chance: Difference between two runs of the same command. None if they are equal.
     """
 
     runs: tuple[Run, ...]
     findings: tuple[Finding, ...]
     operations: tuple[str, ...] = ()
-    chance: Chance | None = None
 
     @property
     def right(self) -> bool | None:
-        """Return True if ``tune verify`` found that the script trains right under its plan, False if the
-        script trains wrong, and None if the runs do not tell.
+        """True if the plan computes the bits of DeepSpeed alone, False if not, None if the runs do not tell.
+
+        A run without offload adds in another order, so its difference alone proves no run wrong. It decides only if
+        there is no other comparison.
         """
-        verdicts = {finding.verdict for finding in self.findings}
-        if "defect" in verdicts:
-            return False
-        return None if "untold" in verdicts else True
+        if any(finding.verdict == "nondeterministic" for finding in self.findings):
+            return None
+        same_bits = [f for f in self.findings if f.against != NO_OFFLOAD]
+        if same_bits:
+            return all(f.verdict == "identical" for f in same_bits)
+        return True if all(f.verdict == "identical" for f in self.findings) else None
 
 
 def verify(against: Sequence[str], start: Callable[[Side], Run], told: Callable[[str], None]) -> Verification:
-    """Run a training command under its plan and in other ways, such as with DeepSpeed alone, and compare the results.
+    """Run a training command under its plan and in other ways, and compare each run with the next.
 
-    Each run is compared with the next one, in the order: under the plan, with DeepSpeed alone, without offload. If the
-    results of all runs are bit-identical, no further run is made. Otherwise, some runs are repeated, and one run is
-    made with a flipped bit. These runs show how large differences by chance and by rounding are.
+    The order is: under the plan, with DeepSpeed alone, without offload. If the first two differ, the command is run
+    again, to see if the script differs from itself.
 
     Args:
         against: Runs to compare with: ``stock`` (DeepSpeed without a plan), ``no-offload`` or both.
@@ -60,92 +88,22 @@ def verify(against: Sequence[str], start: Callable[[Side], Run], told: Callable[
         return start(side)
 
     runs = _sides(against, made)
-    if all(_same(run, other) for run, other in pairwise(runs)):
-        return Verification(runs, tuple(judge(run, other, None, same_bits=True) for run, other in pairwise(runs)))
-    repeated = _repeated(runs, made)
-    reference = runs[-1]
-    side = reference.name if reference.name != AGAIN else runs[0].name
-    again = repeated.get(side) or (made(Side(side)) if reference.name != AGAIN else runs[0])
-    chance = None if _once(runs, repeated) else chance_of(again, reference)
-    flipped = made(Side(side, perturb=True))
-    operations = made(Side(side, deterministic=True)).operations if chance else ()
-    noise = Noise(reference, (again, flipped))
-    found = compared(runs, noise, repeated, chance=chance)
-    return Verification(runs, found, operations, chance)
-
-
-def _repeated(runs: Sequence[Run], made: Callable[[Side], Run]) -> dict[str, Run]:
-    """Repeat the training runs under the plan and with DeepSpeed alone if their recorded losses or tensors
-    differ in any bit.
-
-    Return a dict from the name of a run to its repeat. The repeats show if the difference occurs again,
-    and which run caused it.
-    """
-    if [run.name for run in runs[:2]] != [PLAN, STOCK] or _same(runs[0], runs[1]):
-        return {}
-    return {run.name: replace(made(Side(run.name)), name=run.name) for run in runs[:2]}
-
-
-def _once(runs: Sequence[Run], repeated: Mapping[str, Run]) -> Run | None:
-    if not repeated or not _same(repeated[PLAN], repeated[STOCK]):
-        return None
-    odd = [run for run in runs[:2] if not _same(run, repeated[PLAN])]
-    return odd[0] if len(odd) == 1 else None
-
-
-def compared(
-    runs: Sequence[Run], noise: Noise, repeated: Mapping[str, Run] | None = None, *, chance: Chance | None = None
-) -> tuple[Finding, ...]:
-    """Compare each recorded training run with the next one in the list, and return one finding per pair.
-
-    Args:
-        runs: Runs, such as under the plan, with DeepSpeed alone, and without offload. The most trusted one is last.
-        noise: Size of the differences that rounding and chance explain, measured with a run, its repeat, and a repeat
-            with one flipped bit.
-        repeated: Second runs under the plan and with DeepSpeed alone, by the name of the run that they repeat. Empty if
-            there are no second runs.
-        chance: Difference between a run and its repeat, if training is not deterministic. If None, training is taken to
-            be deterministic: the run under the plan must then have the same bits as the run with DeepSpeed alone.
-    """
-    findings = []
-    for run, other in pairwise(runs):
-        must = other.name != NO_OFFLOAD and chance is None
-        finding = judge(run, other, noise, same_bits=must)
-        if chance is not None and finding.verdict == "rounding":
-            finding = replace(finding, verdict="untold" if chance.blind else "nondeterministic")
-        findings.append(finding)
-    once = _once(runs, repeated or {})
-    if once is not None and findings[0].verdict == "defect":
-        said = f"{once.name} gave different results when it was run again, those of {_other(runs, once)}"
-        findings[0] = replace(
-            findings[0], off=once.name, why=(f"{said}: the difference does not recur (a race, or faulty hardware)",)
-        )
-        return tuple(findings)
-    return tuple(_blamed(runs, findings, noise))
-
-
-def _other(runs: Sequence[Run], one: Run) -> str:
-    return next(run.name for run in runs[:2] if run is not one)
-
-
-def _blamed(runs: Sequence[Run], findings: list[Finding], noise: Noise) -> list[Finding]:
-    first = findings[0].first
-    if len(runs) != 3 or findings[0].verdict != "defect" or first is None:
-        return findings
-    nearer = _apart(runs[1], runs[2], first) > NEARER * _apart(runs[0], runs[2], first)
-    if not nearer and findings[1].verdict == "defect":
-        nearer = judge(runs[0], runs[2], noise, same_bits=False).verdict != "defect"
-    if not nearer:
-        return findings
-    why = (*findings[0].why, f"{runs[0].name} agrees with {runs[2].name}")
-    return [replace(findings[0], off=runs[1].name, why=why), findings[1]]
-
-
-def _apart(run: Run, other: Run, at: Difference) -> float:
-    if at.step not in common_steps(run, other):
-        return 0.0
-    found = (d for d in differences(run, other, at.step) if d.name == at.name)
-    return next((d.distance if d.is_tensor else d.relative for d in found), 0.0)
+    findings = [compare(run, other) for run, other in pairwise(runs)]
+    if findings[0].verdict == "identical":  # two runs have the same bits, so the script repeats its own results
+        return Verification(runs, tuple(findings))
+    itself = findings[0]
+    if runs[1].name != AGAIN:
+        trusted = next((run for run in runs if run.name == STOCK), runs[0])
+        itself = compare(trusted, replace(made(Side(trusted.name)), name=AGAIN))
+        if itself.verdict == "identical":
+            if trusted is runs[1] and _differ(runs[0], made(Side(runs[0].name))):
+                said = f"{runs[0].name} gave other results when it was run again (a race, or faulty hardware)"
+                findings[0] = replace(findings[0], why=(*findings[0].why, said))
+            return Verification(runs, tuple(findings))
+        findings.append(itself)
+    operations = made(Side(itself.side, deterministic=True)).operations
+    found = (f if f.verdict == "identical" else replace(f, verdict="nondeterministic") for f in findings)
+    return Verification(runs, tuple(found), operations)
 
 
 def _sides(against: Sequence[str], made: Callable[[Side], Run]) -> tuple[Run, ...]:
@@ -160,7 +118,49 @@ def _sides(against: Sequence[str], made: Callable[[Side], Run]) -> tuple[Run, ..
     return tuple(runs)
 
 
-def _same(run: Run, other: Run) -> bool:
-    return len(run.steps) == len(other.steps) and not any(
-        differences(run, other, step) for step in common_steps(run, other)
-    )
+def _differ(run: Run, other: Run) -> bool:
+    return compare(run, other).verdict == "different"
+
+
+def compare(run: Run, other: Run) -> Finding:
+    """Compare two recorded training runs bit by bit."""
+    steps = common_steps(run, other)
+    for step in steps:
+        found = differences(run, other, step)
+        if found:
+            also = sum(d.is_tensor for d in found[1:])
+            return Finding(
+                run.name, other.name, "different", len(steps) - 1, found[0], also, tuple(_why(run, other, found))
+            )
+    if len(run.steps) == len(other.steps):
+        return Finding(run.name, other.name, "identical", len(steps) - 1)
+    ours, theirs = len(run.steps) - 1, len(other.steps) - 1
+    ended = Difference(len(steps), "number of steps", ours, theirs, abs(ours - theirs) / max(ours, theirs))
+    return Finding(run.name, other.name, "different", len(steps) - 1, ended)
+
+
+def _why(run: Run, other: Run, found: Sequence[Difference]) -> Iterator[str]:
+    """Yield possible causes of the first difference, which ``found`` begins with. All earlier steps agree."""
+    first = found[0]
+    if first.step == 0:
+        yield (
+            "the parameters differ before the first step: the script seeds a random generator differently in each run, "
+            "or the checkpoint that it resumes from has changed"
+        )
+    elif first.name.startswith("loss"):
+        yield (
+            "the parameters before this step are the same: look for different data (a sampler or a loader with a "
+            "generator of its own), or a dropout seed that differs in each run"
+        )
+    elif first.name == "gradient norm":
+        yield "the losses of this step are the same: gradients are lost, counted twice, or added in another order"
+    elif first.name.endswith(MASTER):
+        masters = sum(d.name.endswith(MASTER) for d in found)
+        if masters > 1 and masters >= 0.9 * len(other.masters):
+            yield "nearly all masters differ: step count, betas, learning rate or clipping"
+    elif first.is_tensor and first.name + MASTER in other.steps[first.step].tensors:
+        yield "the masters are the same: the fault comes after the update"
+    for side in (run, other):
+        here = side.steps[first.step].tensors.get(first.name)
+        if here is not None and not here.copies_agree:
+            yield f"{side.name}: ranks hold different copies of it"

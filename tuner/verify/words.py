@@ -1,15 +1,14 @@
 """The result of ``tune verify`` (training compared with and without a plan) as text, and as JSON."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from ebbtide.tuner.doctor.known_wrong import known_wrong
-from ebbtide.tuner.verify.chance import Chance
-from ebbtide.tuner.verify.judge import Finding
+from ebbtide.tuner.verify.differences import Difference
 from ebbtide.tuner.verify.run import Run
-from ebbtide.tuner.verify.sides import Verification
+from ebbtide.tuner.verify.sides import NO_OFFLOAD, Finding, Verification
 
 
 def screen(result: Verification) -> list[str]:
@@ -18,18 +17,10 @@ def screen(result: Verification) -> list[str]:
     lines += [_row(run) for run in result.runs]
     for finding in result.findings:
         lines += ["", *_finding(finding)]
-    if result.chance is not None:
-        lines += ["", *_chance(result.chance, result.operations)]
+    if any(finding.verdict == "nondeterministic" for finding in result.findings):
+        lines += ["", f"torch names {', '.join(result.operations) or 'no operation'} as nondeterministic"]
     lines += [f"known: {line}" for line in _known(result)]
     return lines
-
-
-def _chance(chance: Chance, operations: Sequence[str]) -> Iterator[str]:
-    named = ", ".join(operations) or "no operation"
-    yield f"two runs of the same side differ. torch names {named}"
-    yield f"  {chance.where}"
-    if chance.apart:
-        yield f"  the first update that differs does so by {_share(chance.apart)}"
 
 
 def _headline(run: Run) -> str:
@@ -51,30 +42,22 @@ def _row(run: Run) -> str:
 
 def _finding(finding: Finding) -> Iterator[str]:
     pair = f"{finding.side} against {finding.against}"
-    if finding.verdict == "identical" or finding.first is None:
+    first = finding.first
+    if first is None:
         yield f"{pair}: identical, every bit of {finding.steps} steps"
         return
-    first = finding.first
-    where = f"step {first.step}: {first.name}"
-    others = f" and {finding.also} more" if finding.also else ""
-    if finding.verdict == "defect":
-        yield f"{pair}: DIFFERENT from {where}{others}"
-        yield f"  {_size(finding)}. Rounding explains {_share(finding.explained)}"
-        yield f"  off: {finding.off}"
-        yield from (f"  {line}" for line in finding.why)
-        return
-    if finding.verdict == "untold":
-        yield f"{pair}: NOTHING CAN BE SAID, from {where}{others}"
-        yield f"  {_size(finding)}. Two runs of one side differ by {_share(finding.explained)}"
-        return
-    cause = "rounding" if finding.verdict == "rounding" else "the difference between two runs of one side"
-    yield f"{pair}: equal but for {cause}, from {where}{others}"
-    yield f"  {_size(finding)}; {cause} explains {_share(finding.explained)}"
+    where = f"step {first.step}: {first.name}" + (f" and {finding.also} more" if finding.also else "")
+    if finding.verdict == "different":
+        yield f"{pair}: DIFFERENT from {where}"
+    else:
+        yield f"{pair}: NOTHING CAN BE SAID, since the script differs from itself, from {where}"
+    yield f"  {_size(first)}"
+    yield from (f"  {line}" for line in finding.why)
+    if finding.against == NO_OFFLOAD and finding.verdict == "different":
+        yield "  without offload sums are made in another order: a small difference that grows slowly is rounding"
 
 
-def _size(finding: Finding) -> str:
-    first = finding.first
-    assert first is not None
+def _size(first: Difference) -> str:
     if not first.is_tensor:
         return f"{first.ours:.9g} against {first.theirs:.9g}: {_share(first.relative)} apart"
     if not math.isfinite(first.distance):
@@ -89,7 +72,7 @@ def _share(value: float) -> str:
 def _known(result: Verification) -> list[str]:
     about = result.runs[0].about
     version = about["versions"].get("deepspeed")
-    if version is None or result.right is not False:
+    if version is None or all(finding.first is None for finding in result.findings):
         return []
     return [str(row) for row in known_wrong(str(version), about.get("config") or {})]
 
@@ -106,7 +89,6 @@ def as_json(result: Verification) -> dict[str, Any]:
         "sides": [{"name": run.name, "steps": len(run.steps) - 1, **_facts(run)} for run in result.runs],
         "findings": [_plain(asdict(finding)) for finding in result.findings],
         "operations": list(result.operations),
-        "chance": None if result.chance is None else _plain(asdict(result.chance)),
         "known": _known(result),
     }
 
