@@ -50,11 +50,6 @@ FIGURES: dict[str, dict[str, str]] = {
         "worst_slowdown_pct": "up to {:z.0f}% slower where steps clip",
         "bit_identical": "bit-identical: {}",
     },
-    "guessed_overlap": {
-        "worst_over_plain": "clip rates of 0 to 100%, bursts, drift: at worst {:.3f} of no early updates",
-        "rule_over_always_at_10_pct": "at 10% {:.3f} of always updating early",
-        "bit_identical": "bit-identical: {}",
-    },
     "one_answer": {
         "full_spread_pct": "full answers of all entry points differ by {:.1f}%",
         "quick_spread_pct": "quick ones are up to {:.1f}% slower",
@@ -145,12 +140,6 @@ FIGURES: dict[str, dict[str, str]] = {
         "older_than_stock": "{} resumed from an older checkpoint than stock's",
         "not_bit_identical": "{} not bit-identical",
     },
-    "front_door_speed": {
-        "step_holds_the_update.front_door_over_library.step_s": "step under tune run at {:.2f} of the library's time",
-        "update_overlaps_forward.front_door_over_library.iteration_s": "iteration {:.2f}",
-        "step_holds_the_update.front_door_over_library.stall_s": "stall {:.2f}",
-        "step_holds_the_update.bit_identical": "bit-identical: {}",
-    },
     "checkpoint_stall": {
         "stall_below_synchronous": "stall {:.0f}x below the synchronous writer",
         "stall_below_best_asynchronous": "{:.0f}x below the best asynchronous one",
@@ -164,11 +153,6 @@ FIGURES: dict[str, dict[str, str]] = {
         "update_over_floor": "update / floor {:.2f}",
         "checkpoint_every_step_slowdown_pct": "a checkpoint at every step {:.1f}% slower",
         "bit_identical": "bit-identical: {}",
-    },
-    "checkpointing": {
-        "ebbtide_bytes_per_s": "{:.1e} bytes per second of waiting",
-        "synchronous_bytes_per_s": "DeepSpeed's writer {:.1e}",
-        "asynchronous_bytes_per_s": "torch DCP asynchronous {:.1e} (110 M parameters)",
     },
     "checkpoint_interval": {
         "kills": "{} kills",

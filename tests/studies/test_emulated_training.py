@@ -1,4 +1,4 @@
-"""Tests of the studies `overlap`, `guessed_overlap` and `fidelity`, which execute plans on an emulated GPU.
+"""Tests of the studies `overlap` and `fidelity`, which execute plans on an emulated GPU.
 
 Copies, updates and layers take prescribed times. Training must give the same bits as stock DeepSpeed, and the reported
 numbers must agree with each other.
@@ -11,9 +11,7 @@ import sys
 from contextlib import nullcontext
 
 import pytest
-from ebbtide.simulator.update.pausing import PauseRule
 
-from studies.guessed_overlap.__main__ import _Steps
 from studies.trials.emulated_training import Kernels
 from studies.trials.paced_device import PacedDevice
 
@@ -62,33 +60,6 @@ def test_overlap(tmp_path, run):
     assert row["iteration_over_floor"] == found["guessed_iteration_over_floor"] >= 1 - 1e-6
     assert row["gain_over_barrier"] == found["gain_over_barrier"]
     assert set(row["slowdown_pct"]) == {"5%", "50%", "100%"}
-
-
-@pytest.mark.slow
-def test_guessed_overlap(tmp_path, run, monkeypatch):
-    monkeypatch.setattr("studies.guessed_overlap.__main__.PLAIN_STEPS", 2)
-    found = run("guessed_overlap.__main__", tmp_path / "g.json", "--steps", "12")
-    assert found["bit_identical"] is True
-    assert found["device_kind"] == "emulated"
-    rows = {(row["subgroups"], row["sequence"]): row for row in found["rows"]}
-    assert set(rows) == {(kind, rate) for kind in ("whole", "pieces") for rate in ("10%", "100%")}
-    for (_, rate), row in rows.items():
-        assert row["over_plain"] == row["rule_s"] / row["plain_s"]
-        assert (row["always_s"] > 0) == (rate == "10%")
-        # Each early update of a step that clips was started, and was wrong.
-        assert row["early"] > 0
-        assert rate == "10%" or row["wrong"] == row["early"] < 1
-    assert found["worst_over_plain"] == max(row["over_plain"] for row in found["rows"])
-    assert set(found["plain_blocks_noise_pct"]) == {"whole", "pieces"}
-
-
-def test_an_iteration_is_the_mean_of_its_kinds_medians():
-    steps = _Steps(PauseRule())
-    steps.periods += [[1.0, 1.0, 9.0], [2.0, 1.0]]
-    steps.outcomes += [[True, True, True, True], [False, None, True]]
-    # Right and early again: 1, 1, 9. Wrong and then none: 2. None and then early: 1.
-    assert steps.iteration_s == (3 * 1.0 + 2.0 + 1.0) / 5
-    assert steps.mean_s == 14.0 / 5
 
 
 @pytest.mark.slow

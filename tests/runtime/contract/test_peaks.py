@@ -16,10 +16,10 @@ from ebbtide.runtime.zero.attach import switch_plan
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from studies.bench.byte_gpt import ByteGPT, ByteGPTConfig
-from studies.run_memory import DEVICE_BYTES_PER_PARAM, PageLocking
 from tests.runtime.contract.training import DEVICES, all_state, assert_same, device_of, outcome, plan_for, start, train
 from tests.runtime.held_bytes import HeldBytes
 from tests.runtime.measured_memory import Counting
+from tests.runtime.page_locking import DEVICE_BYTES_PER_PARAM, PageLocking
 
 pytestmark = pytest.mark.usefixtures("only_rank")
 MODEL = ByteGPTConfig(layers=10, hidden=64, heads=2, sequence=32)  # no tensor has more than 3% of the parameters
