@@ -63,7 +63,7 @@ def floor_parts_s(disk: StorageRates, moved: float) -> dict[str, float]:
 
 
 def mixed_floor_s(disk: StorageRates, moved: float) -> float:
-    """Return the least seconds in which a disk can do the reads and writes of one step.
+    """Return the least seconds that a disk needs for the reads and writes of one step.
 
     The disk reaches this lower bound only if reads and writes run concurrently all the time. If the writes end earlier
     than the reads, the last reads run alone, and the step takes longer than the bound.

@@ -1,4 +1,4 @@
-"""An emulated GPU whose copies and updates last as long as on a GPU with given rates.
+"""An emulated GPU with given rates of copies and updates.
 
 Operations that run at the same time share bandwidth, by the same rules as in the simulator.
 """

@@ -1,4 +1,4 @@
-"""A model whose layers take given times, and the setting of its training."""
+"""A model with layers of given durations, and the setting of its training."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
