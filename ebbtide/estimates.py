@@ -141,7 +141,8 @@ def estimate(
     Raises:
         ModelError, ValueError: an argument cannot be read. The message says what is possible.
     """
-    from ebbtide.simulator.estimates.job import Job, default_ranks
+    from ebbtide.simulator.estimates.estimate import default_ranks, estimated
+    from ebbtide.simulator.estimates.job import Job
     from ebbtide.simulator.limits import Limits, within
 
     if batch < 1:
@@ -152,7 +153,7 @@ def estimate(
         shape["optimizer"] = _rule(optimizer)
     shape["data_parallel"] = default_ranks(machine, shape) if gpus is None else gpus
     job = Job.of_deepspeed(model, _without_key(ds_config), micro_batch=batch, accumulation=accumulation, **shape)
-    work = job.workload(machine)
+    work = estimated(job, machine)
     limits = Limits.of(work, machine, **memory)
     told = (*_notes(model, job), *notes, *work.notes, *limits.explained)
     return _answered(work, machine, limits, _strategy(ds_config), memory, told, full=full)
@@ -224,7 +225,7 @@ def _planned(
     work: "Workload", machine: "Machine", limits: "Limits", memory: Mapping[str, Any], *, full: bool
 ) -> "tuple[Plan | None, str]":
     """Return the plan for a training job, or None and the reason why there is none."""
-    from ebbtide.simulator.estimates.job import plan_refusal
+    from ebbtide.simulator.estimates.offloading import plan_refusal
     from ebbtide.tuner.advice.even import even_plan
     from ebbtide.tuner.placements.memory import ImpossibleError
     from ebbtide.tuner.placements.planning import plan

@@ -5,7 +5,7 @@ Importing this package loads numpy and pydantic. scipy and numba are loaded with
 
 from typing import TYPE_CHECKING, Any
 
-from ebbtide.simulator.estimates.job import workload_from_model
+from ebbtide.simulator.estimates.estimate import workload_from_model
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
 from ebbtide.simulator.estimates.presets import preset, preset_names

@@ -12,6 +12,7 @@ from typing import Any
 
 import ebbtide.tuner
 from ebbtide.simulator.analysis.best_setting import simulated
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
@@ -49,7 +50,7 @@ def gain(model: str, machine: str, gpus: int, sequence: int, accumulation: int) 
     """
     have = preset(machine)
     job = Job.of_deepspeed(MODELS[model], sequence=sequence, data_parallel=gpus, accumulation=accumulation)
-    work = job.workload(have)
+    work = estimated(job, have)
     limits = Limits.of(work, have)
     usual = simulated("zero3_offload", work, have, limits, {})
     best = Alone(work, have, limits).best

@@ -264,7 +264,7 @@ def model_shape(about: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     for one, other in _EXCLUDE:
         if about.get(one) and about.get(other) is not None:
             raise BadInputError(f"only one of {_flag(one)} and {_flag(other)} may be given, but got both")
-    from ebbtide.simulator.estimates.job import default_ranks
+    from ebbtide.simulator.estimates.estimate import default_ranks
 
     return {
         "sequence": about["sequence"] or SEQUENCE,
@@ -357,6 +357,7 @@ def read_trained(
     if workload is not None:
         ran = {name: about.get(name) for name in _RUN}
         return Trained(started(read(Workload, workload, "--workload"), **ran), None, config)
+    from ebbtide.simulator.estimates.estimate import estimated
     from ebbtide.simulator.estimates.job import Job
 
     assert model is not None
@@ -365,7 +366,7 @@ def read_trained(
         _check_fields(config, about["ds_config"], shape)
     try:
         job = Job.of_deepspeed(model, config, **shape)
-        return Trained(job.workload(machine), job, config)
+        return Trained(estimated(job, machine), job, config)
     except ValueError as error:
         raise BadInputError(f"--model {model}: {error}") from None
 
@@ -394,7 +395,7 @@ def check_offloading(trained: Trained) -> None:
     """Raise BadInputError if no plan that offloads optimizer state can be applied to the training job which
     the command-line flags describe.
     """
-    from ebbtide.simulator.estimates.job import plan_refusal
+    from ebbtide.simulator.estimates.offloading import plan_refusal
 
     if refusal := plan_refusal(trained.config or {}, trained.offload):
         raise BadInputError(refusal)

@@ -1,25 +1,27 @@
 """The training job: a model with its training settings, from which times and memory of training are estimated."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Annotated, Any, Self
 
-from ebbtide.simulator.estimates.collectives import Layout
-from ebbtide.simulator.estimates.deepspeed_config import deepspeed_fields
-from ebbtide.simulator.estimates.deepspeed_keys import STATE, ZERO, at
-from ebbtide.simulator.estimates.flat_rank import FlatRank
-from ebbtide.simulator.estimates.hardware.sheets import SHEETS
+from ebbtide.simulator.estimates.compute import FLASH_VERSIONS, KERNELS, FlashVersion, Kernels
+from ebbtide.simulator.estimates.deepspeed_config import (
+    PREFETCH_BUCKET_ELEMENTS,
+    REDUCE_BUCKET_ELEMENTS,
+    deepspeed_fields,
+    unread,
+)
+from ebbtide.simulator.estimates.deepspeed_keys import AUTOTP, ZERO, at
+from ebbtide.simulator.estimates.launchers import LAUNCHERS, Launcher, stock_threads
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture, ModelError
-from ebbtide.simulator.estimates.offloading import Offloading, offloading, own_step_key, plan_obstacle
-from ebbtide.simulator.estimates.rank import Rank
-from ebbtide.simulator.estimates.training import Training
-from ebbtide.simulator.machine import Machine
-from ebbtide.simulator.rules import broken, checked, suggestion
-from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, Workload
-from pydantic import ValidationError
+from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading, offloading
+from ebbtide.simulator.rules import broken, suggestion, worded
+from ebbtide.simulator.schedules.gathers import GatherRules
+from ebbtide.simulator.update.optimizer import ADAM
+from ebbtide.simulator.workload import WIRE_BYTES, WireDtype, ZeroStage
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, ValidationInfo, model_validator
 
 # The setting `offload` of searches and of the web page -> where DeepSpeed keeps optimizer state and parameters.
 OFFLOADS = {
@@ -28,19 +30,236 @@ OFFLOADS = {
     "parameters": ("cpu", "cpu"),
     "nvme": ("nvme", "cpu"),
 }
-Checkpointing = Literal["full", "selective", "none"]
 SELECTIVE_SHARE = 0.5  # every other layer, as torchtitan's "selective" and fms-fsdp do by default
-# The times of a workload and of its layers that are estimated from a machine's rates.
-_TIMES = ("pipeline_idle_s", "step_gather_s", "module_issue_s", "step_issue_s", "bare_step_issue_s")
-_LAYER_TIMES = ("forward_s", "backward_s", "bare_forward_s", "bare_backward_s", "unhidden_s")
 _BF16: Mapping[str, Any] = {"bf16": {"enabled": True}}
+MOST_RANKS, MOST_TOKENS = 10**7, 10**8
+_LONG = 2**14  # tokens. In longer sequences, attention takes a large part of the time
+_OLD_ATTENTION = (
+    "attention is computed as by version 2 of FlashAttention, which PyTorch calls, and later versions are up to twice "
+    "as fast: give the version that your model uses (flash_version)"
+)
 
 
-class Job(Training):
+def _must(rule: str, holds: Callable[[Any], bool]) -> BeforeValidator:
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if not holds(value):
+            raise ModelError(f"{info.field_name} must {rule}, but got {value!r}", key=info.field_name or "")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _whole(most: int) -> BeforeValidator:
+    return _must("be a whole number >= 1", lambda v: isinstance(v, int) and not isinstance(v, bool) and 1 <= v <= most)
+
+
+def _one_of(known: Sequence[Any], *more: None) -> BeforeValidator:
+    return _must(f"be one of {', '.join(map(str, known))}", lambda v: not isinstance(v, bool) and v in (*known, *more))
+
+
+Count = Annotated[int, _whole(MOST_RANKS)]
+Tokens = Annotated[int, _whole(MOST_TOKENS)]
+Switch = Annotated[bool, _must("be True or False", lambda v: isinstance(v, bool))]
+Share = Annotated[
+    float,
+    _must(
+        "lie in (0, 1] (without recomputation: recompute=False, --keep-activations)",
+        lambda v: isinstance(v, int | float) and not isinstance(v, bool) and 0 < v <= 1,
+    ),
+]
+Rate = Annotated[
+    float | None, _must("lie in [0, 1]", lambda v: v is None or (isinstance(v, int | float) and 0 <= v <= 1))
+]
+
+
+class Job(BaseModel):
     """A training job: a model and its training settings. It can estimate its workload on a machine.
 
     It is created from command-line flags, a DeepSpeed config, a web request or Python.
+
+    Attributes:
+        architecture: Model that is trained.
+        sequence: Tokens per sample.
+        micro_batch: Samples per rank and forward pass.
+        accumulation: Micro-batches per optimizer step.
+        data_parallel: Number of data-parallel ranks, among which ZeRO partitions. The whole job has data_parallel x
+            tensor_parallel x pipeline_parallel GPUs.
+        stage: Number of the pipeline stage to simulate. 0: the first.
+        sequence_parallel: True if activations that tensor parallelism does not divide are divided along the sequence.
+        offload: Memory that holds optimizer state, parameters and activations.
+        recompute: True if only the input of each layer is kept, and the layer is computed again in backward (activation
+            checkpointing).
+        recompute_share: Fraction of layers that are computed again. 1: all. 0.5: every other layer.
+        flash_attention: True if attention scores are never stored in memory.
+        flash_version: Major version of FlashAttention. The published speed of this version determines the time of
+            attention. None: the machine's ``attention_flops_per_s`` determine it. In presets, these are the FLOP/s of
+            version 2.
+        kernels: Implementation of the kernels between matrix products. ``fused``: fused or compiled (Megatron-LM,
+            torch.compile, Liger). ``eager``: PyTorch's own, as in the transformers library.
+        fused_loss: True if one kernel computes logits and loss, or if both are computed chunk by chunk.
+        precision: Data type of parameters, and of gradients when they are reduced.
+        gradient_bytes: Bytes per element of an accumulated gradient.
+        clip: Norm to which gradients are clipped. 0: no clipping.
+        clip_rate: Fraction of steps that clip gradients or overflow. None if unknown: see
+            `Workload.expected_clip_rate`.
+        max_live_parameters, max_reuse_distance, persistence_threshold: DeepSpeed's ``stage3_`` keys of similar names,
+            in elements. They decide which gathered parameters stay on the GPU between two uses.
+        overlap_comm: DeepSpeed's key of this name. None: DeepSpeed's default at this ZeRO stage.
+        launcher: Program that launches the ranks. It determines the number of threads of DeepSpeed's updates on the
+            CPU.
+        omp_threads: ``OMP_NUM_THREADS`` as set by the user.
+        notes: Sentences that tell which value was assumed for a setting that was ``"auto"`` or missing.
+        config: DeepSpeed config from which the settings were read.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+    architecture: Architecture
+    sequence: Tokens = 2048
+    micro_batch: int = 1
+    accumulation: int = 1
+    data_parallel: Count = 1
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    stage: int = 0
+    sequence_parallel: Switch = False
+    zero_stage: ZeroStage = 3
+    sub_group_size: int = 10**9
+    offload: Offloading = WITHOUT_CONFIG
+    recompute: Switch = True
+    recompute_share: Share = 1.0
+    flash_attention: Switch = True
+    flash_version: Annotated[FlashVersion | None, _one_of(FLASH_VERSIONS, None)] = None
+    kernels: Annotated[Kernels, _one_of(KERNELS)] = "fused"
+    fused_loss: Switch = False
+    optimizer: str = ADAM.name
+    precision: WireDtype = "bf16"
+    gradient_bytes: int = 2
+    clip: float = 1.0
+    clip_rate: Rate = None
+    reduce_bucket_elements: int = REDUCE_BUCKET_ELEMENTS
+    prefetch_bucket_elements: int = PREFETCH_BUCKET_ELEMENTS
+    overlap_comm: bool | None = None
+    max_live_parameters: int = GatherRules().live
+    max_reuse_distance: int = GatherRules().reuse
+    persistence_threshold: int = GatherRules().persistent
+    launcher: Annotated[Launcher, _one_of(LAUNCHERS)] = "deepspeed"
+    omp_threads: Count | None = None
+    notes: tuple[str, ...] = ()
+    config: Mapping[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not 0 <= self.stage < self.pipeline_parallel:
+            raise ModelError(
+                f"stage must lie in [0, {self.pipeline_parallel - 1}] (pipeline_parallel - 1), but got {self.stage}",
+                "stage",
+            )
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ModelError(
+                "sequence_parallel must be False without tensor parallelism, whose ranks divide "
+                "the sequence, but got True with tensor_parallel=1: give tensor_parallel too",
+                "sequence_parallel",
+            )
+        self._check_division()
+        return self
+
+    def _check_division(self) -> None:
+        arch, tensor, pipeline = self.architecture, self.tensor_parallel, self.pipeline_parallel
+        split = at(self.config, AUTOTP) or 1  # DeepSpeed's 0 means 1
+        if split not in (1, tensor):
+            raise ModelError(
+                f"{AUTOTP} is {split} in the DeepSpeed config, but tensor_parallel is {tensor}: remove the key, or "
+                f"let both be equal (--tensor-parallel {split} of tune plan and tune simulate)",
+                "tensor_parallel",
+            )
+        if arch.heads % tensor:
+            raise ModelError(
+                f"tensor_parallel must divide the {arch.heads} attention heads, but got {tensor}", "tensor_parallel"
+            )
+        if arch.kv_heads % tensor and tensor % arch.kv_heads:
+            raise ModelError(
+                f"tensor_parallel must divide the {arch.kv_heads} key-value heads (or be a "
+                f"multiple of them), but got {tensor}",
+                "tensor_parallel",
+            )
+        if pipeline > arch.layers:
+            raise ModelError(
+                f"pipeline_parallel must be at most the {arch.layers} layers, but got {pipeline}", "pipeline_parallel"
+            )
+        if pipeline > 1 and self.zero_stage > 1:
+            raise ModelError(
+                "pipeline_parallel must be 1 under ZeRO-2 and ZeRO-3, because DeepSpeed's pipeline engine does not "
+                f"support these stages, but got {pipeline} under ZeRO-{self.zero_stage}. Use zero_stage 1 "
+                "(--zero-stage), or use data_parallel or tensor_parallel instead (--data-parallel, --tensor-parallel)",
+                "pipeline_parallel",
+            )
+
+    @property
+    def gather_rules(self) -> GatherRules:
+        return GatherRules(
+            self.max_reuse_distance, self.prefetch_bucket_elements, self.max_live_parameters, self.persistence_threshold
+        )
+
+    @property
+    def logits_bytes(self) -> int:
+        """Return the bytes of GPU memory of a micro-batch's logits and their two fp32 copies."""
+        logits = self.sequence * self.micro_batch * self.architecture.vocabulary / self.tensor_parallel
+        return int((WIRE_BYTES[self.precision] + 4 + 4) * logits)
+
+    @property
+    def clips(self) -> bool:
+        """Return True if a training step waits for the gradient norm before updates, to clip gradients or detect an
+        overflow.
+        """
+        return self.clip > 0 or self.precision == "fp16"
+
+    @property
+    def overlaps_comm(self) -> bool:
+        """Return True if gradient reductions overlap with backward. By default DeepSpeed does so only under ZeRO-3."""
+        return self.zero_stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+    @property
+    def names_bucket(self) -> bool:
+        """Return True if the DeepSpeed config sets ``reduce_bucket_size``. If not, training under a plan may set it."""
+        named = "reduce_bucket_size" in (self.config.get(ZERO) or {})
+        return named or self.reduce_bucket_elements != REDUCE_BUCKET_ELEMENTS
+
+    def stock_threads(self, ranks_per_node: int) -> int | None:
+        """Return the number of threads of DeepSpeed's updates on the CPU, for one rank. None: the number of cores."""
+        return stock_threads(self.launcher, self.omp_threads, ranks_per_node)
+
+    @property
+    def round_robin(self) -> bool:
+        """Return True if DeepSpeed distributes whole parameters over the ranks in turn (``round_robin_gradients``).
+
+        DeepSpeed can do so only under ZeRO-1 and 2.
+        """
+        return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("round_robin_gradients"))
+
+    @property
+    def aligned(self) -> bool:
+        """Return True if the DeepSpeed config sets ``parameter_alignment`` and the ZeRO stage is below 3.
+
+        Each parameter then starts at a multiple of 16 bytes in DeepSpeed's flat buffer. ZeRO-3 has no such buffer.
+        """
+        return self.zero_stage < 3 and bool((self.config.get(ZERO) or {}).get("parameter_alignment"))
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """Return sentences for the user about the estimate of a training job.
+
+        They tell which values were assumed for settings that were ``"auto"`` or missing, and which config keys and
+        parts of the model the simulator ignores. If sequences are long and the version of FlashAttention is not given,
+        a sentence tells that version 2 is assumed.
+        """
+        keys = unread(self.config, self.offload, self.zero_stage)
+        ignored = [", ".join(keys)] if keys else []
+        if self.architecture.other_elements:
+            millions = self.architecture.other_elements / 1e6
+            ignored.append(f"the compute of the model's parts for images or sound ({millions:,.0f} M parameters)")
+        old = [_OLD_ATTENTION] if self.flash_attention and not self.flash_version and self.sequence >= _LONG else []
+        return tuple(map(worded, (*self.notes, *old, *(f"not simulated: {what}" for what in ignored))))
 
     @classmethod
     def of_deepspeed(
@@ -130,164 +349,3 @@ class Job(Training):
             "gradient_accumulation_steps": self.accumulation,
             ZERO: zero,
         }
-
-    @checked
-    def workload(self, machine: Machine) -> Workload:
-        """Return the estimated workload of one rank of a training job on a machine. See `workload_from_model`.
-
-        Raises:
-            ModelError: The machine's ``device_flops_per_s`` is None. Or its ``network_bytes_per_s`` is None, although
-                ranks on several nodes exchange gradients.
-        """
-        if machine.device_flops_per_s is None:
-            raise ModelError(
-                "machine.device_flops_per_s must be given to estimate times from a model, but "
-                f"machine {machine.name!r} has none: add it, or profile the model with `tune "
-                "profile`"
-            )
-        rank = (Rank if self.zero_stage == 3 else FlatRank)(self, machine)
-        if rank.layout.tensor_groups_cut and machine.network_bytes_per_s is None:
-            raise ModelError(
-                f"tensor_parallel must divide the machine's {machine.gpus_per_node} GPUs per node if "
-                "machine.network_bytes_per_s is not known, but got "
-                f"{self.tensor_parallel} on machine {machine.name!r}: add network_bytes_per_s to "
-                "the machine file, or lower tensor_parallel (--tensor-parallel)"
-            )
-        made = rank.workload()
-        if machine.network_bytes_per_s is None and any(layer.network_reduce_bytes for layer in made.layers):
-            raise ModelError(_no_network(rank.layout, machine), key="machine.network_bytes_per_s")
-        return made.configured(self.offload, self)
-
-    def retimed(self, workload: Workload, machine: Machine) -> Workload:
-        """Return a copy of a workload of this job with the times that are estimated for a machine with other rates.
-
-        Sizes and subgroups stay. If no time changes, the workload itself is returned.
-        """
-        fresh = self.workload(machine)
-        layers = tuple(
-            layer.model_copy(update={name: getattr(other, name) for name in _LAYER_TIMES})
-            for layer, other in zip(workload.layers, fresh.layers, strict=True)
-        )
-        made = workload.model_copy(update={"layers": layers, **{name: getattr(fresh, name) for name in _TIMES}})
-        return workload if made == workload else made
-
-
-def _no_network(layout: Layout, machine: Machine) -> str:
-    """Return a message for a job that needs several nodes, on a machine without a network."""
-    hosts = [f"{machine.name}-x{n}" for n in (2, 4, 8) if n >= layout.gpus and f"{machine.name}-x{n}" in SHEETS]
-    one_host = f" For {layout.gpus} cards on one host, take the preset {hosts[0]}." if hosts else ""
-    return (
-        f"The job needs {layout.gpus} GPUs, and machine {machine.name!r} has {machine.gpus_per_node}.{one_host} For "
-        f"{layout.nodes} machines, add network_bytes_per_s to the machine file."
-    )
-
-
-def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
-    """Return the reason why no plan can be searched for a DeepSpeed config. Empty if a plan can be searched.
-
-    The reason names the key of the config to change. There are three kinds of reasons:
-
-    - Training with this config cannot use a plan.
-    - The config has a key with which the optimizer's own ``step()`` makes all updates in host memory, even if there is
-      a plan. So there is nothing to search.
-    - The config has an offload that ebbtide does not simulate together with a plan.
-
-    Args:
-        config: DeepSpeed config.
-        moved: Offload settings of this config.
-    """
-    own_step = own_step_key(config)
-    if own_step:
-        return (
-            f"{own_step} must be absent or false to search a plan, but got true. With this key the optimizer "
-            "runs its own step and keeps all state in host memory, so there is nothing to search. "
-            'Train with "ebbtide": {"plan": "automatic"} in the config'
-        )
-    obstacle = plan_obstacle(config)
-    if not obstacle and moved.optimizer == "nvme":
-        obstacle = _storage_obstacle(config, moved)
-    if obstacle or not moved.beyond_plans:
-        return obstacle
-    what = "parameters on a drive" if moved.parameters == "nvme" else "activations that move"
-    return (
-        f"{moved.beyond_plans} must be absent to plan, because plans with {what} are not simulated. "
-        "Remove the key for planning (training under a plan accepts it), or simulate DeepSpeed alone "
-        "(tune simulate or tune search with the same --ds-config)"
-    )
-
-
-def _storage_obstacle(config: Mapping[str, Any], moved: Offloading) -> str:
-    stage = at(config, f"{ZERO}.stage")
-    if moved.storage is None:
-        return f"{STATE}.nvme_path must name a folder for a plan with {STATE}.device 'nvme', but it is absent"
-    if stage in (3, "auto"):
-        return ""
-    return f"{STATE}.device must be 'cpu' under ZeRO-{stage}, but got 'nvme': state on a drive needs ZeRO-3"
-
-
-def workload_from_model(
-    model: Architecture | Mapping[str, Any] | str | Path,
-    machine: Machine,
-    ds_config: Mapping[str, Any] | str | Path | None = None,
-    *,
-    accumulation: int | None = None,
-    gradient_accumulation_steps: int | None = None,
-    activation_checkpointing: Checkpointing = "full",
-    **job: Any,
-) -> Workload:
-    """Return the estimated workload of one rank that trains ``model`` under ZeRO on a machine.
-
-    >>> llama = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
-    ...          "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000}
-    >>> work = workload_from_model(llama, preset("h200"), sequence=2048, micro_batch=1)
-    >>> work.params
-    6738415616
-
-    Parameters are counted exactly and divided into subgroups as DeepSpeed divides them. Times are estimates.
-    Matrix products run at the machine's ``device_flops_per_s``. They need 2 flops per weight and token in forward
-    and twice that in backward, plus the recomputed forward with activation checkpointing. Causal attention scores
-    are added. Activation memory follows Korthikanti et al., arXiv 2205.05198, equations 1 to 6. A profile of the
-    real model (`tune profile`) is more exact.
-
-    Args:
-        model: See `architecture`.
-        ds_config: DeepSpeed's config, which may contain ``"auto"``. Its values have priority over defaults.
-        accumulation: Number of micro-batches per optimizer step. Also called ``gradient_accumulation_steps``.
-        activation_checkpointing: ``full`` keeps only the input of each layer, and computes the layer again in
-            backward. ``selective`` does so for every other layer, ``none`` for no layer.
-        job: Fields of `Job`: sequence, micro_batch, precision, zero_stage, data_parallel, tensor_parallel,
-            pipeline_parallel, stage, sequence_parallel, flash_attention, flash_version, kernels, fused_loss.
-
-    Raises:
-        ModelError: A description, a config or a value cannot be used. The message names the key.
-    """
-    if activation_checkpointing not in get_args(Checkpointing):
-        raise ModelError(
-            "activation_checkpointing must be 'full' (each layer is computed again), 'selective' (every other one) or "
-            f"'none', but got {activation_checkpointing!r}"
-        )
-    if activation_checkpointing == "selective":
-        job.setdefault("recompute_share", SELECTIVE_SHARE)
-    if job.get("data_parallel") is None:
-        job["data_parallel"] = default_ranks(machine, job)
-    if None not in (accumulation, gradient_accumulation_steps) and accumulation != gradient_accumulation_steps:
-        raise ModelError(
-            "accumulation and gradient_accumulation_steps are two names of one number, but got "
-            f"{accumulation} and {gradient_accumulation_steps}. Leave one out",
-            key="accumulation",
-        )
-    steps = accumulation if gradient_accumulation_steps is None else gradient_accumulation_steps
-    recompute = activation_checkpointing != "none"
-    return Job.of_deepspeed(model, ds_config, accumulation=steps, recompute=recompute, **job).workload(machine)
-
-
-def default_ranks(machine: Machine, shape: Mapping[str, Any]) -> int:
-    """Return the default number of data-parallel ranks of a job on a machine.
-
-    Args:
-        shape: Fields of the job, of which ``tensor_parallel`` and ``pipeline_parallel`` are read.
-    """
-    beside = [shape.get(name) or 1 for name in ("tensor_parallel", "pipeline_parallel")]
-    if not isinstance(machine, Machine):
-        return 1  # `Job.workload` refuses it
-    return max(1, machine.default_gpus // math.prod(n for n in beside if isinstance(n, int)))

@@ -361,3 +361,46 @@ def own_step_key(config: Mapping[str, Any]) -> str:
     searched. The result is an empty string if the config has no such key.
     """
     return next((key for key in _OWN_STEP if at(config, key)), "")
+
+
+def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
+    """Return the reason why no plan can be searched for a DeepSpeed config. Empty if a plan can be searched.
+
+    The reason names the key of the config to change. There are three kinds of reasons:
+
+    - Training with this config cannot use a plan.
+    - The config has a key with which the optimizer's own ``step()`` makes all updates in host memory, even if there is
+      a plan. So there is nothing to search.
+    - The config has an offload that ebbtide does not simulate together with a plan.
+
+    Args:
+        config: DeepSpeed config.
+        moved: Offload settings of this config.
+    """
+    own_step = own_step_key(config)
+    if own_step:
+        return (
+            f"{own_step} must be absent or false to search a plan, but got true. With this key the optimizer "
+            "runs its own step and keeps all state in host memory, so there is nothing to search. "
+            'Train with "ebbtide": {"plan": "automatic"} in the config'
+        )
+    obstacle = plan_obstacle(config)
+    if not obstacle and moved.optimizer == "nvme":
+        obstacle = _storage_obstacle(config, moved)
+    if obstacle or not moved.beyond_plans:
+        return obstacle
+    what = "parameters on a drive" if moved.parameters == "nvme" else "activations that move"
+    return (
+        f"{moved.beyond_plans} must be absent to plan, because plans with {what} are not simulated. "
+        "Remove the key for planning (training under a plan accepts it), or simulate DeepSpeed alone "
+        "(tune simulate or tune search with the same --ds-config)"
+    )
+
+
+def _storage_obstacle(config: Mapping[str, Any], moved: Offloading) -> str:
+    stage = at(config, f"{ZERO}.stage")
+    if moved.storage is None:
+        return f"{STATE}.nvme_path must name a folder for a plan with {STATE}.device 'nvme', but it is absent"
+    if stage in (3, "auto"):
+        return ""
+    return f"{STATE}.device must be 'cpu' under ZeRO-{stage}, but got 'nvme': state on a drive needs ZeRO-3"

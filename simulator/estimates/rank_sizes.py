@@ -14,8 +14,8 @@ from ebbtide.simulator.estimates.compute import (
     STORED_WIDER,
     USUAL_WIDTH,
 )
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.blocks import Architecture, Block
-from ebbtide.simulator.estimates.training import Training
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.workload import WIRE_BYTES, BaseKind
 
@@ -28,7 +28,7 @@ LOSS_PARTS = 8
 class RankSizes:
     """One rank of a training job under ZeRO-3, with its parameters and the memory that it uses."""
 
-    job: Training
+    job: Job
     machine: Machine
 
     @property

@@ -19,6 +19,7 @@ import ebbtide
 import ebbtide.tuner
 from click.testing import CliRunner
 from ebbtide.simulator import Machine, Plan, Workload
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
@@ -160,7 +161,7 @@ def measure(jobs: Any = JOBS, *, effort: float | None = None) -> dict[str, Any]:
 def _asked(model: str, machine: str, about: Mapping[str, Any], effort: float | None) -> Asked:
     scenario = {"model": model, "machine": machine, **about}
     have = _machine(machine, about)
-    work = _job(model, about).workload(have)
+    work = estimated(_job(model, about), have)
     storage = {"": int(about["storage_bytes"])} if "storage_bytes" in about else None
     begun_s = time.process_time()
     made = ebbtide.tuner.plan(work, have, storage=storage, effort=effort)
@@ -274,7 +275,7 @@ def hinted(model: str, machine: str, about: Mapping[str, Any]) -> dict[str, Any]
     The search may not change the kernels or the loss, which the offered change may.
     """
     have, job = _machine(machine, about), _job(model, about)
-    work = job.workload(have)
+    work = estimated(job, have)
     plan_s = _seconds(even_plan(work, have, Limits.of(work, have)))
     begun_s = time.process_time()
     lines = faster(job, have, plan_s)
@@ -301,7 +302,7 @@ def hinted(model: str, machine: str, about: Mapping[str, Any]) -> dict[str, Any]
 def stock_names(model: str, machine: str, about: Mapping[str, Any]) -> dict[str, str]:
     """Return the label that each entry point gives to DeepSpeed alone at its best."""
     have, job = _machine(machine, about), _job(model, about)
-    work = job.workload(have)
+    work = estimated(job, have)
     limits = Limits.of(work, have)
     told = answers.answer(Answer(model=model, machine=machine, **about, timelines=False, peers=False), _silent)
     made = ebbtide.tuner.plan(work, have, effort=0.05)

@@ -22,6 +22,7 @@ from ebbtide.runtime.zero.collective import CollectiveGathers
 from ebbtide.runtime.zero.subgroup_size import piece_elements
 from ebbtide.simulator import Machine, OpKind, build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.update.footprint import footprint
 
 from studies.bench.byte_gpt import SIZES, Batches
@@ -138,7 +139,7 @@ def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(m
     believed = Machine.preset(name)
     update_rate = slower * believed.host_adam_params_per_s.median
     true = believed.with_rates(host_adam_params_per_s=update_rate)
-    work = _job(model, about).workload(true).bare  # what it takes with all parameters in GPU memory
+    work = estimated(_job(model, about), true).bare  # what it takes with all parameters in GPU memory
     plan = host_plan(max(work.subgroups), len(work.subgroups))
     schedule = build_schedule(work, plan)
     watched = simulate_fast(schedule, true)
@@ -163,7 +164,7 @@ def test_watched_steps_show_the_work_and_the_rates_whatever_shares_the_machine(m
 @pytest.mark.parametrize(("model", "name", "about", "slower"), JOBS)
 def test_what_auto_expects_is_what_its_plan_takes(model, name, about, slower):
     machine = Machine.preset(name)
-    expected_s, true_s = automatic(_job(model, about).workload(machine), machine)
+    expected_s, true_s = automatic(estimated(_job(model, about), machine), machine)
     assert expected_s == pytest.approx(true_s, rel=0.03)
 
 
@@ -289,7 +290,7 @@ def test_steps_of_many_micro_batches_are_seen(only_rank):
 
 def test_host_memory_that_is_not_free_is_not_planned_with():
     machine = Machine.preset("a100-node")
-    work = _job("Llama 3.2 1B", {}).workload(machine)
+    work = estimated(_job("Llama 3.2 1B", {}), machine)
     work = work.in_pieces(4 * piece_elements(work.params)).model_copy(update={"clip_rate": 0.0})
     current = host_plan(work.subgroup_size, len(work.subgroups), overlap_forward=True)
     taken = footprint(work, current)["host"]

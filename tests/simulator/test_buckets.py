@@ -4,7 +4,7 @@ import random
 
 import pytest
 from ebbtide.simulator import Layer, OpKind, Plan, Way, Workload, build_schedule, build_strategy, preset
-from ebbtide.simulator.estimates.job import workload_from_model
+from ebbtide.simulator.estimates.estimate import workload_from_model
 from ebbtide.simulator.schedules import buckets
 from ebbtide.simulator.schedules.buckets import leavings
 from ebbtide.tuner.candidates.update_orders import UpdateOrders

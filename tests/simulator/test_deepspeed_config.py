@@ -8,6 +8,7 @@ import re
 import pytest
 from ebbtide.simulator import ModelError, Quantity, build_strategy, simulate, workload_from_model
 from ebbtide.simulator.estimates.deepspeed_keys import _KINDS, _KNOWN, _SECTIONS, HELD, OPTIMIZER, STATE, ZERO, loaded
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.offloading import default_pinning, offloading
 
@@ -337,7 +338,7 @@ def test_a_changed_job_is_the_one_that_its_own_config_describes(knobs):
     again = Job.of_deepspeed(GPT, changed.deepspeed(), sequence=64, **shape)
     for name in set(Job.model_fields) - {"notes", "config"}:
         assert getattr(again, name) == getattr(changed, name), name
-    one, other = (j.workload(on()).model_copy(update={"provenance": ""}) for j in (changed, again))
+    one, other = (estimated(j, on()).model_copy(update={"provenance": ""}) for j in (changed, again))
     assert one == other
 
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from ebbtide.simulator import ModelError, architecture, preset, workload_from_model
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.families import FAMILIES
 from ebbtide.simulator.estimates.models.modules import built
@@ -165,7 +166,7 @@ def test_the_parts_for_images_and_sound_are_counted_and_said(family, settings):
     language = sum(p.numel() for p in model.get_decoder().parameters()) + model.get_output_embeddings().weight.numel()
     language -= model.get_output_embeddings().weight.numel() if read.tied else 0
     assert read.other_elements == pytest.approx(read.elements - language, rel=1e-3)
-    told = Job.of_deepspeed(read).workload(preset("h100-node")).provenance
+    told = estimated(Job.of_deepspeed(read), preset("h100-node")).provenance
     assert f"parts for images or sound ({read.other_elements / 1e6:,.0f} M parameters)" in told
 
 

@@ -1,6 +1,7 @@
 """Tests that advice and searches have every setting of a training job, and keep the samples of a step."""
 
 import pytest
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.knobs import (
     BOUGHT_BESIDE,
@@ -47,8 +48,8 @@ def test_every_setting_that_is_offered_changes_the_estimate(name):
     job, machine = Job.of_deepspeed(TINY, sequence=256, data_parallel=2, **WORST), preset("h100-node")
     fields = {"recompute": ("recompute", "recompute_share"), "accumulation": ("micro_batch", "accumulation")}.get(name)
     other = values(name, job)[1]
-    changed = applied(job, dict(zip(fields, other, strict=True)) if fields else {name: other}).workload(machine)
-    before = job.workload(machine)
+    changed = estimated(applied(job, dict(zip(fields, other, strict=True)) if fields else {name: other}), machine)
+    before = estimated(job, machine)
     assert (changed.forward_s, changed.backward_s, changed.activation_bytes, changed.device_base_bytes) != (
         before.forward_s,
         before.backward_s,

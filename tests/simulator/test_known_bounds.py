@@ -6,6 +6,7 @@ import random
 import pytest
 from ebbtide.simulator.analysis import known_bounds
 from ebbtide.simulator.analysis.bound import lower_bound
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.tuner.placements.decision import Question
@@ -24,7 +25,7 @@ def exact_s(question, limits, away):
 @pytest.mark.parametrize(("storage", "accumulation"), [({"": 10**12}, 4), (None, 1)])
 def test_the_lines_through_known_bounds_decide_as_the_bound_does(monkeypatch, storage, accumulation):
     rng, have = random.Random(0), preset("h100-node").with_rates(host_memory_bytes=80 * 2**30)
-    work = Job.of_deepspeed(MODEL, accumulation=accumulation).workload(have)
+    work = estimated(Job.of_deepspeed(MODEL, accumulation=accumulation), have)
     question, known, solved = Question.of(work, have, storage=storage), known_bounds.Bounds(), []
 
     def counted(*args, **options):

@@ -7,6 +7,7 @@ import click
 import pytest
 from ebbtide.simulator import ModelError, Plan, build_strategy, preset, simulate
 from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, started
 from ebbtide.simulator.estimates.presets import SHEETS, STOCK_UPDATE_BYTES
@@ -25,7 +26,7 @@ LLAMA = {"layers": 8, "hidden": 2048, "heads": 16, "vocabulary": 32000}
 
 def threads(ranks, **how):
     job = Job.of_deepspeed(LLAMA, data_parallel=ranks, **how)
-    return job.workload(preset("h100-node")).stock_threads
+    return estimated(job, preset("h100-node")).stock_threads
 
 
 def test_torchrun_leaves_one_thread_where_a_node_has_several_ranks():
@@ -97,10 +98,10 @@ def test_one_core_draws_less_than_all_and_more_cores_reach_them(name):
 def test_the_comparison_says_what_one_thread_costs():
     on = preset("h100-node")
     job = Job.of_deepspeed(LLAMA, data_parallel=4, launcher="torchrun")
-    found = plan(job.workload(on), on)
+    found = plan(estimated(job, on), on)
     assert found.alternatives[0].strategy == "stock ZeRO-3 offload, 1 thread a rank, offload_param cpu"
     (told,) = [reason for reason in found.reasons if "OMP_NUM_THREADS" in reason]
-    usual = plan(job.changed(launcher="deepspeed").workload(on), on)
+    usual = plan(estimated(job.changed(launcher="deepspeed"), on), on)
     assert f"it takes {told_seconds(usual.alternatives[0].iteration_s)}" in told
     assert f"of its {told_seconds(found.alternatives[0].iteration_s)}." in told
     assert "OMP_NUM_THREADS=24" in told

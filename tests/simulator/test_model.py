@@ -10,6 +10,7 @@ from ebbtide.simulator import ModelError, Plan, Quantity, architecture, build_sc
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.engines.compiled import simulate_fast
 from ebbtide.simulator.estimates.compute import Device
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.rank import BARE_BACKWARD, BARE_FORWARD, BARE_STEP, ISSUED_BACKWARD, STEP_ISSUE_S
 from ebbtide.simulator.schedule import OpKind
@@ -520,7 +521,7 @@ def test_the_degree_of_tensor_parallelism_may_be_in_both_places():
     for size, options in ((1, {}), (0, {}), (2, {"tensor_parallel": 2})):
         config = {"tensor_parallel": {"autotp_size": size}}
         job = Job.of_deepspeed(LLAMA, config, **options)
-        assert (job.workload(preset("h200")).params == plain.params) == (size < 2)
+        assert (estimated(job, preset("h200")).params == plain.params) == (size < 2)
         assert "tensor_parallel" not in " ".join(job.told)
 
 

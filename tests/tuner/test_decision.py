@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from ebbtide.simulator.analysis import many_plans
 from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
@@ -28,7 +29,7 @@ LITTLE = 0.11  # effort of a search
 
 def job(model, machine, **about):
     have = preset(machine)
-    return Job.of_deepspeed(MODELS[model], sequence=1024, **about).workload(have), have
+    return estimated(Job.of_deepspeed(MODELS[model], sequence=1024, **about), have), have
 
 
 def test_what_cannot_fit_is_refused_before_anything_is_simulated(monkeypatch):

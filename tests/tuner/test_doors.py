@@ -10,7 +10,8 @@ import ebbtide.tuner
 import pytest
 from click.testing import CliRunner
 from ebbtide import estimate, what_if
-from ebbtide.simulator.estimates.job import Job, workload_from_model
+from ebbtide.simulator.estimates.estimate import estimated, workload_from_model
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
 from ebbtide.tuner.advice.even import even_plan
@@ -90,7 +91,7 @@ def test_an_estimate_is_the_quick_answer_of_every_other_door():
         "ebbtide": {"plan": "auto"},
     }
     told = estimate(MODELS[model], batch=1, sequence=sequence, gpu=have, ds_config=config)
-    work = Job.of_deepspeed(MODELS[model], config, sequence=sequence, micro_batch=1, recompute=True).workload(have)
+    work = estimated(Job.of_deepspeed(MODELS[model], config, sequence=sequence, micro_batch=1, recompute=True), have)
     quick = even_plan(work, have, Limits.of(work, have))
     assert told.fits
     assert told.iteration_s == pytest.approx(quick.prediction.iteration_s, rel=1e-9)

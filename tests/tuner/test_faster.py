@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 from ebbtide import estimate
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.knobs import needs
 from ebbtide.simulator.estimates.presets import preset
@@ -25,7 +26,7 @@ ASKED = {"model": "Llama 3.2 3B", "machine": "rtx4090", "accumulation": 8, "sequ
 @cache
 def lines():
     job, have = Job.of_deepspeed(MODELS[ASKED["model"]], accumulation=8, sequence=1024), preset(ASKED["machine"])
-    work = job.workload(have)
+    work = estimated(job, have)
     before_s = even_plan(work, have, Limits.of(work, have)).prediction.iteration_s
     return job, have, before_s, faster(job, have, before_s)
 
@@ -40,7 +41,7 @@ def test_each_line_is_faster_than_the_line_before_and_asks_for_more():
         assert one.outcome.iteration_s < (1 - WORTH) * before_s
         assert one.job.micro_batch * one.job.accumulation == 8
         before_s = one.outcome.iteration_s
-    work = found[-1].job.workload(have)
+    work = estimated(found[-1].job, have)
     again = quick_or_none(work, have, Limits.of(work, have))
     assert again.prediction.iteration_s <= found[-1].outcome.iteration_s * 1.003, "planning it is no slower than told"
 

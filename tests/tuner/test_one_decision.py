@@ -4,6 +4,7 @@
 
 import ebbtide
 import pytest
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.tuner.placements import decision
 from ebbtide.tuner.placements.decision import QUICK, SKETCH, Question, decide
@@ -54,7 +55,7 @@ def test_a_search_of_configurations_and_a_live_plan_give_the_decisions_answer(mo
     search's plan. The re-plan's iteration time may be up to 5% longer than that of the quick search's plan.
     """
     machine = preset(name)
-    work = _job(model, about).workload(machine)
+    work = estimated(_job(model, about), machine)
     quick = decide(Question.of(work, machine, effort=QUICK))
     assert search_s(model, about, machine, None) == pytest.approx(quick.iteration_s, rel=0.005)
     made = ebbtide.plan(work, machine, effort=QUICK)
@@ -66,6 +67,6 @@ def test_a_search_of_configurations_and_a_live_plan_give_the_decisions_answer(mo
 def test_more_effort_is_never_slower(effort):
     model, name, about = JOBS[0]
     machine = preset(name)
-    work = _job(model, about).workload(machine)
+    work = estimated(_job(model, about), machine)
     less, more = (decide(Question.of(work, machine, effort=e, subgroup_sizes=())) for e in (effort, 2 * effort))
     assert more.iteration_s <= less.iteration_s

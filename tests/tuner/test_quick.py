@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from ebbtide.simulator import Plan, build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.plan import Way
 from ebbtide.tuner.placements import decision
@@ -70,7 +71,7 @@ def test_parameters_move_only_if_that_is_clearly_faster(job, monkeypatch):
     """
     model, name, about = job
     machine = preset(name).with_rates(**{k: v for k, v in about.items() if k == "device_memory_bytes"})
-    workload = _job(model, about).workload(machine).in_pieces(10**8)
+    workload = estimated(_job(model, about), machine).in_pieces(10**8)
     current = on_the_host(workload)
     away = current.model_copy(update={"ways": (Way("host", "host"),) * len(workload.subgroups)})
     room = int(0.85 * machine.device_memory_bytes)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from ebbtide.simulator import Machine, build_strategy, preset, workload_from_model
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.tuner.calibrate.calibration import CalibrationError, predicted_s
 from ebbtide.tuner.calibrate.deepspeed_log import levels_s, read_log
@@ -104,7 +105,7 @@ def test_runs_are_those_of_the_offload_that_the_config_sets(tmp_path, offload, s
     (run,) = seen_in(tmp_path, "step_ms\n9\n", Described(model=GPT, ds_config=config), "runs.csv")
     job = Job.of_deepspeed(GPT, config)
     name, options = job.offload.strategy(stage)
-    expected = build_strategy(name, job.workload(on), iterations=1, **options)
+    expected = build_strategy(name, estimated(job, on), iterations=1, **options)
     assert predicted_s(run.build(on), on) == predicted_s(expected, on)
 
 

@@ -8,6 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
@@ -30,7 +31,7 @@ STAYING = ("Llama 3.2 1B", "rtx4090", 12)
 
 def job(model, machine, device_gib):
     have = preset(machine).with_rates(device_memory_bytes=device_gib * GIB)
-    return Job.of_deepspeed(MODELS[model], sequence=2048).workload(have).recut(5 * 10**8), have
+    return estimated(Job.of_deepspeed(MODELS[model], sequence=2048), have).recut(5 * 10**8), have
 
 
 def first_plans(work, have):

@@ -10,6 +10,7 @@ import pytest
 from ebbtide import estimate
 from ebbtide.simulator import simulate
 from ebbtide.simulator.analysis.best_setting import simulated
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG
 from ebbtide.simulator.estimates.presets import preset
@@ -34,7 +35,7 @@ def job(parameters="host"):
     on the GPU (by a simulation), and a plan that keeps parameters at the given location.
     """
     have = preset("a100-node")
-    work = Job.of_deepspeed(MODELS["Llama 3.2 3B"], sequence=1024).workload(have).recut(10**9)
+    work = estimated(Job.of_deepspeed(MODELS["Llama 3.2 3B"], sequence=1024), have).recut(10**9)
     peak = simulate(build_strategy("zero3_offload", work), have).device_peak_bytes
     ways = (Way("host", parameters),) * len(work.subgroups)
     return (
@@ -74,7 +75,7 @@ JOBS = [
 def _every_setting(asked, have, limits):
     """Yield the seconds of every setting of DeepSpeed alone that fits, by its own list of settings."""
     for stage in (1, 2, 3):
-        work = asked.changed(zero_stage=stage).workload(have)
+        work = estimated(asked.changed(zero_stage=stage), have)
         base = replace(WITHOUT_CONFIG, optimizer="cpu")
         moved = [base, replace(base, pinned=False), replace(base, optimizer="none", given=True)]
         if stage == 3:
@@ -90,7 +91,7 @@ def _every_setting(asked, have, limits):
 @pytest.mark.parametrize(("model", "machine", "settings"), JOBS)
 def test_no_other_setting_of_deepspeed_is_faster_and_more_memory_never_makes_it_slower(model, machine, settings):
     asked, have = Job.of_deepspeed(MODELS[model], **settings), preset(machine)
-    work = asked.workload(have)
+    work = estimated(asked, have)
     before_s: dict[str, float] = {}
     for share in (0.5, 0.8, 1.0, 1.02, 1.5):
         roomier = have.with_rates(device_memory_bytes=int(share * have.device_memory_bytes))
@@ -111,7 +112,7 @@ def test_no_other_setting_of_deepspeed_is_faster_and_more_memory_never_makes_it_
 def test_deepspeed_alone_at_its_best_is_a_row_with_the_gain_over_it():
     have = preset("gh200")
     asked = Job.of_deepspeed(MODELS["Llama 3 8B"])
-    work = asked.workload(have)
+    work = estimated(asked, have)
     plan = even_plan(work, have, Limits.of(work, have))
     rows = compare(work, have, Limits.of(work, have), plan, others=False)
     (best,) = [row for row in rows if row.role == "best stock"]
@@ -129,7 +130,7 @@ def test_superoffload_is_shown_with_and_without_clipping_where_the_job_clips(cli
     """Check that SuperOffload's updates overlap in the row without clipping alone, and that each row names why."""
     have = preset("gh200")
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, "gradient_clipping": clipping}
-    work = Job.of_deepspeed(MODELS["Llama 3.2 3B"], config, sequence=1024).workload(have)
+    work = estimated(Job.of_deepspeed(MODELS["Llama 3.2 3B"], config, sequence=1024), have)
     rows = compare(work, have, Limits.of(work, have), None)
     seconds = {row.label: row.result.iteration_s for row in rows if row.simulated.strategy == "superoffload"}
     if clipping:
@@ -153,7 +154,7 @@ def test_the_setting_of_the_users_config_is_listed_even_if_another_one_is_the_co
     have = preset("rtx4090")
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **CONFIGS[setting]}}
     asked = Job.of_deepspeed(MODELS["Llama 3.2 3B"], config, sequence=1024)
-    work = asked.workload(have)
+    work = estimated(asked, have)
     name, options = asked.offload.strategy(3)
     expected = simulate(build_strategy(name, work, **options), have).iteration_s
     rows = [row for row in compare(work, have, Limits.of(work, have), None, others=False) if "stock" in row.label]
@@ -181,7 +182,7 @@ def test_a_profiled_workload_is_compared_with_what_the_given_config_does(tmp_pat
     have = preset("rtx4090")
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **CONFIGS["pin_memory false"]}}
     asked = Job.of_deepspeed(MODELS["Llama 3.2 1B"], config, sequence=1024)
-    asked.workload(have).save(tmp_path / "w.json")
+    estimated(asked, have).save(tmp_path / "w.json")
     (tmp_path / "m.json").write_text(json.dumps(MODELS["Llama 3.2 1B"]))
     (tmp_path / "ds.json").write_text(json.dumps(config))
     stock = []

@@ -11,6 +11,7 @@ import ebbtide.tuner
 import pytest
 from ebbtide.simulator import Machine, Plan, PlanError, Quantity, build_schedule, simulate
 from ebbtide.simulator.analysis.many_plans import PlanSweep
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Limits
@@ -80,7 +81,7 @@ def test_no_numbers_of_placements_are_better(stored):
 
 def test_the_search_with_drives_uses_the_simulations_of_the_one_without_and_finds_the_same(monkeypatch):
     have = preset("h100-node")
-    work = Job.of_deepspeed(MODELS["Llama 3 8B"], accumulation=4).workload(have).recut(10**9)
+    work = estimated(Job.of_deepspeed(MODELS["Llama 3 8B"], accumulation=4), have).recut(10**9)
     asked = Question.of(work, have, storage={"/nvme": TB}, device_memory_bytes=14 * GIB)
     evaluate, simulated, searches = PlanSweep.evaluate, [], []
 

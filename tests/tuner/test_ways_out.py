@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 from ebbtide.simulator import build_schedule
 from ebbtide.simulator.engines.compiled import simulate_fast
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import GIB, Limits
@@ -40,7 +41,7 @@ def changed(job, machine, changes):
     machine = machine.with_rates(**memory) if memory else machine
     bought = (*memory, "storage_bytes")
     job = job.changed(**{k: v for k, v in changes.items() if k not in bought})
-    return job.workload(machine), machine
+    return estimated(job, machine), machine
 
 
 def peaks(way):
@@ -52,7 +53,7 @@ def peaks(way):
 def test_every_change_that_is_offered_fits_when_simulated(model, sequence, micro_batch):
     job = Job.of_deepspeed(MODELS[model], sequence=sequence, micro_batch=micro_batch)
     machine = preset("rtx4090")
-    assert not begun(job.workload(machine), machine, Limits.of(job.workload(machine), machine)).fits
+    assert not begun(estimated(job, machine), machine, Limits.of(estimated(job, machine), machine)).fits
     ways = ways_out(job, machine)
     assert ways
     assert [w.price for w in ways] == sorted(w.price for w in ways), "changes are not sorted by price"
@@ -88,7 +89,7 @@ def test_a_huge_micro_batch_gets_no_more_accumulation_than_can_be_planned(micro_
     """Check that changes are offered although keeping the samples of a step needs too many micro-batches to plan."""
     job, machine = Job.of_deepspeed(MODELS["Llama 3 8B"], sequence=1024, micro_batch=micro_batch), preset("rtx4090")
     ways = ways_out(job, machine, ONE_SIZE)
-    most = most_micro_batches(job.workload(machine))
+    most = most_micro_batches(estimated(job, machine))
     assert any("micro_batch" in way.changes for way in ways)
     assert all(way.changes.get("accumulation", 1) <= most for way in ways)
 
@@ -126,14 +127,14 @@ def test_a_loss_without_whole_logits_is_first_where_the_logits_are_too_large(mac
     assert dict(first.changes) == {"fused_loss": True}
     assert flags(first, job) == "--fused-loss"
     assert others, "only shorter samples fit otherwise"
-    work = job.workload(have)
+    work = estimated(job, have)
     with pytest.raises(ImpossibleError, match=r"the logits and their fp32 copies take \d+\.\d GiB"):
         check_bytes(work, have, Limits.of(work, have))
     assert "logits" not in str(_error(job.changed(fused_loss=True, sequence=8 * sequence), have))
 
 
 def _error(job, have):
-    work = job.workload(have)
+    work = estimated(job, have)
     with pytest.raises(ImpossibleError) as raised:
         check_bytes(work, have, Limits.of(work, have))
     return raised.value
@@ -273,7 +274,7 @@ def test_no_way_out_asks_for_more_than_the_card_has():
 def test_24_gib_of_a_24_gb_card_are_all_of_it():
     machine = preset("rtx4090")
     assert machine.device_memory_bytes < 24 * GIB
-    work = Job.of_deepspeed(MODELS["Llama 3.2 1B"]).workload(machine)
+    work = estimated(Job.of_deepspeed(MODELS["Llama 3.2 1B"]), machine)
     assert Limits.of(work, machine, 24 * GIB) == Limits.of(work, machine)
     with pytest.raises(ValueError, match="at most what the machine has"):
         Limits.of(work, machine, 26 * GIB)
@@ -311,5 +312,5 @@ def test_host_memory_that_the_machine_has_is_a_flag_and_more_is_bought(ranks, ow
         assert way.label.endswith("256 GiB of host memory per node, no limit of host memory")
         return
     limit = size_bytes(told.removeprefix("--host-memory "))
-    limits = Limits.of(job.workload(machine), machine, 20 * GIB, limit)
+    limits = Limits.of(estimated(job, machine), machine, 20 * GIB, limit)
     assert limits.hold(*peaks(way))

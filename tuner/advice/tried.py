@@ -10,9 +10,11 @@ from typing import Any
 
 from ebbtide.simulator.analysis.best_setting import simulated
 from ebbtide.simulator.analysis.bound import rough_bound_s
-from ebbtide.simulator.estimates.job import Job, plan_refusal
+from ebbtide.simulator.estimates.estimate import estimated
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.knobs import OF_MACHINE, Changes, applied
 from ebbtide.simulator.estimates.models.blocks import ModelError
+from ebbtide.simulator.estimates.offloading import plan_refusal
 from ebbtide.simulator.limits import Limits, Peaks
 from ebbtide.simulator.machine import Machine
 from ebbtide.simulator.plan import Plan
@@ -162,7 +164,7 @@ class Tried:
         work = self.workload
         if work.gradient_accumulation_steps > _FEW:
             job = self.job.changed(accumulation=_FEW)
-            work = job.workload(self.machine)
+            work = estimated(job, self.machine)
         chosen = self.freedom.get("subgroup_sizes", (ONE_SIZE,))
         return work.recut(min(ONE_SIZE, work.params)) if chosen else work
 
@@ -223,7 +225,7 @@ class Changing:
                     "activation_checkpointing.cpu_checkpointing needs recomputed activations, but got kept ones: "
                     "remove this key, or leave --keep-activations out"
                 )
-            workload = job.workload(machine)
+            workload = estimated(job, machine)
             if storage and self.freedom.get("pieces") and workload.zero_stage == 3:
                 return "a drive holds whole subgroups of DeepSpeed, no parts of them"
             limits, machine, folders = with_storage(workload, machine, storage, **asked)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ebbtide.simulator.analysis.best_setting import FEW_MICRO_BATCHES, Compile, Simulated, compiled, simulated
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.models.blocks import ModelError
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG, Offloading
 from ebbtide.simulator.limits import Limits
@@ -147,7 +148,7 @@ class Alone:
             if stage != own:
                 with suppress(ModelError):  # for example, DeepSpeed has no pipeline under ZeRO-2
                     offload = replace(_plain(_configured(self.workload)), parameters="none")
-                    there = job.changed(zero_stage=stage, offload=offload).workload(self.machine)
+                    there = estimated(job.changed(zero_stage=stage, offload=offload), self.machine)
                     yield stage, there.model_copy(update={"clip_rate": self.workload.clip_rate})
 
     def _settings(self, work: Workload, moved: list[Offloading]) -> list[Setting]:

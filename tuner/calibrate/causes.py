@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from ebbtide.simulator.estimates.estimate import retimed
 from ebbtide.simulator.estimates.rank import OF_EXPERTS
 from ebbtide.simulator.machine import PRESET, Machine
 from ebbtide.simulator.quantity import Quantity
@@ -114,7 +115,7 @@ class Cause:
         if OF_LAYERS.isdisjoint(self.knob.fields) or not workload.provenance.startswith("estimated"):
             return workload
         if workload.job is not None:
-            made: Workload = workload.job.retimed(workload, machine)
+            made: Workload = retimed(workload.job, workload, machine)
             return made
         # A file does not tell how its times were estimated. Products are most of them.
         return workload.paced(math.exp(-turn * self.sigma)) if "device_flops_per_s" in self.knob.fields else workload

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.launchers import LAUNCHERS, started
 from ebbtide.simulator.estimates.offloading import WITHOUT_CONFIG
@@ -63,7 +64,7 @@ class Described:
                 raise CalibrationError(
                     "--model, --workload or the column 'model' of a CSV must describe what ran, but got none"
                 )
-            work = self.job.workload(machine)
+            work = estimated(self.job, machine)
         else:
             work = started(work, **{name: self.shape.get(name) for name in _STARTED})
         if "sub_group_size" in self.options:

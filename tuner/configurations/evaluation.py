@@ -9,6 +9,7 @@ from typing import Any
 from ebbtide.simulator import Machine, Workload, build_strategy
 from ebbtide.simulator.analysis.many_plans import PlanSweep
 from ebbtide.simulator.estimates.deepspeed_keys import BATCHES
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.models.architecture import architecture
 from ebbtide.simulator.estimates.models.blocks import Architecture
@@ -98,7 +99,7 @@ class Question:
         """
         shape = Configuration(**{**vars(c), "offload": "optimizer"})
         if shape not in self._known:
-            self._known[shape] = self.of(c).workload(self.machine)
+            self._known[shape] = estimated(self.of(c), self.machine)
         found: Workload = self._known[shape]
         return found
 

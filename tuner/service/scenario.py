@@ -8,13 +8,14 @@ from functools import lru_cache
 from typing import Any
 
 from ebbtide.simulator.estimates.deepspeed_keys import BATCH_KEYS, WHOLE_BATCH
-from ebbtide.simulator.estimates.job import Job, default_ranks, plan_refusal
+from ebbtide.simulator.estimates.estimate import default_ranks, estimated
+from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.launchers import started
 from ebbtide.simulator.estimates.models.architecture import KEYS, is_multimodal, known_config, quantized
 from ebbtide.simulator.estimates.models.families import FAMILIES, changed_key, missing_size
 from ebbtide.simulator.estimates.models.families import MODELS as MODELS
 from ebbtide.simulator.estimates.models.modules import DESCRIBE
-from ebbtide.simulator.estimates.offloading import Offloading, offloading
+from ebbtide.simulator.estimates.offloading import Offloading, offloading, plan_refusal
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.limits import Within, within
 from ebbtide.simulator.machine import Machine
@@ -104,7 +105,7 @@ def workload_of(scenario: Scenario, machine: Machine) -> Workload:
     if isinstance(workload, str):
         raise RuleError(f"workload must be a name that GET /api/v1/models lists, but got {workload!r}", key="workload")
     if workload is None:
-        workload = job_of(scenario).workload(machine)
+        workload = estimated(job_of(scenario), machine)
     else:
         workload = started(workload, scenario.launcher, scenario.omp_threads, scenario.clip_rate)
     if scenario.subgroup_size is not None:

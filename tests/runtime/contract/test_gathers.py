@@ -8,6 +8,7 @@ import pytest
 import torch
 from ebbtide.runtime.replan.observed import observed_workload
 from ebbtide.simulator import build_schedule
+from ebbtide.simulator.estimates.estimate import estimated
 from ebbtide.simulator.estimates.job import Job
 from ebbtide.simulator.estimates.presets import preset
 from ebbtide.simulator.schedule import OpKind
@@ -124,7 +125,7 @@ def test_what_a_config_says_before_anything_runs(reuse, recompute):
     job = Job.of_deepspeed(
         {"model_type": "llama", **shape}, config, micro_batch=1, accumulation=2, sequence=16, recompute=recompute
     )
-    work = job.workload(preset("h100-node"))
+    work = estimated(job, preset("h100-node"))
     engine.optimizer.wait()
     assert set(fetched(engine)) == {simulated(work, plan_for(engine, ["host"], 5_000))}
     engine.destroy()
