@@ -27,8 +27,8 @@ class CollectiveGathers:
     the modules that run and on DeepSpeed's requests:
 
     - When a module begins, those of its parameters that are not gathered yet, in one gather. It also brings all small
-      parameters of their subgroups, which stock DeepSpeed gathers in one call at the end of a step. They wait for the
-      same updates, so that no gather waits longer for them.
+      parameters of their subgroups if stock DeepSpeed would have gathered these in one call at the end of a step. They
+      wait for the same updates, so that no gather waits longer for them.
     - After the module has its parameters, in one gather, all parameters that DeepSpeed has requested for later modules
       and that need not wait for an update on any rank. All ranks know this of a subgroup after the first gather from
       it, because every rank waited for the subgroup's update before it took part. On a GPU the host thread runs a
@@ -57,7 +57,7 @@ class CollectiveGathers:
         self._small: dict[int | None, list[Any]] = {}  # by subgroup. Parameters that are not trained have None
         for param in small:
             self._small.setdefault(partitions.subgroup_of.get(param.ds_id), []).append(param)
-        self._apart = set(self._small)  # subgroups whose small parameters come with their next gather
+        self._apart = set[int | None]()  # subgroups whose small parameters come with their next gather
         self.awaited = set[int]()
         self.own_precision = False
         self._due = frozenset[int]()  # ds_ids of the parameters of the module that begins
@@ -78,7 +78,8 @@ class CollectiveGathers:
         """
         self.own_precision, self._due = stay, frozenset()
         self._begun.clear()
-        self._apart = set(self._small)
+        # If stock DeepSpeed gathers them in forward, it notes which of them a module reads from another module.
+        self._apart = set(self._small) if stay else set()
 
     def updates_launched(self) -> None:
         """Record that an update of every subgroup has been launched. Later parameter gathers wait for the updates."""

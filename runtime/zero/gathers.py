@@ -7,6 +7,7 @@ import torch
 from ebbtide.runtime.zero.checks import private
 from ebbtide.runtime.zero.collective import CollectiveGathers
 from ebbtide.runtime.zero.fetches import Fetches, Partitions
+from ebbtide.runtime.zero.hooks.lean import LeanHooks
 from ebbtide.runtime.zero.one_rank.views import Views
 
 Fetch = Callable[[list[Any], Callable[[list[Any]], private.Handle]], private.Handle | None]
@@ -21,7 +22,8 @@ class Gathers:
     Attributes:
         parameters: All ZeRO-3 parameters of the model.
         partitions: A table of the memory (host or GPU) that holds each parameter's partition.
-        views: The hooks that take the places of DeepSpeed's on a single rank.
+        views: The hooks that take the places of DeepSpeed's on a single rank with all parameters in GPU memory.
+        lean: The hooks that take the places of DeepSpeed's in all other cases.
         together: The object that starts gathers in the same order on all ranks.
         shows: True if a ``state_dict()`` on a single rank first gathers the small parameters, which stock DeepSpeed
             keeps gathered between steps. False while DeepSpeed saves or loads a checkpoint, because all parameters must
@@ -37,6 +39,9 @@ class Gathers:
         in_flight: Any = module.ds_inflight_param_registry
         self.together = CollectiveGathers(self.partitions, optimizer.persistent_parameters, in_flight)
         self.views = Views(optimizer, self.partitions, self.parameters)
+        several = optimizer.partition_count > 1
+        begins, begun = self.together.module_begins, self.together.module_has_begun
+        self.lean = LeanHooks(optimizer, *((begins, begun) if several else (None, None)))
         self.shows = True
         self.moved = False
         self._at_rest = False
@@ -63,11 +68,20 @@ class Gathers:
             # No bound method, because a copy of the module would then include a copy of the whole optimizer.
             hook = module.register_state_dict_pre_hook(lambda *_: self._before_state_dict())
             self._undo.append(hook.remove)
+        self.choose_hooks()
+
+    def choose_hooks(self) -> None:
+        """Put the hooks that the present plan needs in the places of DeepSpeed's. Call this after a switch of plans."""
+        if self.views.fits():
+            self.lean.end()
         self.views.choose()
+        if not self.views.on:
+            self.lean.begin()
 
     def open(self) -> None:
         """Remove all hooks that make DeepSpeed's parameter gathers wait for updates."""
         self.views.end()
+        self.lean.end()
         self.blank()
         for undo in self._undo:
             undo()

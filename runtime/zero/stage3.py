@@ -397,7 +397,7 @@ def take_over(
         raise
     optimizer.resume_rule()
     optimizer._gathers.gate()
-    optimizer._ebbtide.after_switch.append(optimizer._gathers.views.choose)
+    optimizer._ebbtide.after_switch.append(optimizer._gathers.choose_hooks)
 
 
 def _check_masters_at_hand(optimizer: Any, plan: Plan) -> None:

@@ -51,36 +51,61 @@ class ModuleHooks:
 
     def replace(self, before: Hook, after: Hook) -> None:
         """Put ``before`` into the place of DeepSpeed's hooks before each module's forward, and ``after`` into the place
-        of those after it.
+        of those after it. After an error, DeepSpeed's are in their places.
         """
-        for site in self._sites:
-            for hooks, (first, second), new in (
-                (site.module._forward_pre_hooks, site.before, before),
-                (site.module._forward_hooks, site.after, after),
-            ):
-                self._taken.append((hooks, {first: hooks[first], second: hooks.pop(second)}))
-                hooks[first] = new
-        hooks = self._root._forward_pre_hooks
-        self._taken.append((hooks, {self._start: hooks.pop(self._start)}))
+        try:
+            for site in self._sites:
+                for hooks, (first, second), new in (
+                    (site.module._forward_pre_hooks, site.before, before),
+                    (site.module._forward_hooks, site.after, after),
+                ):
+                    self._taken.append((hooks, {first: hooks[first], second: hooks[second]}))
+                    hooks[first] = new
+                    del hooks[second]
+            hooks = self._root._forward_pre_hooks
+            self._taken.append((hooks, {self._start: hooks[self._start]}))
+            del hooks[self._start]
+        except BaseException:
+            self.restore()
+            raise
+
+    def releases(self) -> dict[torch.nn.Module, Hook]:
+        """Return DeepSpeed's hook after the forward of each module, which releases the module's parameters."""
+        return {site.module: site.module._forward_hooks[site.after[0]] for site in self._sites}
 
     def restore(self) -> None:
-        """Put DeepSpeed's hooks back into their places, except for those that DeepSpeed has removed meanwhile."""
+        """Put DeepSpeed's hooks back into their places, except for those that DeepSpeed has removed meanwhile. After an
+        error too, all that can come back is back.
+        """
+        try:
+            self._restore()
+        except BaseException:
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
         while self._taken:
-            hooks, taken = self._taken.pop()
-            if self._start in taken:  # DeepSpeed has registered it before all others of the root
+            hooks, taken = self._taken[-1]
+            if self._start not in taken:
+                _insert(hooks, next(iter(taken)), taken)
+            elif self._start not in hooks:  # DeepSpeed has registered it before all others of the root
                 first = next((site.before[0] for site in self._sites if site.module is self._root), -1)
                 _insert(hooks, first, taken | {first: hooks[first]} if first in hooks else {})
-            else:
-                _insert(hooks, next(iter(taken)), taken)
+            del self._taken[-1]
 
 
 def _insert(hooks: dict[int, Any], place: int, new: dict[int, Hook]) -> None:
     if place not in hooks:
         return
-    present = list(hooks.items())
-    hooks.clear()
-    for key, hook in present:
-        hooks.update(new if key == place else {key: hook})
+    after: dict[int, Any] = {}
+    for key, hook in hooks.items():
+        after |= new if key == place else {key: hook}
+    try:
+        hooks.clear()
+        hooks.update(after)
+    except BaseException:
+        hooks.update(after)
+        raise
 
 
 def _sites(root: torch.nn.Module, forward: list[Any], backward: list[Any]) -> Iterator[_Site | None]:

@@ -364,15 +364,35 @@ def release_all(optimizer: Any, params: Iterable[Any]) -> None:
     """
     coordinator, arriving = optimizer.parameter_offload.get_param_coordinator(), _arriving(optimizer)
     partitioned, available = _status().NOT_AVAILABLE, f"{_COORDINATOR}n_available_params"
-    released = 0
+    released, quick = 0, frees_only(optimizer)
     for param in params:
         if arriving and param in arriving:
             arriving.pop(param).wait()
         param.ds_active_sub_modules.clear()
         if param.ds_status is not partitioned:
-            hide_partitions([param])
+            if quick and is_plain(param) and param.ds_status is _status().AVAILABLE:
+                free(param)
+            else:
+                hide_partitions([param])
             released += param.ds_numel
     setattr(coordinator, available, getattr(coordinator, available) - released)
+
+
+def frees_only(optimizer: Any) -> bool:
+    """Return whether DeepSpeed only frees a gathered parameter's memory when it partitions the parameter again.
+
+    With ZeRO++ (``zero_hpz_partition_size``) it also keeps a secondary partition.
+    """
+    return int(getattr(optimizer, "zero_hpz_partition_size", 1)) == 1
+
+
+def free(param: Any) -> None:
+    """Free the memory of a gathered parameter, as DeepSpeed's ``free_param`` does."""
+    data, device = param.data, _accelerator()
+    if device.on_accelerator(data) and not device.is_synchronized_device():
+        data.record_stream(device.current_stream())
+    param.data = data.new_empty(0)
+    param.ds_status = _status().NOT_AVAILABLE
 
 
 def lies_in_partition(param: Any) -> bool:

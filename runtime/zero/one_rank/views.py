@@ -14,11 +14,9 @@ from ebbtide.runtime.zero.checks.module_hooks import (
     forget_trace,
     module_stack,
     own_parameters,
-    to_tensors,
 )
 from ebbtide.runtime.zero.fetches import Partitions
-
-_PLAIN = (type(None), bool, int, float, str)
+from ebbtide.runtime.zero.hooks.nodes import applied, through
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +68,14 @@ class Views:
 
         Call this method when a plan has been attached or switched.
         """
-        fits = self._fits()
+        fits = self.fits()
         if fits and not self.on:
             self._begin()
         elif self.on and not fits:
             self.end()
 
-    def _fits(self) -> bool:
+    def fits(self) -> bool:
+        """Return whether these hooks can be used with the present plan."""
         optimizer, device = self._optimizer, private.training_device().type
         executor = optimizer._ebbtide.executor
         return optimizer.partition_count == 1 and all(
@@ -96,18 +95,20 @@ class Views:
         root = self._optimizer.parameter_offload.module
         before, after = _hooks(self, root)
         hooks.replace(before, after)
-        self._undo = [_noticed(param, self._notice) for param in self._parameters]
         self._hooks = hooks
+        for param in self._parameters:
+            self._undo.append(_noticed(param, self._notice))
 
     def end(self) -> None:
         """Put DeepSpeed's hooks back into their places."""
-        if self._hooks is None:
+        hooks = self._hooks
+        if hooks is None:
             return
-        self._hooks.restore()
-        for undo in self._undo:
-            undo()
         forget_trace(self._optimizer)
-        self._hooks, self._undo = None, []
+        self._hooks = None
+        hooks.restore()
+        while self._undo:
+            self._undo.pop()()
         self._held.clear()
         self.stepped()
 
@@ -208,12 +209,12 @@ def _hooks(views: Views, root: torch.nn.Module) -> tuple[Callable[..., Any], Cal
     They are functions and no methods, because a copy of the model would otherwise include a copy of the optimizer.
     torch.compile breaks its graphs at them as it does at DeepSpeed's, so that it fuses the same kernels.
     """
-    stack, left = module_stack(), _applied(_left(views))
+    stack, left = module_stack(), applied(_left(views))
 
     def before(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         stack.append(module)
         views.begins(module, root=module is root)
-        return tuple([_through(value, _entering) for value in inputs])
+        return tuple([through(value, _entering) for value in inputs])
 
     def after(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
         del inputs
@@ -223,16 +224,9 @@ def _hooks(views: Views, root: torch.nn.Module) -> tuple[Callable[..., Any], Cal
         def leaving(tensor: torch.Tensor) -> torch.Tensor:
             return left(tensor, module) if tensor.requires_grad else tensor.detach()
 
-        return _through(output, leaving)
+        return through(output, leaving)
 
     return torch.compiler.disable(before), torch.compiler.disable(after)
-
-
-def _through(value: Any, node: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a module's input or output with ``node`` applied to its tensors, as DeepSpeed does with its own nodes."""
-    if type(value) is torch.Tensor:
-        return node(value)
-    return value if type(value) in _PLAIN else to_tensors(node, value)
 
 
 class _Entered(torch.autograd.Function):
@@ -247,19 +241,7 @@ class _Entered(torch.autograd.Function):
         return gradient
 
 
-def _applied(node: type[torch.autograd.Function]) -> Callable[..., torch.Tensor]:
-    """Return the function that adds a node, without torch's checks for the transforms of ``torch.func``."""
-    quick: Callable[..., torch.Tensor] = super(torch.autograd.Function, node).apply  # type: ignore[misc]
-
-    def apply(*args: Any) -> torch.Tensor:
-        if torch._C._are_functorch_transforms_active():
-            return node.apply(*args)  # type: ignore[no-any-return]
-        return quick(*args)
-
-    return apply
-
-
-_entered = _applied(_Entered)
+_entered = applied(_Entered)
 
 
 def _entering(tensor: torch.Tensor) -> torch.Tensor:

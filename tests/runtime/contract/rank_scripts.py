@@ -1,10 +1,11 @@
 """Random training scripts on two ranks, with stock DeepSpeed and under a plan (see `forked_ranks`).
 
 A script trains, leaves modules out, runs them in another order, evaluates, reads, writes, saves, loads and switches
-plans at random moments. All values that it sees must be stock DeepSpeed's. A gather that one rank begins and the other
-does not would hang, until the time limit of `forked_ranks`.
+plans at random moments. Other scripts (`tests.runtime.contract.test_module_hooks`) read parameters anywhere. All values
+that they see must be stock DeepSpeed's. A gather that one rank begins and the other does not would hang, until the time
+limit of `forked_ranks`.
 
-    torchrun --nproc-per-node 2 -m tests.runtime.contract.rank_scripts FOLDER FIRST LAST
+    torchrun --nproc-per-node 2 -m tests.runtime.contract.rank_scripts FOLDER FIRST LAST [SEED ...]
 """
 
 import json
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from studies.bench.bits import state_of
 from studies.bench.byte_gpt import Batches, Block, ByteGPT, ByteGPTConfig
+from tests.runtime.contract import test_module_hooks
 from tests.runtime.contract.training import DEVICES, attached, plan_for, start
 
 SHAPE = ByteGPTConfig(layers=3, hidden=16, heads=2, sequence=8)
@@ -198,17 +200,29 @@ class Script:
             switch_plan(self.engine, plan_for(self.engine, **{**plan, "pattern": plan["pattern"][::-1]}))
 
 
-def played(seed, folder, rank, ours):
-    """Play a script, and return what it saw."""
+def played(seed, folder, rank, ours, watch=None):
+    """Play a script, and return what it saw.
+
+    Args:
+        watch: Function that is called with the engine before the script begins. Parameters are then in host
+            memory, apart from the device's.
+    """
     rng = random.Random(seed)
     config, plans = configuration(rng)
+    if watch is not None:
+        config["offload_param"] = {"device": "cpu"}
+        if seed % 2:  # half of the model may be there
+            config |= {"stage3_prefetch_bucket_size": 3_000, "stage3_max_live_parameters": 9_000}
+        plans = [{**plan, "locations": ["host"]} for plan in plans]
     model = Wandering()
     engine = start(
         model, parameters=lambda model: [p for p in model.parameters() if p.requires_grad], learning_rate=1e-2, **config
     )
-    device = rng.choice(sorted(DEVICES))
+    device = rng.choice(sorted(DEVICES)) if watch is None else list(DEVICES)[-1]
     if ours:
         attached(engine, device=device, seed=seed + rank, subgroup=config["subgroup_size"], **plans[rank])
+    if watch is not None:
+        watch(engine)
     script = Script(engine, rng, folder / f"{seed}-{ours}", rank, plans if ours else None)
     try:
         return script.run()
@@ -216,14 +230,23 @@ def played(seed, folder, rank, ours):
         engine.destroy()
 
 
-def main(folder, first, last):
-    rank, wrong = int(os.environ["RANK"]), {}
-    for seed in range(int(first), int(last)):
+def main(folder, first, last, *more):
+    rank, wrong, failed = int(os.environ["RANK"]), {}, {}
+    for seed in [*range(int(first), int(last)), *map(int, more)]:
         stock, ours = (played(seed, folder, rank, ours) for ours in (False, True))
         bad = [i for i, (a, b) in enumerate(zip(stock, ours, strict=True)) if a.dtype != b.dtype or not _equal(a, b)]
         if bad:
             wrong[seed] = bad
+        try:
+            stock = test_module_hooks.played(seed, planned=False, rank=rank)
+        except (AssertionError, RuntimeError) as error:
+            failed[seed] = str(error)[:200]  # on both ranks
+            continue
+        bad = test_module_hooks.different(stock, test_module_hooks.played(seed, planned=True, rank=rank))
+        if bad:
+            wrong[f"reads {seed}"] = str(bad)[:2000]
     (folder / f"scripts{rank}.json").write_text(json.dumps(wrong))
+    (folder / f"stock_failed{rank}.json").write_text(json.dumps(failed))
 
 
 def _equal(a, b):

@@ -1,0 +1,1 @@
+"""Hooks on modules that take the places of DeepSpeed's."""
