@@ -48,10 +48,7 @@ class ByteGPTConfig:
 
     @property
     def params(self) -> int:
-        """Return the number of parameters of the byte-level GPT with these sizes.
-
-        The blocks, the token and position embeddings, the last norm and the output head are counted.
-        """
+        """Return the number of parameters of the byte-level GPT with these sizes."""
         block = 12 * self.hidden**2 + 13 * self.hidden
         return self.layers * block + (2 * VOCABULARY + self.sequence + 2) * self.hidden
 

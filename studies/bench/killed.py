@@ -83,11 +83,8 @@ class KillingFiles(Files):
         self._lock = threading.Lock()
 
     def hit(self, name: str) -> bool:
-        """Return True if the process must be killed now, when it has reached a named point of the checkpoint code.
-
-        A study chooses the point, and how often the process must reach the point before the process is killed. Each
-        call for this point counts as one arrival.
-        """
+        """Return True if the process must be killed now, when it has reached a named point of the checkpoint code."""
+        # A study chooses the point, and how often the process must reach the point before the process is killed.
         with self._lock:
             self._left -= name == self._kill.point
             return name == self._kill.point and self._left == 0

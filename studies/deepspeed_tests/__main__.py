@@ -60,7 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def test_files(root: Path, named: Iterable[str]) -> list[str]:
-    """Return a list of all test files among the given files and folders, with paths relative to ``root``."""
     found = [path for name in named for path in sorted((root / name).rglob("test_*.py"))]
     found += [root / name for name in named if name.endswith(".py")]
     return [str(path.relative_to(root)) for path in found]

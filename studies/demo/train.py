@@ -124,10 +124,8 @@ class Training:
         (folder / "runs" / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
     def clipped(self) -> int:
-        """Return the number of steps of this demo run that clipped or overflowed.
-
-        Only ebbtide counts such steps, so the result is 0 for a run with stock DeepSpeed.
-        """
+        """Return the number of steps of this demo run that clipped or overflowed."""
+        # Only ebbtide counts such steps, so the result is 0 for a run with stock DeepSpeed.
         session = getattr(self.engine.optimizer, "_ebbtide", None)
         return session.pausing.clipped if session is not None else 0
 

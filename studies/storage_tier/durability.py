@@ -42,12 +42,6 @@ def saved_each_step(
 
 
 def _saved_s(engine: Any, train: Callable[[Any], object], steps: int, folder: Path) -> tuple[float, Any, float]:
-    """Train ``steps`` steps with a checkpoint after every step, to measure the checkpoints' cost.
-
-    Returns:
-        The seconds of a step, the report on the last checkpoint, and the bytes that ebbtide writes to its store of
-        optimizer state per step, apart from the state itself.
-    """
     store = engine.optimizer._ebbtide._store
     before, begin = store.written_bytes, time.perf_counter()
     for _ in range(steps):
@@ -160,7 +154,6 @@ def _iterations_s(work: Workload, plan: Plan, machines: Sequence[Machine]) -> li
 
 
 def _within_limit(work: Workload, machine: Machine, stored: Plan, drive: str, spare_bytes: float) -> Plan:
-    """Return the tuner's plan that may use ``spare_bytes`` more host memory than the plan ``stored``."""
     from ebbtide.simulator.update.footprint import footprint
     from ebbtide.tuner.placements.planning import plan
 

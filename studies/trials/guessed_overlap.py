@@ -62,15 +62,11 @@ class Guessed:
 
 
 def many_layers() -> Setting:
-    """Return settings of training on an emulated device, with as many layers as a model of 8 B parameters has.
-
-    On the emulated device, the passes of the layers, copies and updates take durations that the settings determine. The
-    layers are small, so that their real arithmetic takes only a small part of these durations.
-
-    One setting is measured on this machine: the speed of an early update, divided by the speed of another update. An
-    early update starts before the gradient norm is known. It is slower than other updates, because it does not write in
-    place.
-    """
+    """Return settings of training on an emulated device, with as many layers as a model of 8 B parameters has."""
+    # On the emulated device, the passes of the layers, copies and updates take durations that the settings determine.
+    # The layers are small, so that their real arithmetic takes only a small part of these durations. One setting is
+    # measured on this machine: the speed of an early update, divided by the speed of another update. It is slower than
+    # other updates, because it does not write in place.
     layers = Setting(layers=LAYERS, hidden=512, forward_s=0.8 / LAYERS, backward_s=1.6 / LAYERS)
     apart = host_adam_out_of_place(ELEMENTS, os.cpu_count() or 1, BUDGET_S).median
     return replace(layers.scaled(0.7), host_adam_out_of_place=min(1.0, apart))
@@ -122,10 +118,7 @@ def measure_early_updates(
 
 
 def clipping(rate: float) -> Callable[[int], bool]:
-    """Return a function that takes the number of a training step and returns True if the step clips.
-
-    Each step clips with probability ``rate``. The steps that clip are the same for every plan.
-    """
+    """Return a function that takes the number of a training step and returns True if the step clips."""
     return lambda number: Random(f"0 {number}").random() < rate
 
 

@@ -104,10 +104,8 @@ def _run(folder: Path, name: str) -> Run:
 
 
 def overhead_pct(stage: int) -> float:
-    """Return how much longer a training step takes when `tune verify` records the step, in percent.
-
-    The time is measured with one rank.
-    """
+    """Return how much longer a training step takes when `tune verify` records the step, in percent."""
+    # The time is measured with one rank.
     with tempfile.TemporaryDirectory(prefix="ebbtide-verify-") as scratch:
         return float(_launch(stage, 1, Path(scratch), "--overhead")["overhead_pct"])
 
