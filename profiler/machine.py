@@ -168,7 +168,6 @@ def _with_notes(machine: Machine, facts: dict[str, str], warnings: list[str]) ->
 
 
 def _disturbed(machine: Machine) -> list[str]:
-    """Return the warnings of a measured machine that say that something else used the machine meanwhile."""
     return [warning for warning in machine.warnings if any(sign in warning for sign in DISTURBED)]
 
 

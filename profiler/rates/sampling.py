@@ -18,12 +18,10 @@ _BLOCK = 2**20  # elements. Larger tensors repeat a block of this size
 
 
 def noise(elements: int, device: str = "cpu") -> torch.Tensor:
-    """Return a tensor of ``elements`` random fp32 numbers in [0, 1), with all its memory pages allocated.
-
-    One block of random numbers is repeated, since drawing all of them would take longer than the measurement.
-    The numbers come from a separate generator, so that a measurement in a training process does not change the
-    random numbers of the training.
-    """
+    """Return a tensor of ``elements`` random fp32 numbers in [0, 1), with all its memory pages allocated."""
+    # One block of random numbers is repeated, since drawing all of them would take longer than the measurement. The
+    # numbers come from a separate generator, so that a measurement in a training process does not change the random
+    # numbers of the training.
     own = torch.Generator(device).manual_seed(0)
     block = torch.rand(min(elements, _BLOCK), device=device, generator=own)
     return block.repeat(-(-elements // _BLOCK))[:elements]
@@ -62,16 +60,7 @@ def repeat_s(
 
 
 def rate(amount: float, durations_s: list[float], source: Source, detail: str) -> Quantity:
-    """Return the speed of an activity (such as a copy) as the median and the quartiles over repeated measurements.
-
-    The speed in one repeat is ``amount`` divided by the duration of the repeat.
-
-    Args:
-        amount: Number of bytes, parameters or operations in each repeat.
-        durations_s: Seconds of each repeat.
-        source: Value of the result's field ``source``, such as ``measured`` or ``emulated``.
-        detail: Text on how the speed was measured.
-    """
+    """Return the speed of an activity (such as a copy) as the median and the quartiles over repeated measurements."""
     return Quantity.from_samples([amount / d for d in durations_s], source, detail)
 
 

@@ -221,10 +221,8 @@ class GradientOps:
         return completion
 
     def arrived(self, subgroup: int) -> list[Completion]:
-        """Return a list with the `Completion` that marks the end of a subgroup's latest gradient copy to host memory.
-
-        The list is empty if no copy was started. When this copy has ended, all gradients of the subgroup that were sent
-        so far are in host memory.
+        """Return a list with the `Completion` that marks the end of a subgroup's latest gradient copy to host
+        memory.
         """
         self._leave()
         return [self._arrivals[subgroup]] if subgroup in self._arrivals else []
@@ -242,10 +240,7 @@ class GradientOps:
             completion.wait_host()
 
     def take_parts(self) -> list[tuple[Op, Completion]]:
-        """Return the gradient copies recorded since the last call, and clear the record.
-
-        Each entry is a pair: the copy, and a `Completion`, which marks the end of the copy.
-        """
+        """Return the gradient copies recorded since the last call, and clear the record."""
         taken = list(self.parts)
         self.parts.clear()
         return taken

@@ -109,7 +109,6 @@ def _cache_bytes(path: Path, prefix: str) -> int:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control group and of its parents, each with whether it is of version 1."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         first = controller in controllers.split(",")

@@ -211,10 +211,7 @@ def _same_norm(sample: torch.Tensor, lanes: int) -> bool:
 
 
 def triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, threads: int) -> None:
-    """Compute ``a = b + 2 c`` on fp32 host tensors, so that the caller can measure DRAM bandwidth.
-
-    Each element takes 12 bytes of DRAM traffic, or 16 if a store first reads its cache line.
-    """
+    """Compute ``a = b + 2 c`` on fp32 host tensors, so that the caller can measure DRAM bandwidth."""
     _check_copy(a, b)
     load().ebbtide_triad(a.data_ptr(), b.data_ptr(), c.data_ptr(), 2.0, a.numel(), threads)
 

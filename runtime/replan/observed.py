@@ -124,11 +124,6 @@ class _Group:
 
 
 def _groups(engine: TrainingEngine) -> list[_Group]:
-    """Return the engine's parameters in groups. A group has consecutive parameters of one part of the model, such as a
-    block.
-
-    Groups, and the parameters in a group, are in the order of their positions in the subgroups.
-    """
     sizes, slices, units = engine.sizes(), engine.slices(), engine.units()
     begins = [0, *accumulate(sizes)]
     found = [_Group("", 0)]

@@ -125,9 +125,7 @@ class ExtentStore:
     # -- reading and writing, on the lanes' threads
 
     def adopt(self, subgroup: int, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Write a subgroup's initial state to the drives. Return memory-mapped tensors, which always show the
-        subgroup's latest state on the drives.
-        """
+        """Write a subgroup's initial state to the drives."""
         self.write(subgroup, tensors, self._versions.due)
         return self.view(subgroup)
 
@@ -280,15 +278,9 @@ class ExtentStore:
             return self._versions.tick()
 
     def announce(self, subgroups: Collection[int] = ()) -> int:
-        """Protect the latest version of the optimizer state on the drives, so that no update overwrites it. Return the
-        version's number.
-
-        The protection ends when the version is committed or abandoned. Call this before the next update is launched. It
-        never blocks.
-
-        Args:
-            subgroups: Subgroups that belong to the version. Empty selects all.
-        """
+        """Protect the latest version of the optimizer state on the drives, so that no update overwrites it."""
+        # The protection ends when the version is committed or abandoned. Call this before the next update is launched.
+        # It never blocks.
         with self._condition:
             return self._versions.announce(subgroups)
 
@@ -363,9 +355,6 @@ class ExtentStore:
     def unclaimed(self) -> tuple[int, ...]:
         """Return the step numbers of the checkpoints that an earlier run left on the drives and that this run would
         overwrite.
-
-        As long as there are any, no update may start. The result is empty once this run has resumed from one of these
-        checkpoints (`restore`).
         """
         return tuple(self._versions.unclaimed)
 
@@ -417,9 +406,6 @@ class ExtentStore:
     # -- all
 
     def close(self) -> None:
-        """Stop the store's threads and release its directories for other runs.
-
-        Tensors from `view` stay readable.
-        """
+        """Stop the store's threads and release its directories for other runs. Tensors from `view` stay readable."""
         self._blocks.close()
         self._folders.close()

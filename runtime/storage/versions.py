@@ -29,11 +29,7 @@ class Extents:
     reads: int = 0
 
     def holding(self, announced: Announced) -> int | None:
-        """Return the index of the extent that holds this subgroup's state in the version ``announced``.
-
-        This version is to be committed. An extent is a region of the drives for the state of one subgroup. The result
-        is None if the subgroup's state in this version is not written yet.
-        """
+        """Return the index of the extent that holds this subgroup's state in the version ``announced``."""
         held = {v: e for e, v in enumerate(self.versions) if v is not None}
         newest = max((v for v in held if v <= announced.version), default=-1)
         return held[newest] if newest >= announced.due else None
@@ -124,31 +120,17 @@ class Versions:
         self.subgroups |= {s: Extents([None] * self.extents, [[]] * self.extents) for s in subgroups}
 
     def tick(self) -> int:
-        """Begin a new version of the optimizer state on drives, and return its number.
-
-        The state of every subgroup will be written for this version.
-        """
+        """Begin a new version of the optimizer state on drives, and return its number."""
         self.due = self._clock = self._clock + 1
         return self._clock
 
     def announce(self, subgroups: Collection[int]) -> int:
-        """Protect the latest version of the state on drives from being overwritten. Return the version's number.
-
-        The protection ends when the version is committed or abandoned.
-
-        Args:
-            subgroups: Subgroups that belong to the version. Empty selects all.
-        """
+        """Protect the latest version of the state on drives from being overwritten. Return the version's number."""
         self.announced[self._clock] = Announced(self._clock, self.due, frozenset(subgroups or self.subgroups))
         return self._clock
 
     def begin(self, version: int | None) -> int:
-        """Return the version number for a write of a subgroup's optimizer state to the drives.
-
-        Args:
-            version: Number of the version that the write belongs to. This number is returned. If it is None, the write
-                begins a new version, and the new version's number is returned.
-        """
+        """Return the version number for a write of a subgroup's optimizer state to the drives."""
         self._clock = max(self._clock, version or 0) + (version is None)
         return self._clock if version is None else version
 
@@ -199,10 +181,8 @@ class Versions:
         ]
 
     def not_passed_over(self) -> list[StepRecord]:
-        """Return the committed steps of the optimizer state on drives, without those that a restore has skipped.
-
-        If training has resumed from one of the steps, the steps that were newer at that time are left out.
-        """
+        """Return the committed steps of the optimizer state on drives, without those that a restore has skipped."""
+        # If training has resumed from one of the steps, the steps that were newer at that time are left out.
         return [s for s in self.steps if s.name not in self.passed_over]
 
     def restore(self, record: StepRecord) -> None:

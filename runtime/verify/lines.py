@@ -75,11 +75,7 @@ class Lines:
         self._write({"rank": rank, **about})
 
     def step(self, pieces: Iterable[Piece], **scalars: Any) -> None:
-        """Write one line with the digests of the training state after one more step. The first call writes step 0.
-
-        Args:
-            scalars: Further numbers of the step, such as the loss.
-        """
+        """Write one line with the digests of the training state after one more step. The first call writes step 0."""
         tensors = {piece.name: self._digest(piece) for piece in pieces}
         self.steps += 1
         self._write({"step": self.steps, **scalars, "tensors": tensors})

@@ -56,9 +56,8 @@ class Pieces:
             yield param, *self.places[self._optimizer.get_param_id(param)][1:]
 
     def wire(self, subgroup: int) -> torch.Tensor | None:
-        """Return the flat tensor of a subgroup's parameters on this rank. None if DeepSpeed's NVMe swapper
-        holds the parameters.
-        """
+        """Return the flat tensor of a subgroup's parameters on this rank."""
+        # None if DeepSpeed's NVMe swapper holds the parameters.
         if self.apart:
             return self.apart[subgroup]
         return self._flat()[subgroup] if self.whole else self._part(self.cuts[subgroup])

@@ -48,11 +48,7 @@ class Simulated:
 
     @cached_property
     def memory(self) -> ByKind:
-        """Return the peak of each memory under a simulated offloading strategy.
-
-        Returns:
-            By memory ("device", "host" ...), a dict from the kind of contents (parameters, state ...) to bytes.
-        """
+        """Return the peak of each memory under a simulated offloading strategy."""
         return self.memory_of()
 
     def told(self, between: str = " ") -> str:
@@ -101,14 +97,6 @@ class _Strategy:
     compile_: Compile
 
     def best(self, settings: Iterable[Mapping[str, Any]]) -> Simulated:
-        """Simulate an offloading strategy with each of the given settings, and return the fastest simulation that fits
-        into memory.
-
-        If no simulation fits into memory, return the one that needs the least additional memory.
-
-        Args:
-            settings: Sets of options for the strategy, such as different ratios of Twin-Flow.
-        """
         return min(map(self._run, settings), key=self._rank)
 
     def _rank(self, one: Simulated) -> tuple[bool, float]:

@@ -98,16 +98,11 @@ def rough_bound_s(workload: Workload, machine: Machine, limits: Limits) -> float
 
 
 def _updates_early(workload: Workload, machine: Machine) -> bool:
-    """Return True if plans may start updates before the gradient norm is known."""
     return workload.zero_stage > 1 and not machine.unified_memory
 
 
 def problem(workload: Workload, machine: Machine, limits: Limits, *, early: bool) -> Problem:
-    """Return the linear program for the lower bound of the time of an iteration that clips no gradients.
-
-    Args:
-        early: True if plans may start updates before the gradient norm is known.
-    """
+    """Return the linear program for the lower bound of the time of an iteration that clips no gradients."""
     return _with_rules(Problem(workload, machine, limits, _ways(workload, machine, limits, early=early)))
 
 
@@ -154,11 +149,6 @@ def _ways(workload: Workload, machine: Machine, limits: Limits, *, early: bool) 
 
 
 def _passes_s(workload: Workload, machine: Machine) -> float:
-    """Return a lower bound of an iteration's time that counts waits for the network, but no time for updates.
-
-    The linear program of `lower_bound` leaves out these waits, so `lower_bound` returns the larger of both
-    times. The result is 0 if the workload uses no network.
-    """
     over_network = (n.network_gather_bytes + n.network_reduce_bytes for n in workload.layers)
     if not (workload.network_step_gather_bytes or any(over_network)):
         return 0.0

@@ -70,15 +70,8 @@ def step_times(
 
 
 def times_of(right: tuple[float, float], plain: tuple[float, float], late_s: float) -> StepTimes:
-    """Return the iteration time in three cases: early updates are kept, there are none, or they are dropped and redone.
-
-    An early update starts before the gradient norm is known, and is dropped if the step clips. All updates then run
-    after the norm, and the time that the early update has added to backward is lost.
-
-    Args:
-        right: Seconds of the iteration and of its backward if early updates are kept.
-        plain: Seconds of the iteration and of its backward without early updates.
-        late_s: Seconds by which dropped early updates delay the updates after the norm. See the function `late_s`.
+    """Return the iteration time in three cases: early updates are kept, there are none, or they are dropped and
+    redone.
     """
     return StepTimes(right[0], plain[0], plain[0] + max(0.0, right[1] - plain[1]) + late_s)
 
@@ -148,16 +141,7 @@ def early_update_s(
     *,
     fused: bool = True,
 ) -> float:
-    """Return the seconds of the longest op of one subgroup's early update, if the op has the machine for itself.
-
-    An early update starts before the gradient norm is known.
-
-    Args:
-        elements: Number of elements of the subgroup.
-        threads: Number of threads of an update on the CPU. 0: all cores.
-        placement: Placement of the subgroup, which decides about the ops of its update.
-        fused: False if updates on the CPU are DeepSpeed's separate passes instead of ebbtide's fused kernel.
-    """
+    """Return the seconds of the longest op of one subgroup's early update, if the op has the machine for itself."""
     recipe, amounts = recipe_of(placement, "device", updated_early=True), Bytes.of(workload)
     early = [step if fused else unfused(step) for step in recipe.steps[: recipe.before_norm]]
     return elements * max(s.work(amounts) / machine.op_rate(s.rate, threads) for s in early)

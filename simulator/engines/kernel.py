@@ -186,10 +186,6 @@ def _class_of(lane: int, demand: Floats, known: Floats, classes: Ints) -> int:
 
 @uncounted
 def _class_at(ops: Floats, i: int, lane: int, rates: Floats, machine: Floats, notes: _Notes) -> int:
-    """Return the class of an op that starts in a lane, and set the seconds that it needs at full speed.
-
-    Most ops are equal to an earlier op of their lane. Then both values are those of the earlier op.
-    """
     rows, count = notes.rows, notes.row_count[lane]
     for j in range(count):
         k = 0
@@ -213,10 +209,8 @@ def _class_at(ops: Floats, i: int, lane: int, rates: Floats, machine: Floats, no
 
 @uncounted
 def _ready(i: int, lane: int, notes: _Notes) -> bool:
-    """Return True if all ops have ended that op number ``i`` of a schedule waits for.
-
-    Otherwise, remember an op that has not ended. ``met[i]`` is where the next call continues.
-    """
+    # Return True if all ops have ended that op number ``i`` of a schedule waits for. Otherwise, remember an op that has
+    # not ended.
     first, last = notes.met[i], notes.after_first[i + 1]
     while first < last and notes.ended[notes.after[first]]:
         first += 1
@@ -228,11 +222,6 @@ def _ready(i: int, lane: int, notes: _Notes) -> bool:
 
 @uncounted
 def _speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> int:
-    """Return the index of the cache entry with the speeds of all ops that run now.
-
-    The speeds follow from how much of each shared capacity, such as DRAM bandwidth, the running ops use. If ops with
-    the same use of capacities ran together before, the speeds are taken from a cache.
-    """
     slot = _place(key, notes.cache_key)
     if key == _NEVER or notes.cache_key[slot] != key:
         _find_speeds(slot, count, capacity, notes)
@@ -242,16 +231,8 @@ def _speeds(key: int, count: int, capacity: Floats, notes: _Notes) -> int:
 
 @uncounted
 def _place(key: int, keys: Ints) -> int:
-    """Return the index at which the cache of op speeds has the entry for a key, or at which this entry may be written.
-
-    If there is neither an entry nor free room for the key, the index is that of another key's entry, which may be
-    overwritten.
-
-    Args:
-        key: Classes of all running ops, as one number. Ops of one class use the same amount of each shared capacity,
-            such as DRAM bandwidth.
-        keys: The key of each cache entry, or _NEVER if the entry is free.
-    """
+    # If there is neither an entry nor free room for the key, the index is that of another key's entry, which may be
+    # overwritten.
     first = ((key * _HASH) >> 50) & (_CACHE - 1)
     for probe in range(_PROBES):
         slot = (first + probe) & (_CACHE - 1)
@@ -405,7 +386,6 @@ def _events(
 
 @uncounted
 def _until_next_end(count: int, slot: int, notes: _Notes) -> float:
-    """Return the seconds until the first of the running ops ends."""
     step = np.inf
     for k in range(count):
         lane = notes.active[k]

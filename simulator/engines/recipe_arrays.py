@@ -166,13 +166,6 @@ class Program(NamedTuple):
         return once if tape.times == 1 else once._repeating(tape.first, tape.last, tape.times)
 
     def _repeating(self, first: int, last: int, times: int) -> Self:
-        """Return a copy of the recording with one of its micro-batches repeated, so that it is there ``times`` times.
-
-        Args:
-            first, last: The entries of the micro-batch are those from number ``first`` to before number ``last``. They
-                may wait for each other, for the micro-batch before, and for what all repetitions share. The micro-batch
-                before must have as many of them, in the same order.
-        """
         made = repeat(self.places[:, X_REFS], self.refs, first, last, times)
         places = np.zeros((made.of.size + 1, X_COLUMNS), np.int64)
         places[:-1] = self.places[made.of]

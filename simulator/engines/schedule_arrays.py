@@ -117,7 +117,6 @@ class _Made(NamedTuple):
 
 @uncounted
 def _wait(made: _Made, op: int) -> None:
-    """Let the next op that is appended to a schedule wait for the op with the given number. -1: no op."""
     if op >= 0:
         made.after[made.n[_N_AFTER]] = op
         made.n[_N_AFTER] += 1
@@ -138,10 +137,6 @@ def _append(made: _Made, rows: Floats, row: int, size: float) -> int:
 
 @uncounted
 def _add(made: _Made, given: _Given, row: int, size: float) -> int:
-    """Append an op that processes ``size`` elements to a schedule that is built as arrays. Return the op's number.
-
-    If the op takes a buffer, it will wait in the schedule for the op that frees the buffer.
-    """
     slot = int(given.rows[row, T_TAKES])
     if slot >= 0:
         _wait(made, made.free[slot, made.head[slot]])

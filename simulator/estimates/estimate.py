@@ -64,7 +64,6 @@ def retimed(job: Job, workload: Workload, machine: Machine) -> Workload:
 
 
 def _no_network(layout: Layout, machine: Machine) -> str:
-    """Return a message for a job that needs several nodes, on a machine without a network."""
     hosts = [f"{machine.name}-x{n}" for n in (2, 4, 8) if n >= layout.gpus and f"{machine.name}-x{n}" in SHEETS]
     one_host = f" For {layout.gpus} cards on one host, take the preset {hosts[0]}." if hosts else ""
     return (

@@ -181,11 +181,6 @@ class InfinityLoop(StockLoop):
         return self._parameters_to_device(subgroup, [after, updated])
 
     def _parameters_to_device(self, subgroup: int, waits: list[int]) -> int:  # type: ignore[override]
-        """Append to the schedule the copy of a subgroup's updated parameters to the GPU.
-
-        Return the op after which a forward can use the parameters. Parameters that stay in host memory are not
-        copied. They can be used after the last op in ``waits``.
-        """
         if self.where.parameters == "cpu":
             return waits[-1]
         return super()._parameters_to_device(subgroup, waits)

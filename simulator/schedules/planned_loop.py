@@ -140,13 +140,6 @@ class PlannedLoop(TrainingLoop):
         return super().before_pass(layer, waits, backward=backward)
 
     def _issued(self, layer: int, waits: list[int]) -> int:
-        """Append to the schedule an op for launching a layer's first kernel, after the training thread has waited for
-        the layer's parameters.
-
-        Args:
-            waits: Ops that the training thread waits for before the launch: the copy of the layer's parameters to the
-                GPU, and the updates of these parameters. Until they end, no kernel of the layer is queued on the GPU.
-        """
         return self.out.add(OpKind.ISSUE, Lane.ISSUE, self.workload.module_issue_s, after=waits, layer=layer)
 
     def gradients(self, layer: int, micro_step: int, after: int) -> None:

@@ -108,10 +108,6 @@ class _Recorder(PlannedLoop):
         super().forward(micro_step)
 
     def repeated(self) -> tuple[int, int]:
-        """Return the first entry of the last micro-batch but one in the recording, and the entry after its last one.
-
-        Without stand-ins before them, entries have the numbers of their ops.
-        """
         last = self.boundary
         return self.begun[max(0, last - 1)], self.begun[last]
 

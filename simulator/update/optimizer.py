@@ -36,10 +36,7 @@ class OptimizerState:
         return FP32_BYTES * self.tensor_count
 
     def host_traffic_bytes(self, gradient_bytes: int, wire_bytes: int) -> int:
-        """Return the bytes of host memory traffic per parameter that ebbtide's fused CPU update causes.
-
-        In one pass it reads and writes the state, reads the gradient, and writes the new 16-bit parameter.
-        """
+        """Return the bytes of host memory traffic per parameter that ebbtide's fused CPU update causes."""
         return 2 * self.state_bytes + gradient_bytes + wire_bytes
 
     def adams(self, gradient_bytes: int, wire_bytes: int) -> float:

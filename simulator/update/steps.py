@@ -115,12 +115,9 @@ def adam_passes(amounts: Bytes) -> float:
 
 
 def unfused_passes(amounts: Bytes) -> float:
-    """Return the bytes of host memory traffic per parameter of DeepSpeed's unscale, update and conversion passes.
-
-    The unscale pass reads and writes the fp32 gradient. The update reads the gradient, and reads and writes the state.
-    The conversion reads the fp32 master and writes the 16-bit parameter. The CPU reads each cache line of the 16-bit
-    parameter before it writes to the line, so the parameter counts twice.
-    """
+    """Return the bytes of host memory traffic per parameter of DeepSpeed's unscale, update and conversion passes."""
+    # The conversion reads the fp32 master and writes the 16-bit parameter. The CPU reads each cache line of the 16-bit
+    # parameter before it writes to the line, so the parameter counts twice.
     return 2 * FP32_BYTES + 2 * amounts.state + FP32_BYTES + FP32_BYTES + 2 * amounts.wire
 
 
@@ -179,26 +176,14 @@ def unfused(step: Step) -> Step:
 
 
 def into(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return an op that copies from host memory to the GPU or to storage, as part of a recipe (the ops of an update).
-
-    The op reads host memory, so it uses DRAM bandwidth.
-
-    Args:
-        lane: Lane (queue of ops) of the copy, if it is not the usual one for copies to that memory.
-    """
+    """Return an op that copies from host memory to the GPU or to storage, as part of a recipe."""
     way = TIERS[memory].into
     assert way is not None
     return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]
 
 
 def out_of(memory: Memory, kind: OpKind, size: Amount, waits: Wait, lane: Lane | None = None, **fields: object) -> Step:
-    """Return an op that copies from GPU memory or storage to host memory, as part of a recipe (the ops of an update).
-
-    The op writes to host memory, so it uses DRAM bandwidth.
-
-    Args:
-        lane: Lane (queue of ops) of the copy, if it is not the usual one for copies from that memory.
-    """
+    """Return an op that copies from GPU memory or storage to host memory, as part of a recipe."""
     way = TIERS[memory].out_of
     assert way is not None
     return Step(kind, lane or way.lane, way.rate, size, waits, size, **fields)  # type: ignore[arg-type]

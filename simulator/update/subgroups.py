@@ -17,10 +17,7 @@ class Cut(Protocol):
 
     @property
     def subgroup_size(self) -> int:
-        """Return the least number of elements of a complete subgroup under a plan.
-
-        Parameters are added to a subgroup until it has at least this many elements.
-        """
+        """Return the least number of elements of a complete subgroup under a plan."""
         ...
 
     @property
@@ -77,12 +74,10 @@ def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
 
 
 def cut_flat(partitions: Sequence[int], subgroup_size: int) -> list[int]:
-    """Return the sizes of the subgroups into which a flat partition of ZeRO-1 or 2 is divided.
-
-    Each has ``subgroup_size`` elements, rounded up to a multiple of 16, and the last one has the rest. A parameter may
-    lie in two subgroups. The rounding keeps results bit-identical to those of the undivided partition: DeepSpeedCPUAdam
-    computes the elements after a tensor's last whole vector in another way, and only the last subgroup has such
-    elements.
-    """
+    """Return the sizes of the subgroups into which a flat partition of ZeRO-1 or 2 is divided."""
+    # Each has ``subgroup_size`` elements, rounded up to a multiple of 16, and the last one has the rest. A parameter
+    # may lie in two subgroups. The rounding keeps results bit-identical to those of the undivided partition:
+    # DeepSpeedCPUAdam computes the elements after a tensor's last whole vector in another way, and only the last
+    # subgroup has such elements.
     size = max(1, -(-subgroup_size // ALIGNMENT)) * ALIGNMENT
     return [min(size, elements - offset) for elements in partitions for offset in range(0, elements, size)]

@@ -79,11 +79,7 @@ class Described:
 
     @cached_property
     def job(self) -> Job:
-        """Return the training job that the flags of ``tune calibrate`` and the DeepSpeed config describe.
-
-        Raises:
-            ModelError: The flags or the config cannot be used.
-        """
+        """Return the training job that the flags of ``tune calibrate`` and the DeepSpeed config describe."""
         assert self.model is not None
         return Job.of_deepspeed(self.model, self.ds_config, **self.shape)
 

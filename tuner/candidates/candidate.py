@@ -134,11 +134,7 @@ class Candidate:
         return Moved([*self.ways], sequences, slots, prefetch, free, self.host_slots, self.threads)
 
     def with_placements(self, placements: Sequence[Placement]) -> Self:
-        """Return a copy of this plan with other placements, one per subgroup.
-
-        If a subgroup's new placement does not allow an early update or on-device gradient accumulation, the subgroup
-        loses that option. An early update starts before the gradient norm is known.
-        """
+        """Return a copy of this plan with other placements, one per subgroup."""
         pairs = zip(self.ways, placements, strict=True)
         codes = bytes(code - code % SUMMED + PLACEMENT_CODES[placement] for code, placement in pairs)
         return replace(self, ways=codes.translate(ALLOWED))
@@ -232,8 +228,6 @@ def seconds_of(sweep: PlanSweep, c: Candidate) -> float:
 def options_of(c: Candidate) -> tuple[Any, ...]:
     """Return the arguments of `PlanSweep.evaluate` that describe a plan as a whole, such as the number of staging
     buffers.
-
-    The argument ``placement``, which describes the single subgroups, is not included.
     """
     return c.staging_slots, c.prefetch, c.threads, c.overlap_forward, c.issue, c.host_slots
 

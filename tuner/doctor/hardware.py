@@ -63,7 +63,6 @@ def queues() -> list[Finding]:
 
 
 def _rates(few: int, share: int) -> tuple[float, float]:
-    """Measure the parameters per second that CPU updates reach with two numbers of threads."""
     from ebbtide.profiler.rates.adam import host_adam_by_threads
 
     rates, _ = host_adam_by_threads(TIMED_ELEMENTS, [few, share], TIMED_S)

@@ -104,14 +104,6 @@ class _Program:
     totals: Any
 
     def solved(self, costs: list[float], room: list[list[float]], least: float | None) -> Any:
-        """Solve the program for the least cost. Return scipy's result, with the unknowns in ``x``.
-
-        Args:
-            costs: Cost per byte of each kind of missing room.
-            room: For each limited memory, a row with one number per kind of missing room: 1 if this room is added to
-                the memory's limit, otherwise 0.
-            least: Lower limit of the missing room. None: it may be negative, so that free room counts.
-        """
         from scipy.optimize import linprog
 
         none = [0.0] * len(room[0])
@@ -155,12 +147,7 @@ def _base(workload: Workload) -> float:
 
 
 def check_bytes(workload: Workload, machine: Machine, limits: Limits) -> None:
-    """Raise an error if a training job cannot fit into the allowed memory under any plan. Only bytes are added up, and
-    nothing is simulated.
-
-    Raises:
-        ImpossibleError: The bytes do not fit, no matter how they are divided among the memories.
-    """
+    """Raise an error if a training job cannot fit into the allowed memory under any plan."""
     least = roomiest(workload, machine, limits)
     if limits.missing_bytes(least):
         raise ImpossibleError.explain(workload, limits, [least])

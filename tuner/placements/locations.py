@@ -128,12 +128,6 @@ def brought(search: Search, made: Plan) -> list[str]:
 
 
 def _fewest(search: Search, count: int) -> int:
-    """Return the smallest number of subgroups that must keep their 16-bit parameters in host memory, so
-    that a plan with CPU updates fits.
-
-    The plan stores optimizer state on a drive if a drive is allowed. If no number of subgroups is
-    enough, return the number of all subgroups.
-    """
     return bisect_left(range(count), True, 1, key=lambda away: _hold(search, count, away))
 
 

@@ -146,7 +146,6 @@ def plan(
 
 
 def _robust_choice(search: Search, fastest: Candidate) -> Candidate:
-    """Return, among the fastest plans, the one with the least upper end of the interval around its predicted time."""
     fitting = [c for c, score in search.scores.items() if math.isfinite(score.iteration_s)]
     finalists = sorted(fitting, key=lambda c: search.scores[c].iteration_s)[:FINALISTS]
 
@@ -227,11 +226,7 @@ def predict(
 
 
 def predicted_anew(made: Plan, workload: Workload, machine: Machine) -> Plan:
-    """Return a copy of a plan with a new prediction, made for another profile of the workload or of the machine.
-
-    Raises:
-        PlanError: The workload has another number of subgroups than the plan.
-    """
+    """Return a copy of a plan with a new prediction, made for another profile of the workload or of the machine."""
     search = Search(workload.cut_as(made), machine, Limits.of(workload, machine), seed=0)
     prediction = predict(workload, machine, made, search.limits, search.bound.iteration_s, sweep=search.sweep)
     return _explained(made.model_copy(update={"prediction": prediction}), search, stock=workload)

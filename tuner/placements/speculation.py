@@ -54,13 +54,6 @@ def _with_room(candidate: Candidate) -> Iterator[Candidate]:
 
 
 def _spread(search: Search) -> None:
-    """Simulate variants of a search's best plan that differ in their early CPU updates, and add the results to the
-    search's scores.
-
-    An early update starts before the gradient norm is known. A variant spreads ``k`` early updates evenly over the
-    last ``n`` subgroups that the CPU updates. Variants differ in ``k``, which is at most that of the best plan, and
-    in ``n``.
-    """
     best = search.ordered(search.best())
     able = able_early(best, "host").tolist()
     early = [s for s in able if best.ways[s] & EARLY]

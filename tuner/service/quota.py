@@ -76,9 +76,7 @@ class Quota:
 
 
 def estimated_ops(scenario: Scenario) -> int:
-    """Return an estimate of the number of operations in one simulation of a request's training job. Nothing
-    is simulated.
-    """
+    """Return an estimate of the number of operations in one simulation of a request's training job."""
     fixed, each, micro = _ops(scenario)
     return fixed + each * micro
 

@@ -34,11 +34,7 @@ class Difference:
 
 
 def differences(run: Run, other: Run, step: int) -> list[Difference]:
-    """Return a list of all quantities that differ between two training runs after one step, causes before effects.
-
-    The order is losses, gradient norm, learning rates, fp32 masters, parameters. Among masters, and among parameters,
-    the largest difference comes first.
-    """
+    """Return a list of all quantities that differ between two training runs after one step, causes before effects."""
     scalars = list(_scalars(run, other, step))
     tensors = sorted(_tensors(run, other, step), key=lambda d: (not d.name.endswith(MASTER), -d.relative))
     return [*scalars, *tensors]

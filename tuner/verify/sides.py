@@ -140,7 +140,6 @@ def compare(run: Run, other: Run) -> Finding:
 
 
 def _why(run: Run, other: Run, found: Sequence[Difference]) -> Iterator[str]:
-    """Yield possible causes of the first difference, which ``found`` begins with. All earlier steps agree."""
     first = found[0]
     if first.step == 0:
         yield (

@@ -16,10 +16,8 @@ LEASES = 3  # after this many intervals without renewal, the owner of a note cou
 
 
 def owner() -> dict[str, Any]:
-    """Return the identity of this process, including its start time.
-
-    The start time is needed because another process may have the same process id after a container's restart.
-    """
+    """Return the identity of this process, including its start time."""
+    # The start time is needed because another process may have the same process id after a container's restart.
     return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 

@@ -152,16 +152,10 @@ class Problem:
         self.early, self.kept = ({way: self.rows.new(shape[0]) for way in self.held} for _ in range(2))
 
     def mean(self, weight: float) -> list[Term]:
-        """Return the terms that one kind of step adds to the objective of the linear program.
-
-        The objective is the mean time of a step in seconds. Steps that clip gradients are one kind, and steps that do
-        not are the other. The first term is the time from the gradient norm to the end of the next forward pass. The
-        second term is the time for which the step's backward passes and its other forward passes wait for copies or
-        updates. The compute time of these passes is constant, so it is left out.
-
-        Args:
-            weight: Fraction of all steps that are of this kind.
-        """
+        """Return the terms that one kind of step adds to the objective of the linear program."""
+        # The first term is the time from the gradient norm to the end of the next forward pass. The second term is the
+        # time for which the step's backward passes and its other forward passes wait for copies or updates. The compute
+        # time of these passes is constant, so it is left out.
         return [(self.window, weight), (self.waited, weight)]
 
     @cached_property
@@ -169,10 +163,7 @@ class Problem:
         return list(dict.fromkeys(r for op in self.ops for r, seconds in op.seconds.items() if seconds))
 
     def used_by_passes(self, resource: Resource) -> bool:
-        """Return True if forward and backward leave nothing of a resource for other work while they run.
-
-        That is so for the GPU and, on a machine without a GPU, for the CPU cores.
-        """
+        """Return True if forward and backward leave nothing of a resource for other work while they run."""
         return resource == "device" or (resource == "cores" and self.machine.device_shares_host_cores)
 
     def seconds(self, resource: Resource, least: Since, blocks: slice) -> list[Term]:
@@ -225,8 +216,6 @@ class Problem:
 def every_element_is_updated_once(p: Problem) -> None:
     """Add constraints to the linear program for the lower bound of an iteration's time: each parameter element of a
     block of layers is updated in exactly one way.
-
-    A way of updating is a combination of placement, parameter location and flags.
     """
     for columns, share in zip(p.x, p.blocks.share, strict=True):
         p.rows.equal(float(share), (columns, 1.0))
@@ -251,9 +240,6 @@ def buffers_hold_what_is_in_them(p: Problem) -> None:
 def the_window_has_a_forward(p: Problem) -> None:
     """Add a constraint to the linear program for the lower bound of an iteration's time: the window is at least as long
     as a forward and the idle time of pipeline parallelism together.
-
-    The window is the time from the gradient norm to the end of the next forward. The forward and the idle time both
-    follow the norm. They take place one after the other on the GPU's lane (queue of ops).
     """
     p.rows.at_most(-p.forward_s - p.work.pipeline_idle_s, (p.window, -1.0), name="training loop")
 

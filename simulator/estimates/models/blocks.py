@@ -212,16 +212,6 @@ def _norm(width: Width) -> Callable[[DescribedArchitecture], Part]:
 
 
 def _experts(each: tuple[str, ...], *, fused: bool) -> Callable[[DescribedArchitecture], Part]:
-    """Return a function that describes all experts in a layer of a mixture-of-experts model as one `Part` of the layer.
-
-    The function takes the model's architecture. The `Part` contains the sizes of the experts' matrices, and the
-    floating-point operations per token.
-
-    Args:
-        each: Names of the matrices of one expert.
-        fused: True if the same matrix of all experts, such as the up projection, is stacked in one parameter.
-    """
-
     def part(arch: DescribedArchitecture) -> Part:
         one = [elements for name in each for elements in PARTS[name](arch).params]
         params = [arch.experts * n for n in one] if fused else one * arch.experts
