@@ -90,10 +90,10 @@ class Limits:
         The limit of GPU or host memory is the given size minus the margin. If no size is given, it is the size of the
         machine's memory minus the margin.
 
+
         Args:
             margin: Fraction of each memory that stays free. None: derived from how much the memory peaks of the
                 profiled steps vary (`Workload.memory_peaks`).
-            host_memory_bytes: Host memory of a node, which its ranks share.
             storage_bytes: Limit for optimizer state on storage, for all ranks of a node together.
 
         Raises:

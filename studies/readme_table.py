@@ -276,10 +276,6 @@ def _plan_times(case: dict[str, Any]) -> str:
 def replaced(page: str, rows: str, name: str = "results") -> str:
     """Return a documentation page with the text between two markers replaced by a table.
 
-    Args:
-        page: Text of the page.
-        rows: Rows of the table.
-        name: Name of the table in the markers.
 
     Raises:
         ValueError: If a marker is missing from the page.

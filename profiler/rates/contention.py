@@ -22,8 +22,8 @@ Work = Callable[[], object]
 def slowdown(work: Callable[[], object], neighbour: Callable[[], object], budget_s: float, source: Source) -> Quantity:
     """Return the speed of ``work`` while ``neighbour`` runs, divided by its speed alone. 1 means no slowdown.
 
+
     Args:
-        budget_s: Seconds to spend.
         source: Source that the result records, such as measured or emulated.
     """
     alone_s = statistics.median(repeat_s(work, budget_s / 2))

@@ -42,8 +42,8 @@ def repeat_s(
     The first call warms up and is not included. Then the function is called until the time budget is used. It is called
     at least 5 times, unless that would take several times the budget. `doubts` reports if there are fewer than 5 calls.
 
+
     Args:
-        budget_s: Seconds to spend.
         clock: Function that calls ``work`` and returns its duration.
     """
     work()
@@ -70,9 +70,8 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
     There are three problems: too few repeats, too large a spread between repeats, and a drift from the first repeats to
     the last. The list is empty if there is none.
 
+
     Args:
-        name: Name of the measurement, for the sentences.
-        durations_s: Seconds of each repeat.
         least: Number of repeats below which there are too few.
     """
     result = unstable(name, Quantity.from_samples(durations_s), least)
@@ -90,9 +89,6 @@ def doubts(name: str, durations_s: list[float], least: int = LEAST_REPEATS) -> l
 def unstable(name: str, quantity: Quantity, least: int = LEAST_REPEATS) -> list[str]:
     """Return a list with one warning if a measured speed has too few repeats, or if its repeats differ too much.
     Otherwise return an empty list.
-
-    Args:
-        least: Number of repeats below which there are too few.
     """
     if quantity.n < least:
         return [

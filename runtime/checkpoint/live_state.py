@@ -20,10 +20,9 @@ EVERY_SUBGROUP = -2  # for tensors on the device that were not registered: any u
 class StoredTensor:
     """A tensor of a checkpoint that stays on a drive. The checkpoint's own file has only its shape.
 
+
     Attributes:
-        file, path: The file in the checkpoint, and the tensor's path in the file's nested dicts.
         subgroup: The subgroup whose optimizer state the tensor belongs to.
-        index: Index of the tensor among the subgroup's tensors.
     """
 
     file: str

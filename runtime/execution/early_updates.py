@@ -48,12 +48,11 @@ class EarlyUpdate:
 class StagedUpdate:
     """A subgroup in a staging buffer: its optimizer state is copied to GPU memory for its update.
 
+
     Attributes:
         origin: The subgroup's state in host memory. If the update waits for the gradient norm, the new state is
             copied back to it. Otherwise the new state is copied to a spare buffer in host memory.
-        into: The staging buffer's tensors for the state.
         wire: The staging buffer's tensor for new parameters, if the update starts before the gradient norm is known.
-        came: The end of the copy of the state to the staging buffer.
         early: The update that starts before the gradient norm is known. None if the update waits for the norm.
     """
 

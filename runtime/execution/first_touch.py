@@ -130,8 +130,8 @@ def settle_all() -> None:
 class Touched:
     """A parameter of the optimizer, and what it shows.
 
+
     Attributes:
-        subgroups: The subgroups that hold parts of the parameter.
         value: The parameter's part of DeepSpeed's flat buffer.
         stand_in: NaN in the parameter's shape, for code in C++ that asks no class.
         may_wait: False if the parameter's class cannot be changed.

@@ -45,9 +45,9 @@ SEND_SUM = GradientCopy(OpKind.GRADIENT_D2H, LaneName.D2H_GRADIENTS, reduced=Fal
 class _Run:
     """Adjacent gradients with one common copy. They are adjacent on the GPU and in the host buffer.
 
+
     Attributes:
         offsets: First element of each gradient in the subgroup.
-        buffer, source: The first of the tensors to copy to and from.
         buffer_end, source_end: Where the memory of the last of them ends: the address, and the position in its storage.
     """
 
@@ -118,8 +118,8 @@ class GradientOps:
     def send(self, subgroup: int, offset: int, buffer: torch.Tensor, source: torch.Tensor, *, summed: bool) -> None:
         """Start the device-to-host copy of a part of a subgroup's gradient.
 
+
         Args:
-            offset: First element of the part in the subgroup.
             source: The gradient. The caller may drop its reference immediately, but must call `before_reuse` before it
                 overwrites the gradient's memory.
             summed: True if ``source`` is the sum of several micro-batches' gradients that `fetch_sum` has returned.

@@ -39,8 +39,8 @@ class UpdateRule(ABC):
 
     `ebbtide.runtime.kernels.rules` has the table of rules.
 
+
     Attributes:
-        name: Name of the rule and of its kernels.
         moments: Keys of torch's optimizer state apart from the fp32 master, in the kernels' order.
         unused: Keys of state that DeepSpeed keeps and saves but never changes.
         stock: Class name of the DeepSpeed optimizer whose results the rule reproduces bit by bit.
@@ -50,7 +50,6 @@ class UpdateRule(ABC):
         own_step: True if updates call the ``step()`` of the torch optimizer on the CPU. The optimizer then keeps its
             moments itself.
         spends: True if DeepSpeed's CPU op overwrites the last elements of the gradient (see `spent`).
-        vector_width: Vector width of DeepSpeed's compiled CPU op, in elements.
     """
 
     name: ClassVar[str]
@@ -211,9 +210,9 @@ def _has_width(rule: type[UpdateRule], op: Any, width: int) -> bool:
 def same_bits(rule: UpdateRule, group: Group, op: Any, width: int, lengths: Sequence[int], steps: int) -> bool:
     """Return whether an update rule and DeepSpeed's CPU op give identical bits in a test on random tensors.
 
+
     Args:
         width: Vector width of the op that the rule assumes, in elements.
-        lengths: Number of elements of each subgroup in the test.
     """
     ours = [_telling(rule, group, length) for length in lengths]
     theirs = [[tensor.clone() for tensor in state] for state, _ in ours]

@@ -25,8 +25,8 @@ Move = Callable[[Block, int, int, Bounce], str]
 class BlockMover:
     """The open files of a store, one per drive, with the threads that read and write them. It is thread-safe.
 
+
     Attributes:
-        layout: The place of each block in the files.
         files: The files, in the order of the drives.
     """
 

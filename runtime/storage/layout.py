@@ -31,9 +31,8 @@ class Layout:
     first subgroup come first, then those of the next. An extent has the subgroup's tensors one after the other, each
     padded to `ALIGNMENT` bytes. These bytes are divided among the drives in proportion to ``weights``.
 
+
     Args:
-        sizes: Bytes of each tensor, by subgroup.
-        weights: Bandwidths of the drives, in any unit.
         extents: Number of extents per subgroup.
     """
 

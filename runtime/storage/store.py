@@ -42,15 +42,14 @@ class ExtentStore:
     A committed version is called a step. A checkpoint calls `prepare`, which commits a version and keeps all earlier
     steps. When the checkpoint itself has been committed, `settle` drops the oldest steps beyond ``keep``.
 
+
     Args:
-        sizes: Bytes of each subgroup's master and moments.
         keep: Number of steps to keep on the drives. Each subgroup also has space for one version that is not committed
             yet.
         depth: Number of threads per drive and direction.
         block_bytes: Bytes that are moved and hashed at a time, a multiple of 4096.
         verify_reads: If True, every read is compared with the hash taken while writing.
         deadline_s: Seconds without progress after which a drive counts as hanging.
-        stands, protects: See `Retention`.
 
     Raises:
         StorageError: Space is missing, another run uses the directories, or they hold steps of another layout or world
@@ -298,9 +297,8 @@ class ExtentStore:
         Call `announce` for the version first. This method waits for the version's writes and for the previous commit,
         so call it on a thread that may block.
 
+
         Args:
-            version: Number of the version, as returned by `announce`.
-            step: Number of optimizer steps done.
             name: Unique name under which the version can be restored.
 
         Raises:
@@ -323,8 +321,8 @@ class ExtentStore:
         this method returns, the new list of kept steps is durable, so that dropped state cannot come back after a power
         loss. Only then may the regions of dropped state be overwritten.
 
+
         Args:
-            name: Name that was given to `prepare`.
             committed: True to keep the state, because the checkpoint was committed. False to drop it.
 
         Raises:

@@ -13,13 +13,12 @@ from ebbtide.runtime.storage.pages import ExtentRecord, StepRecord
 class Extents:
     """The extents of one subgroup: the regions of the drives that hold its state.
 
+
     Attributes:
         versions: Version of the state in each extent. None if the extent is empty or partly written.
-        hashes: Hashes of each extent's tensors.
         live: The extent written last. -1 if none.
         unchecked: True if the hashes of the live extent must still be compared: at the next read, or before other code
             uses the store's memory-mapped tensors of the subgroup.
-        reads: Number of reads in progress.
     """
 
     versions: list[int | None]
@@ -42,10 +41,10 @@ class Announced:
     Writes of subgroups' state are numbered in ascending order. For each subgroup, the version contains the newest write
     with a number from ``due`` to ``version``. If a subgroup has no such write yet, the commit waits for one.
 
+
     Attributes:
         version: Number of this version, and highest number of a write that belongs to it.
         due: Lowest number of a write that belongs to this version. State from an earlier write is too old.
-        subgroups: Subgroups that belong to this version.
     """
 
     version: int
@@ -57,8 +56,8 @@ class Announced:
 class Retention:
     """The rule that selects which committed optimizer state stays on the drives. It selects the state by training step.
 
+
     Attributes:
-        keep: Number of training steps whose state stays.
         stands: Function that returns whether the checkpoint of a step exists. It does not exist if the run was killed
             before the checkpoint's commit, or if the checkpoint was deleted.
         protects: Function that returns True for a step whose state is to stay longer than the state of newer steps, for
@@ -90,11 +89,9 @@ class Versions:
     committed version is called a step. An extent is a region of the drives for one subgroup's state in one version.
     This class uses neither threads nor files. The caller must not call its methods concurrently.
 
+
     Attributes:
         extents: Number of extents per subgroup.
-        subgroups: The extents of each subgroup.
-        steps: The committed steps, newest first.
-        announced: The versions that are being committed, by number.
         unclaimed: Numbers of training steps. For each of them, an earlier run left a checkpoint with its state on the
             drives. Empty once this run has restored one of these checkpoints.
         adopted: Subgroups that were restored since the last call of `ExtentStore.take_adopted`.

@@ -123,9 +123,6 @@ class CollectiveGathers:
         """Launch the gathers of parameters that DeepSpeed requests for a module that begins. Delay others.
 
         Return handles through which DeepSpeed waits for the parameters.
-
-        Args:
-            gather: DeepSpeed's own gather for any of these parameters.
         """
         # Without streams, the calling thread itself would wait for the copy to the GPU.
         may_run_ahead = executor.device.unified or bool(executor.device.training_streams())

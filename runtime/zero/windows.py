@@ -170,8 +170,8 @@ class Windows(GradientBuffers[ZeroSlice]):
         The caller has already moved the gradient buffers' content to the new plan's tensors. This method moves the
         gradients that are outside of the gradient buffers, such as those of earlier steps (see `ZeroSlice`).
 
+
         Args:
-            states: Tensors of each subgroup under the new plan.
             ops: Operations that copy gradients under the new plan.
         """
         for piece in self.slices.values():

@@ -30,9 +30,9 @@ Compile = Callable[[str, Workload, Mapping[str, Any]], CompiledSchedule]
 class Simulated:
     """The result of simulating training under an offloading strategy at one setting, such as Twin-Flow at ratio 0.3.
 
+
     Attributes:
         setting: Options that were passed to `build_strategy`.
-        memory_of: Function that returns `memory`.
         lacks: Sentence that says how much memory is missing. Empty if the training fits into memory.
     """
 
@@ -67,9 +67,9 @@ def compiled(name: str, workload: Workload, options: Mapping[str, Any]) -> Compi
     If the workload has more than `BUILT` micro-batches, and its strategy permits, only so many are built, and the last
     but one of them is repeated. The result is the same, except that it then has no op objects.
 
+
     Args:
         name: Name of the strategy, such as "zero3_offload".
-        options: Options of the strategy, as for `build_strategy`.
     """
     micro = workload.gradient_accumulation_steps
     # A measured time of copies covers a whole step and is divided by the number of micro-batches, so it needs all of

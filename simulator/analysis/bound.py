@@ -30,9 +30,9 @@ ROUNDING, ROUNDING_S = 1e-5, 1e-6  # allowance for the solver's tolerances: rela
 class Bound:
     """A lower bound of a training iteration's time under any plan, and the placement of parameters that would reach it.
 
+
     Attributes:
         iteration_s: The bound, in mean seconds of an iteration in a steady state.
-        params: Number of this rank's parameters with each placement, if the bound were reached.
         binding: Names of the limits that determine the bound, such as GPU memory or DRAM bandwidth. The suffix
             ``(update)`` marks a resource that updates and their copies keep busy during all of the time that they have.
             This time starts when the gradient norm is known or, if some of the work can be done earlier, at the end of

@@ -81,15 +81,12 @@ def early_updates_worth(
 ) -> int:
     """Return how many subgroups to update early: as many as save time and fit into memory.
 
-    An early update starts before the gradient norm is known, and needs host memory for a second copy of the subgroup's
-    state. It saves time only if it ends before the norm is known. So all early updates together must fit into the time
-    of the last micro-batch's backward.
+    It saves time only if it ends before the norm is known. So all early updates together must fit into the time of the
+    last micro-batch's backward.
 
     Args:
         held: Bytes per parameter that the workload needs in each memory.
         sizes: Elements of the subgroups that can be updated early, the last subgroup first.
-        left_bytes: Host memory that is free for early updates.
-        placement: Placement of these subgroups.
     """
     each = held.early_bytes
     left_s = workload.bare.backward_s / workload.gradient_accumulation_steps
@@ -109,13 +106,13 @@ def late_s(
 ) -> float:
     """Return an upper limit of the delay, in seconds, that dropped early updates cause to the other updates of a step.
 
-    An early update starts before the gradient norm is known, and is dropped if the step clips. The other updates start
-    after the norm. They are delayed for two reasons:
+    The other updates start after the norm. They are delayed for two reasons:
 
     - An early update that is running when the norm becomes known is completed first. Early updates that have not
       started are skipped.
     - Early updates on the GPU need copies of their state first. So the state of up to ``prefetch`` other subgroups,
       which is copied to the GPU before the norm too, may arrive later.
+
 
     Args:
         sizes: For each placement, the numbers of elements of the subgroups with early updates.

@@ -65,12 +65,11 @@ _NEVER = -1
 class _Notes(NamedTuple):
     """The working arrays of one run of the compiled simulator.
 
-    A lane is a queue of ops that run one after the other. Ops of one lane form a class if they use the same amount of
-    each shared capacity, such as DRAM bandwidth. The classes of all running ops determine the ops' speeds, so speeds
-    are cached. A cache key consists of the class numbers of the running ops, in four bits per lane.
+    Ops of one lane form a class if they use the same amount of each shared capacity, such as DRAM bandwidth. The
+    classes of all running ops determine the ops' speeds, so speeds are cached. A cache key consists of the class
+    numbers of the running ops, in four bits per lane.
 
     Attributes:
-        after_first, after: See `run`.
         queue: All ops, sorted by lane and in order of issue.
         met: For each op, the position in ``after`` of the first dependency that is not known to have ended.
         ended: For each op, whether the op has ended. Behind the ops there are two more entries: one that never ends,
@@ -295,11 +294,11 @@ def run(
 
     The peaks do not include memory that is in use throughout the schedule.
 
+
     Args:
         ops: One row for each op: shape (n, OP_COLUMNS). Op i waits for after[after_first[i]:after_first[i + 1]].
         rates: Full speeds. The column RATE of an op is an index into this array.
         capacity: Shared capacities, such as DRAM bandwidth, in the order of CAPACITIES.
-        machine: Other values of the machine, see the constants M_*.
         start_s, end_s: Output arrays of shape (n,).
     """
     count, lanes = ops.shape[0], LANE_COUNT

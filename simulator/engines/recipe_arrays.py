@@ -47,8 +47,6 @@ P_AHEAD = P_EARLY + len(SLOTS)
 class RecipeArrays:
     """The ops of a subgroup's gradient and update as arrays, for one workload and every way of updating.
 
-    A way of updating is a combination of placement, parameter location and flags.
-
     Attributes:
         rows: One row for each op: shape (ops, OP_COLUMNS + 5). The first columns are those of a schedule's ops, with
             WORK and DRAM per parameter. The last five columns (T_WAITS to T_PUBLISHES) hold attributes of the op's
@@ -130,6 +128,7 @@ class Program(NamedTuple):
     An entry of the recording is an op that does not depend on the plan, or a marker at which ops of the plan are
     inserted. Some markers stand for a part of a gradient: one layer's contribution to one subgroup's gradient.
 
+
     Attributes:
         places: One row for each entry, and a last row for the end: shape (entries + 1, X_COLUMNS). A row has the
             entry's kind, the part of a gradient if the entry is a marker for one, and the index in ``refs`` at which
@@ -137,7 +136,6 @@ class Program(NamedTuple):
         refs: Dependencies of all entries, one entry after the other. A number in this array stands for an entry or for
             an op of a subgroup's update, see `Place.refs`.
         rows: Ops of the entries: shape (entries, OP_COLUMNS). The row of a marker contains only zeros.
-        parts: Number of parts of gradients.
         layers: Layer of each entry. -1 for markers and for ops of no layer.
     """
 

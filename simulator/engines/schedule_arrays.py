@@ -350,6 +350,7 @@ def build(
 
     `build_schedule` builds the same schedule as Python objects.
 
+
     Args:
         program: Recorded training iteration, which provides the ops that do not depend on the plan.
         rows: Array `RecipeArrays.rows`: each row describes one op of the gradient or update of a subgroup.
@@ -357,7 +358,6 @@ def build(
         sizes, placement: For each subgroup, the number of its elements, and its `Way.code`.
         issue: All subgroups in the order of their updates.
         arrival: All subgroups in the order in which their gradients become complete.
-        plan: Settings of the plan, see the constants P_*.
         ops, after_first, after: Output arrays, see `ebbtide.simulator.engines.kernel.run`.
     """
     places, subgroups, kinds = program.rows.shape[0], sizes.size, P_EARLY - P_SLOTS

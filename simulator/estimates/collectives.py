@@ -26,8 +26,8 @@ LATENCY_S = 2e-5  # of one collective inside a node: kernel launch and one round
 class Links:
     """The rates, in bytes per second, at which a GPU receives data from the other GPUs of its node in collectives.
 
+
     Attributes:
-        gather_bytes_per_s, reduce_bytes_per_s: Rates of an all-gather and of a reduce-scatter among all GPUs.
         pair: Fraction of these rates that two GPUs have, if NVLink connects each pair directly, without a switch.
     """
 

@@ -112,10 +112,9 @@ class Device:
 
         The settings are those that decide how long the GPU computes on a block of a model.
 
+
         Args:
-            wire_bytes: Bytes of a parameter in the training precision.
             flash_version: Major version of FlashAttention. None: the machine's own FLOP/s of attention are used.
-            training: Training settings, which are the other fields of `Device`.
 
         Raises:
             ModelError: ``flash_version`` does not run on the machine's GPU.

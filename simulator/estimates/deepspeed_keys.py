@@ -312,8 +312,6 @@ def _installed_version() -> str | None:
 def check_sections(config: Mapping[str, Any]) -> None:
     """Check that each section of a DeepSpeed config is a JSON object.
 
-    Args:
-        config: The config as `as_deepspeed_reads` returns it.
 
     Raises:
         ModelError: A section is not an object. The message names its key.

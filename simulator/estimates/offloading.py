@@ -332,10 +332,6 @@ def plan_refusal(config: Mapping[str, Any], moved: Offloading) -> str:
     - The config has a key with which the optimizer's own ``step()`` makes all updates in host memory, even if there is
       a plan. So there is nothing to search.
     - The config has an offload that ebbtide does not simulate together with a plan.
-
-    Args:
-        config: DeepSpeed config.
-        moved: Offload settings of this config.
     """
     own_step = own_step_key(config)
     if own_step:

@@ -154,9 +154,6 @@ class Rank(RankSizes):
         """Return the fields of a workload with the time that the host spends in ``step()`` before the first update.
 
         They are empty below ZeRO-3, which releases no parameters in ``step()``.
-
-        Args:
-            parameters: Number of parameters.
         """
         if self.job.zero_stage < 3 or self.machine.device_kind != "cuda":
             return {}

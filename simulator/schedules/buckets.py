@@ -23,8 +23,8 @@ MOST_PIECES = 64
 class Leaving(NamedTuple):
     """A layer with gradients that leave DeepSpeed's bucket. Gradients wait in this bucket to be reduced together.
 
+
     Attributes:
-        layer: Index of the layer.
         ascending: True if the layer's gradients leave in the order of the layer's parameters. False if they leave in
             the reverse order, in which backward computes them.
     """
@@ -39,9 +39,8 @@ Leavings = tuple[tuple[Leaving, ...], ...]
 class _Gradient(NamedTuple):
     """The gradient of one parameter, or a part of a layer's gradient if the layer's parameters are not known.
 
+
     Attributes:
-        layer: Index of the layer.
-        elements: Number of elements of this gradient.
         done: Fraction of the layer's gradient elements that backward has computed when this gradient is complete.
     """
 

@@ -37,8 +37,8 @@ class GatherRules:
 class Gathered:
     """ZeRO-3's gathers of parameters in the forward and backward of one micro-batch that starts with nothing gathered.
 
+
     Attributes:
-        times: For each parameter, how often it is gathered.
         persistent: Parameters that stay gathered until the end of the step.
         live: Largest number of elements that are gathered at the same time. None with several data-parallel ranks,
             because the sizes of whole parameters are then unknown: only those of this rank's partitions are known.

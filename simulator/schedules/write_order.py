@@ -88,8 +88,8 @@ def order_writing(
     If an update would overwrite state before it is written, the state is first copied to reserved host memory. The
     result tells which bytes are copied.
 
+
     Args:
-        sizes_bytes: Bytes of each subgroup's state.
         due: Subgroups whose state is overwritten by an update, each with the time of the overwriting, in any order. A
             subgroup has at most one entry.
         pace: Speeds of writes and of copies in host memory, in bytes per second.

@@ -88,9 +88,6 @@ def moved_out(workload: Workload, fetched: Sequence[int]) -> int:
 
     These are all elements in host memory, minus those that are copied to the GPU for the layers that run at the same
     time.
-
-    Args:
-        fetched: For each layer, the elements of its parameters that are kept in host memory, from `fetched_elements`.
     """
     live = PARAMETER_BUFFERS * max(fetched)
     if workload.live_params is not None:
@@ -109,8 +106,8 @@ def fetched_for(layer: Layer, elements: int, micro_step: int, *, backward: bool)
     - Each later forward of the step gathers all except `Layer.persistent_params` elements, which are still gathered.
     - A backward gathers `Layer.regathered_params` elements, or all if this field is None.
 
+
     Args:
-        elements: Number of the layer's parameter elements that are kept in host memory.
         micro_step: Index of the micro-batch in the step, from 0.
         backward: True for the copies before backward, False for the copies before forward.
     """

@@ -162,10 +162,10 @@ class Holding:
 
         Memory that training uses under any plan, such as for gradient buckets, is not included.
 
+
         Args:
             amounts: Three lists from `tally`: the numbers of subgroups, their total elements, and the elements of the
                 largest one. A list has one number for each combination of placement and parameter location.
-            staging_slots: Number of staging buffers (GPU memory for the state of one subgroup).
             host_slots: Number of buffers in host memory for state that is stored on drives.
             updated_early: Three such lists for subgroups with early updates (before the gradient norm is known).
                 ``amounts`` does not include these subgroups. None: no update is early.

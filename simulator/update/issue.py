@@ -21,8 +21,8 @@ Add = Callable[[Step, int, list[Op]], Op]
 class _Buffer(NamedTuple, Generic[Op]):
     """A buffer in GPU or host memory for the update of one subgroup at a time.
 
+
     Attributes:
-        number: Number of the buffer among the buffers of its kind.
         turn: Position of the buffer's latest release among the releases of all buffers, counted from 1. It shows which
             of two buffers was released later. 0: the buffer was never used.
         behind: Op that frees the buffer when it ends. None: the buffer was never used.

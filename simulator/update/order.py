@@ -41,8 +41,8 @@ class UpdateOrder(BaseModel):
     def of(self, queue: Queue, members: Sequence[int]) -> list[int]:
         """Return subgroups in the order in which the plan updates them.
 
+
         Args:
-            queue: Queue of the subgroups: updates on the CPU, or updates on the GPU.
             members: Subgroups of the queue, in ascending order.
 
         Raises:

@@ -99,9 +99,8 @@ class Recipe:
     def summed_on_device(self) -> Recipe | None:
         """Return this recipe, changed for gradients that are accumulated on the GPU.
 
-        A recipe is the sequence of ops for a subgroup's gradient and update. In the changed recipe, the sum of all
-        micro-batches' gradients is copied to the host once, after the last micro-batch. The result is None if this
-        recipe copies no gradients to the host.
+        In the changed recipe, the sum of all micro-batches' gradients is copied to the host once, after the last micro-
+        batch. The result is None if this recipe copies no gradients to the host.
         """
         sent = [step for step in self.gradient_steps if Wait.SUM not in step.waits]
         if len(sent) == len(self.gradient_steps):

@@ -62,10 +62,7 @@ class Slot(StrEnum):
 
 
 class Wait(IntFlag):
-    """The events that an op of a subgroup's update waits for, in addition to the previous op of its lane.
-
-    A lane is a queue of ops, such as a copy direction.
-    """
+    """The events that an op of a subgroup's update waits for, in addition to the previous op of its lane."""
 
     NORM = 1  # the gradient norm is known, and with it the factor that unscales and clips
     GRADIENT = 2  # the gradient is complete, in the memory where the update reads it
@@ -81,10 +78,10 @@ class Bytes:
 
     The amount of work of each op is computed from them.
 
+
     Attributes:
         state: Bytes of fp32 optimizer state, which are also copied to the GPU or read from a drive for an update.
         wire: Bytes of the parameter itself, in the training precision.
-        gradient: Bytes of an accumulated gradient.
         host_traffic: Bytes of host memory traffic of ebbtide's fused update on the CPU.
         adams: Cost of an update relative to Adam's. It is a ratio, not a number of bytes. See `OptimizerState.adams`.
     """
@@ -125,10 +122,10 @@ def unfused_passes(amounts: Bytes) -> float:
 class Step:
     """A step of a recipe: one op in the sequence of ops for a subgroup's gradient or update.
 
+
     Attributes:
         rate: Name of the machine's speed at which the op runs, such as a copy bandwidth.
         work: Function that returns the op's work per parameter, such as the bytes of a copy.
-        waits: Events that the op waits for.
         dram: Function that returns the op's host memory traffic per parameter, in bytes.
         takes: Kind of buffer that the op writes to. The op waits until such a buffer is free.
         gives_back: Kind of buffer that becomes free when the op ends.

@@ -35,11 +35,8 @@ def cut(partitions: Iterable[int], subgroup_size: int) -> list[int]:
 
 
 def grouped(partitions: Iterable[int], subgroup_size: int) -> list[list[int]]:
-    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its parameters.
-
-    Args:
-        partitions: Number of elements of each parameter's partition on one rank.
-        subgroup_size: Number of elements at which a subgroup is complete.
+    """Return the subgroups that DeepSpeed's ZeRO-3 forms, each as a list of the numbers of elements of its
+    parameters.
     """
     result, held, size = list[list[int]](), list[int](), 0
     for elements in partitions:
@@ -58,8 +55,8 @@ def pieces_of(parameters: Iterable[int], least: int) -> list[int]:
     of the vector length (see `cut_flat`). The elements after the last complete part are added to that part if they are
     fewer than half of ``least``. Otherwise they form a smaller part.
 
+
     Args:
-        parameters: Number of elements of each parameter in the subgroup.
         least: Smallest number of elements of a complete part.
     """
     found, size = list[int](), 0

@@ -99,8 +99,7 @@ def plain_ways() -> list[Way]:
 def ways() -> list[Way]:
     """Return all valid ways of updating a subgroup: combinations of placement, parameter location and two flags.
 
-    The combinations with both flags off come first. The flags are an early update (before the gradient norm is
-    known) and gradient accumulation on the GPU.
+    The combinations with both flags off come first.
     """
     every = (
         plain._replace(early=early, sum_on_device=summed)

@@ -135,11 +135,10 @@ def compare(row: dict[str, Any], restart_s: float, cost: CheckpointCost) -> dict
     measured iteration time, because other load changes the machine's speed. The prediction assumes failures at the same
     times as in the measurement.
 
+
     Args:
         row: Results with this interval: the useful steps, and for each failure the length of the period before it and
             the iteration time in this period.
-        restart_s: Seconds that a restart takes.
-        cost: Cost of one checkpoint.
     """
     steps, failures = row["interval_steps"], row["failures"]
     expected = sum(useful_steps(f["gap_s"], steps, f["iteration_s"], restart_s, cost) for f in failures)

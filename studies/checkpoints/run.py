@@ -46,8 +46,8 @@ WRITE_BYTES_PER_S = 30e6  # with this rate, writing a checkpoint takes about two
 class Kill(killed.Kill):
     """A SIGKILL of one rank of a training run: its moment, the rank, and how the run saves its checkpoints.
 
+
     Attributes:
-        rank: Rank that is killed.
         one_tag: True if the run saves every checkpoint under the same tag, so that a checkpoint replaces the previous
             one.
         exchange: False if the run saves as on a filesystem that cannot swap two names in one step.

@@ -186,9 +186,9 @@ def run_writer(name: str, workload: Workload, folder: Path) -> dict[str, Any]:
 
     Training and saving run in this process.
 
+
     Args:
         name: Key of `WRITERS`, such as ``ebbtide``. ``none`` saves nothing.
-        folder: Folder for the checkpoints.
     """
     engine, batches = _engine(workload, WRITERS[name].config())
     writer = WRITERS[name](engine)

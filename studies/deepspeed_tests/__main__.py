@@ -151,9 +151,6 @@ def row(arm: str, file: str, cases: list[str], ended: dict[Any, Any], notes: lis
 
     ``attached`` counts the passed tests in which at least one engine had a plan. ``stepped`` counts the
     passed tests in which an engine also took a step under its plan.
-
-    Args:
-        cases: Tests of the file that pass with stock DeepSpeed.
     """
     outcomes = {case: ended.get((arm, case), {}).get("outcome", "not run") for case in cases}
     good = {case for case, outcome in outcomes.items() if outcome == "passed"}

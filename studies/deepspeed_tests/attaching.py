@@ -44,10 +44,6 @@ class Case:
 
     A test passes this object to its child processes. When a process unpickles the object, `deepspeed.initialize` is
     replaced there. So the process builds its engines as the variant requires, such as with a plan.
-
-    Attributes:
-        arm: Name of the variant: key of `studies.deepspeed_tests.ARMS`.
-        notes: The study's notes file.
     """
 
     name: str

@@ -38,8 +38,8 @@ Times = dict[str, dict[str, float]]  # column -> phase -> seconds
 class DemoSize:
     """The size of the demo.
 
+
     Attributes:
-        model: Model to train.
         seconds: Total seconds for measuring the speeds of the machine.
         elements: Number of elements in the subgroup of optimizer state that is used to measure these speeds.
     """

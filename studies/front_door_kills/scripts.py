@@ -21,10 +21,9 @@ LAST_FILE = {"trainer": "trainer_state.json", "accelerate": "done", "loop": "don
 class Script:
     """A training script to test.
 
+
     Attributes:
         name: Kind of the script: ``trainer``, ``accelerate`` or ``loop``.
-        limit: Number of checkpoints that the script keeps.
-        checkpoint: Checkpoint settings.
     """
 
     name: str

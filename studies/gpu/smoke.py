@@ -226,8 +226,6 @@ def _debug_waits(mode: str) -> None:
 def overlap(timeline: Timeline) -> tuple[float, float]:
     """Return how long the lanes of a training timeline work at the same time, in seconds.
 
-    A lane is a queue of ops that run one after the other, such as the CPU's updates or a copy direction.
-
     Returns:
         Seconds with two or more busy lanes, and seconds with at least one.
     """

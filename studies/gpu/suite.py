@@ -82,11 +82,7 @@ class Suite:
         return {**row, "name": name} if "failed" not in row else {"variant": name, **row}
 
     def trials(self, arguments: Mapping[str, Sequence[str]]) -> dict[str, Figures]:
-        """Run several trainings, and return their results by the trainings' names, in the same order.
-
-        Args:
-            arguments: For each training, its name and its arguments.
-        """
+        """Run several trainings, and return their results by the trainings' names, in the same order."""
         if self.at_once == 1:  # in this process, where an interrupt ends the running trial
             return {name: self.trial(name, *own) for name, own in arguments.items()}
         with ThreadPoolExecutor(self.at_once) as pool:

@@ -90,8 +90,8 @@ def main() -> None:
 class _Runs:
     """The training runs of all variants so far, each in its own process.
 
+
     Attributes:
-        found: Results of the runs, by name of the variant.
         beside: Rates of the disk that were measured right before and after a run, by name of the variant.
     """
 

@@ -22,8 +22,8 @@ def saved_each_step(
     and then with checkpoints again. Because of this alternation, a steady change of the disk's speed is not mistaken
     for an effect of the checkpoints.
 
+
     Args:
-        train: Function that trains one step.
         plain_s: Seconds of a step without a checkpoint, as the caller has measured them.
     """
     saved_s, report, extra_bytes = _saved_s(engine, train, steps, folder)
@@ -113,11 +113,9 @@ def predicted(
     The machine and the model are measured in this process. The disk's speeds were measured before, at several times,
     and each plan is simulated once with each of these measurements.
 
+
     Args:
         engine: Stock DeepSpeed's engine, with its optimizer state in memory.
-        train: Function that trains one step.
-        stored: First plan, with all optimizer state on the disk.
-        folder: Folder on the disk.
         drives: Measurements of the disk's speeds. Each of them moves more bytes than the measurement for a machine's
             profile does, because a short burst is faster than a long transfer.
         spare_bytes: Host memory that the second plan may use in addition to the memory that ``stored`` takes.

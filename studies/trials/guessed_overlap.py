@@ -28,9 +28,10 @@ LONG = 1.0  # from this ratio on, updates take as long as forward and backward
 
 @dataclass(frozen=True)
 class Guessed:
-    """Measured times with and without early updates (before the gradient norm is known).
+    """Measured times with and without early updates.
 
     All updates run on the host.
+
 
     Attributes:
         ratio: Time of all updates over the time of forward and backward.
@@ -38,7 +39,6 @@ class Guessed:
         barrier_s: Seconds of an iteration under the best plan without early updates.
         guessed_s: Seconds of an iteration under the best plan with early updates.
         predicted_s: Predicted value of ``guessed_s``.
-        speculate: Number of subgroups that are updated early.
         slowdown_pct: A dict from the fraction of steps that clip gradients, such as ``5%``, to the percentage by which
             the mean iteration with early updates is longer than the mean iteration without them.
     """
@@ -93,10 +93,9 @@ def setting_of(base: Setting, ratio: float) -> Setting:
 def measure_early_updates(
     base: Setting, steps: int, clipped_steps: int, ratios: Sequence[float] = UPDATE_RATIOS, *, profiled: bool = True
 ) -> dict[str, Any]:
-    """Measure what early updates (before the gradient norm is known) gain and cost on an emulated device.
+    """Measure what early updates gain and cost on an emulated device.
 
     Args:
-        base: Setting of the emulated training.
         steps: Number of timed steps under each plan, if no step clips.
         clipped_steps: Number of timed steps for each tested fraction of clipping steps.
         ratios: Times of all updates, divided by the time of forward and backward. Each ratio is measured on an engine

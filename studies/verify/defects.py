@@ -133,9 +133,8 @@ def in_tensor(
 
     The result is a function that puts the defect into an engine, to test `tune verify`.
 
+
     Args:
-        name: Name of the tensor.
-        change: Function that changes the values in place.
         steps: Steps after which the values are changed.
         first: True to change only the part on the rank that holds the start of the tensor.
     """

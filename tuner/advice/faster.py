@@ -26,9 +26,9 @@ FAR = 0.04  # share of a bound. A plan that is further above its bound leaves ro
 class Faster:
     """A change that leaves the samples of a step as they are, with which they train faster.
 
+
     Attributes:
         changes: New values of fields of the job.
-        job, workload: Job with these values.
         outcome: Predicted time and memory, and the plan of a short search. Without a plan, nothing is offloaded.
         factor: How many times as fast as the job as given.
     """

@@ -29,10 +29,10 @@ MOST_GPUS = 256
 class WayOut:
     """A set of changes to a training job or its machine with which a plan fits into memory.
 
+
     Attributes:
         changes: New values of fields of the job (``data_parallel``, ``sequence`` ...) or of the machine
             (``device_memory_bytes``, ``host_memory_bytes``, ``storage_bytes``).
-        plan: Plan that fits, with its prediction.
         tokens_per_s: Throughput of all ranks, or None if unknown.
         no_host_limit: True if the user's limit of host memory must be left out, because the node gets more memory.
         host_limit: True if the machine has the host memory of ``changes`` already, so that the user's limit of it need

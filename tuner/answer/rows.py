@@ -38,17 +38,16 @@ _LABELS = {
 class Row:
     """A row of the table that compares training under a plan with other ways to train: one simulated way.
 
+
     Attributes:
         role: Kind of the row: the plan, stock DeepSpeed, DeepSpeed alone at its best, no offload, a variant of the
             plan, or another system.
         label: Text that names the row and its setting.
-        simulated: Result of the simulation.
         limits: Memory that training may use.
         name: ZeRO stage and settings of DeepSpeed alone, such as "ZeRO-2". Empty for other rows.
         workload: Training job that was simulated, for DeepSpeed alone and no offload, which may have another ZeRO stage
             than the asker's job. None for other rows.
         spread: Uncertainty of the predicted time, if it was asked for. Only rows that gains are told of have one.
-        plan: The plan's row, for the gain of the plan over this row.
         stock: The row of DeepSpeed alone, for the gain of this row over it.
     """
 

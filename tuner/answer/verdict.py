@@ -23,9 +23,9 @@ WORTH = 1e-3  # relative difference below which two iterations count as equally 
 class Verdict:
     """The advice on whether to offload optimizer state.
 
+
     Attributes:
         choice: ``offload``, ``no offload``, or ``impossible`` if neither fits into memory.
-        sentence: Advice in one sentence.
     """
 
     choice: Literal["offload", "no offload", "impossible"]

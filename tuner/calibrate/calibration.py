@@ -54,8 +54,8 @@ class CalibrationError(ValueError):
 class Observation:
     """A measured training run that is used to calibrate a machine's rates.
 
+
     Attributes:
-        name: Name of the run.
         build: Function from a machine to the schedule of one iteration, as layers' times depend on the machine.
         measured_s: Measured seconds by phase, for at least one of PHASES.
         notes: Warnings about the run, found when its file was read.

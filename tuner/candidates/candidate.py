@@ -71,8 +71,7 @@ class Candidate:
     ) -> Self:
         """Build a plan, in the form that a plan search scores, from the placement of each subgroup.
 
-        The plan has no early updates (before the gradient norm is known), and on-device gradient
-        accumulation wherever possible.
+        The plan has no early updates, and on-device gradient accumulation wherever possible.
         """
         codes = bytes(map(_SUMMED_CODES.__getitem__, placements))
         if locations:
@@ -199,10 +198,9 @@ def evenly(
 
     Subgroups that stay on the GPU come first. The other placements are interleaved.
 
+
     Args:
-        numbers: Number of subgroups by placement.
         slots: Number of staging buffers (GPU memory for one staged subgroup each).
-        fixed: Placements of further subgroups at given positions.
         locations: Location of each subgroup's 16-bit parameters. If empty, all are on the GPU.
     """
     there = [p for p in PLACEMENTS if numbers.get(p)]

@@ -76,12 +76,12 @@ def placements_of(codes: Iterable[int]) -> tuple[Placement, ...]:
 class Freedom:
     """The changes that a plan search may make, in addition to update orders and numbers of buffers.
 
+
     Attributes:
         placements: Placements that a subgroup of optimizer state may get.
         early: True if updates may start before the gradient norm is known.
         sums: True if gradients of micro-batches may be summed on the GPU.
         parameters: True if 16-bit parameters may move between GPU and host memory.
-        threads: Numbers of CPU threads to try.
     """
 
     placements: tuple[Placement, ...] = CHOICES

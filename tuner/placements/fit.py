@@ -26,12 +26,9 @@ from ebbtide.tuner.placements.memory import ImpossibleError
 class Fit:
     """The division of a model's parameters among placements that leaves the most room in the fullest memory.
 
-    A placement is the memory in which the optimizer state of parameters lives and is updated.
-
     Attributes:
         device_peak_bytes: Peak of GPU memory in bytes.
         host_peak_bytes: Peak of host memory in bytes.
-        storage_bytes: Bytes on storage.
         shares: Dict from a pair of placement and location of the 16-bit parameters to the fraction of the parameters.
     """
 

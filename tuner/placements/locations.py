@@ -41,11 +41,9 @@ def begun(
     them fits, it tries plans with parameters in host memory. If drives are given and the job uses ZeRO-3, a second
     search then tries plans with optimizer state on drives, and the search with the faster plan is returned.
 
+
     Args:
-        workload: Training job of one rank.
-        machine: Machine that trains.
         limits: Memory and storage that plans may use.
-        seed: Seed of the search.
         freely: True if parameters may move to host memory even if a plan fits without that.
         effort: Fraction of a full search's evaluations.
         bounds: Lower bounds of the iteration time that searches for the same job with other subgroup sizes have

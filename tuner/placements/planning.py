@@ -157,11 +157,7 @@ def _robust_choice(search: Search, fastest: Candidate) -> Candidate:
 
 
 def plan_of(found: Decision, **fields: Any) -> Plan:
-    """Convert the decision for a training job into a plan, with its predicted iteration.
-
-    Args:
-        fields: Further fields of the plan's file.
-    """
+    """Convert the decision for a training job into a plan, with its predicted iteration."""
     search = found.search
     made = found.chosen.plan(search.workload, **found.folders, **fields)
     prediction = predict(
@@ -182,8 +178,8 @@ def predict(
     """Return the simulated iteration under a plan as a prediction, with an interval that follows from the spread of the
     machine's rates. If the plan has a checkpoint interval, the prediction has the stall of training for a checkpoint.
 
+
     Args:
-        machine: Machine with rates and their spread.
         lower_bound_s: Lower bound of the iteration time in seconds, or 0 if it is unknown.
         sweep: Predictor for the job with the plan's subgroups. If None, a new one is made.
 

@@ -25,10 +25,9 @@ LITTLE = 5e-4  # share of an iteration. Early updates and on-device sums that sa
 
 
 def try_early(search: Search) -> None:
-    """Try plans with early updates (before the gradient norm is known) in a plan search.
+    """Try plans with early updates in a plan search.
 
-    Early updates are added to the best plans without early updates, and to variants of these plans that
-    leave more memory free. Early updates of more or fewer subgroups are also tried.
+    Early updates of more or fewer subgroups are also tried.
     """
     if not (search.early and search.fits):
         return

@@ -13,10 +13,9 @@ from ebbtide.tuner.verify.run import MASTER, Run, Tensor
 class Difference:
     """A quantity (a loss, norm, rate or tensor) that differs between two training runs after the same step.
 
+
     Attributes:
-        step: Number of the optimizer step.
         name: A loss, ``gradient norm``, a learning rate, a parameter, or its fp32 master (``NAME/fp32``).
-        ours: Value of a scalar, or norm of a tensor, in the first run.
         theirs: Value of the scalar, or norm of the tensor, in the second run.
         relative: For a scalar, the difference divided by the larger value. For a tensor, the distance divided by
             the distance that updates have moved the tensor so far, or by its norm if they have not moved it.

@@ -29,11 +29,7 @@ def _started(pid: int) -> str:
 
 
 def lives(who: dict[str, Any], path: Path) -> bool:
-    """Return whether the process that wrote a note in a checkpoint folder may still be running.
-
-    Args:
-        who: The process as `owner` described it in the note.
-    """
+    """Return whether the process that wrote a note in a checkpoint folder may still be running."""
     if who.get("host") != socket.gethostname():
         return _is_renewed(path)
     started = _started(int(who.get("pid", 0)))

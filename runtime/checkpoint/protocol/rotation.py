@@ -147,10 +147,6 @@ class Note:
         """Move an older checkpoint to ``.ebbtide``, after a newer one has taken its path.
 
         `close` deletes the older checkpoint if the newer one was committed. Otherwise `close` moves the older one back.
-
-        Args:
-            folder: Folder that has the older checkpoint now.
-            origin: Path that the older checkpoint had, and the newer one has now.
         """
         temporary = self._path.parent / f".{KEPT}{self._nonce}_replaced"
         temporary.mkdir(parents=True)

@@ -209,9 +209,6 @@ def group_norm(optimizer: Any, group: Iterable[Any], norms: Mapping[int, float])
 
     The sum is that of ``complete_grad_norm_calculation_for_cpu_offload``: in float64, in the order of the parameters.
     Only its root is computed in fp32. DeepSpeed marks an infinite or invalid norm by -1.
-
-    Args:
-        norms: Norm of each parameter's gradient, by the id of the parameter.
     """
     total = 0.0
     for param in group:
@@ -507,11 +504,7 @@ def is_whole(param: Any) -> bool:
 
 @contextmanager
 def partitions_at(tensors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-    """Make parameter gathers inside the ``with`` block read partitions from the given tensors, not from DeepSpeed's.
-
-    Args:
-        tensors: The tensor to read, by parameter.
-    """
+    """Make parameter gathers inside the ``with`` block read partitions from the given tensors, not from DeepSpeed's."""
     partitions = {param: param.ds_tensor for param in tensors}
     for param, tensor in tensors.items():
         vars(tensor).update(vars(param.ds_tensor))

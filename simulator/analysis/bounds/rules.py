@@ -105,11 +105,9 @@ class Blocks:
 class Problem:
     """The linear program for the lower bound of an iteration's time: its variables, and the data of its constraints.
 
-    A way of updating is a combination of placement, parameter location and flags (`Way`). All fractions are fractions
-    of the rank's parameter elements.
+    All fractions are fractions of the rank's parameter elements.
 
     Attributes:
-        given: The workload.
         work: The workload from which times are computed, the result of `serial` for ``given``: a ZeRO-3 workload with
             iterations that take no longer than those of ``given`` under any plan. A lower bound for ``work`` is
             therefore one for ``given`` too.
@@ -178,9 +176,9 @@ class Problem:
         - A copy of state out of a buffer, if the state does not stay in the buffer until the next forward has ended.
           These copies only count if ``blocks`` are all blocks.
 
+
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that does the work.
-            least: Moment of the step.
         """
         terms: list[Term] = []
         total = self.work.params
@@ -202,10 +200,9 @@ class Problem:
 
         The copies bring parameters from host memory to the GPU, for forward and backward.
 
+
         Args:
             resource: Lane (queue of ops) or shared capacity, such as DRAM bandwidth, that the copies use.
-            blocks: Blocks of layers with the parameters to copy.
-            times: Number of copies of each parameter: one number for all blocks, or one number for each block.
         """
         each = self.costs.fetch().get(resource, 0.0) * self.work.params
         for n, way in enumerate(self.ways):
