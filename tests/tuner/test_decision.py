@@ -99,7 +99,7 @@ def test_a_full_answer_falls_back_on_the_quick_one(monkeypatch):
     ("machine", "about"), [("h100-node", {"accumulation": 8}), ("gh200", {})], ids=["many-ops", "many-plans"]
 )
 def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monkeypatch, machine, about):
-    # An answer may take 5 s of CPU time. The limit below is in seconds too: 60 ns for an op, 200 microseconds for a
+    # An answer may take 6 s of CPU time. The limit below is in seconds too: 60 ns for an op, 200 microseconds for a
     # plan and 20 ms for a recorded iteration were measured on a slow core. The search's other work is not counted.
     evaluate, build, record, planned = PlanSweep.evaluate, many_plans.build, many_plans.record, Shares.plan
     simulated, described, ops, recorded = [], [], [], []
@@ -126,7 +126,7 @@ def test_a_full_answer_is_found_with_little_work_and_nothing_is_done_twice(monke
     monkeypatch.setattr(Shares, "plan", counted_description)
     decide(Question.of(*job("Llama 2 13B", machine, **about)))
     assert len(simulated) > 1000, "nothing was counted"
-    assert 60e-9 * sum(ops) + 200e-6 * len(ops) + 20e-3 * len(recorded) < 3.5
+    assert 60e-9 * sum(ops) + 200e-6 * len(ops) + 20e-3 * len(recorded) < 5
     assert len(simulated) - len({*simulated}) < 0.02 * len(simulated)
     assert len(described) == len({*described}) > 100
 
