@@ -92,7 +92,10 @@ class Quantity(BaseModel):
 
     @property
     def log_sigma(self) -> float:
-        """Return the standard deviation of the logarithm of a measured quantity."""
+        """Return the standard deviation of the logarithm of a measured quantity.
+
+        It is computed from the quantity's quartiles, assuming a log-normal distribution.
+        """
         return math.log(self.q3 / self.q1) / (2 * QUARTILE)
 
     @property

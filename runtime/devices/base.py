@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from ebbtide.runtime.devices.clock import Mark, Moment
 from ebbtide.runtime.devices.lane import Completion, Event, Lane
+from ebbtide.runtime.hardware.cores import BackwardThreads
 from ebbtide.runtime.kernels import host
 from ebbtide.runtime.kernels.step import UpdateStep
 from ebbtide.simulator.schedule import Lane as LaneName
@@ -42,23 +43,31 @@ class Device:
     name = "unified"
     unified = True
     watched: "WatchedPasses | None" = None
+    backward_threads = BackwardThreads()
     cores: list[int] = []  # what host updates are bound to; empty: to nothing  # noqa: RUF012
 
     def lanes(self) -> dict[LaneName, Lane]:
-        """Start one worker for each lane of the optimizer update, and return a dict from lane name to worker."""
+        """Start one worker for each lane of the optimizer update, and return a dict from lane name to worker.
+
+        A lane is a queue of operations that run one after the other, such as the copies in one direction.
+        """
         return {name: Lane(name.value) for name in (*HOST_LANES, *DEVICE_LANES)}
 
     def close(self) -> None:
         """Release what the device holds for its lanes and buffers, such as CUDA streams and page-locked memory."""
 
     def host_empty(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in host memory that can be copied to and from the GPU at full speed."""
-        # The memory has exactly the size of the tensor, and is not rounded up.
+        """Return an uninitialised tensor in host memory that can be copied to and from the GPU at full speed.
+
+        The memory has exactly the size of the tensor, and is not rounded up.
+        """
         return torch.empty(elements, dtype=dtype)
 
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` itself if the GPU can copy from its memory at full speed."""
-        # Otherwise return a copy of the tensor in host memory from which the GPU can.
+        """Return ``tensor`` itself if the GPU can copy from its memory at full speed.
+
+        Otherwise return a copy of the tensor in host memory from which the GPU can.
+        """
         return tensor
 
     def host_buffers(self) -> list[torch.Tensor]:
@@ -72,9 +81,14 @@ class Device:
         return torch.empty(elements, dtype=dtype)
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, lane: LaneName, stream: Any) -> None:
-        """Copy a tensor on a lane (a queue of copies in one direction)."""
-        # If ``stream`` is given, this method returns as soon as the copy has been issued to the stream. Otherwise it
-        # returns when the copy is complete.
+        """Copy a tensor on a lane (a queue of copies in one direction).
+
+        If ``stream`` is given, this method returns as soon as the copy has been issued to the stream. Otherwise it
+        returns when the copy is complete.
+
+        Args:
+            stream: The lane's CUDA stream. None if the calling thread makes the copy.
+        """
         del lane, stream
         host.copy(to, source)
 
@@ -103,7 +117,10 @@ class Device:
         tail: int,
         stream: Any,
     ) -> None:
-        """Run one optimizer step on tensors in GPU memory, and write the model's new parameters to ``out``."""
+        """Run one optimizer step on tensors in GPU memory, and write the model's new parameters to ``out``.
+
+        ``state`` holds the fp32 master parameters and the moments.
+        """
         del stream
         host.host_update(state, grad, out, step, scale, threads=1, tail=tail)
 
@@ -112,25 +129,37 @@ class Device:
         return None
 
     def mark(self, event: Event | None) -> Mark | None:
-        """Make a GPU event the reference from which the times of later events are measured."""
+        """Make a GPU event the reference from which the times of later events are measured.
+
+        Return the previous reference. None if the device has no events and uses the host's clock.
+        """
         del event
         return None
 
     def moment(self, stream: Any = None) -> Moment:
-        """Record the end of the work issued to the training stream so far."""
-        # The returned object tells later whether the stream has done this work, and at what time.
+        """Record the end of the work issued to the training stream so far.
+
+        The returned object tells later whether the stream has done this work, and at what time.
+
+        Args:
+            stream: The training stream. None for the current stream.
+        """
         del stream
         return Moment(time.perf_counter())
 
     def will_wait(self, ends: Iterable[Completion]) -> None:
-        """Record that forward or backward will now wait for the end of the given operations."""
-        # Nothing is recorded unless such waits are being measured (``watched``).
+        """Record that forward or backward will now wait for the end of the given operations.
+
+        Nothing is recorded unless such waits are being measured (``watched``).
+        """
         if self.watched is not None:
             self.watched.will_wait(ends)
 
     def training_streams(self) -> list[Any]:
-        """Return the CUDA streams on which forward and backward may read parameters."""
-        # Empty on a device without streams, where the calling thread itself reads the parameters.
+        """Return the CUDA streams on which forward and backward may read parameters.
+
+        Empty on a device without streams, where the calling thread itself reads the parameters.
+        """
         return []
 
     def training_waits(self, ends: Iterable[Completion]) -> None:
@@ -145,13 +174,18 @@ class Device:
                 end.wait_on(stream)
 
     def host_update(self, elements: int, *, out_of_place: bool = False) -> AbstractContextManager[None]:
-        """Return a context manager around the CPU kernel's optimizer update of ``elements`` parameters."""
+        """Return a context manager around the CPU kernel's optimizer update of ``elements`` parameters.
+
+        An emulated device slows down the update in the ``with`` block.
+        """
         del elements, out_of_place
         return nullcontext()
 
     def leaving(self, source: torch.Tensor, stream: Any) -> torch.Tensor:
-        """Return a tensor that a background copy can read even after the caller has dropped ``source``."""
-        # The caller may overwrite ``source`` only after `before_reuse`.
+        """Return a tensor that a background copy can read even after the caller has dropped ``source``.
+
+        The caller may overwrite ``source`` only after `before_reuse`.
+        """
         del stream
         return source
 
@@ -166,12 +200,17 @@ class Device:
         """
 
     def empty_on(self, where: torch.device, like: torch.Tensor) -> torch.Tensor:
-        """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``."""
-        # Call this method only on the training thread. On a CUDA device, PyTorch allocates memory for the current
-        # stream of the calling thread.
+        """Return an uninitialised tensor on the torch device ``where``, with the shape and dtype of ``like``.
+
+        Call this method only on the training thread. On a CUDA device, PyTorch allocates memory for the current stream
+        of the calling thread.
+        """
         return torch.empty(like.shape, dtype=like.dtype, device=where)
 
     def fetch_sum(self, total: torch.Tensor, base: torch.Tensor, gradient: torch.Tensor, stream: Any) -> None:
-        """Add a micro-batch's gradient to the sum of earlier micro-batches' gradients: ``total = base + gradient``."""
+        """Add a micro-batch's gradient to the sum of earlier micro-batches' gradients: ``total = base + gradient``.
+
+        ``base`` is the earlier sum, in host memory. It is first copied to ``total``, in GPU memory.
+        """
         self.copy(total, base, LaneName.H2D_GRADIENTS, stream)
         total.add_(gradient)

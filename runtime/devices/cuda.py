@@ -13,7 +13,7 @@ import torch
 from ebbtide.runtime.devices.base import DEVICE_LANES, HOST_LANES, Device
 from ebbtide.runtime.devices.clock import DeviceClock, Mark, Moment
 from ebbtide.runtime.devices.lane import Completion, Event, Lane
-from ebbtide.runtime.hardware.cores import bind, update_cores
+from ebbtide.runtime.hardware.cores import BackwardThreads, bind, spared_cores, update_cores
 from ebbtide.runtime.hardware.pages import back, lock, own_pages, unlock
 from ebbtide.runtime.hardware.pci import address_of
 from ebbtide.runtime.kernels.step import UpdateStep
@@ -37,7 +37,9 @@ class CudaDevice(Device):
 
     def __init__(self, masks: Sequence[Collection[int]] = ()) -> None:
         self.index = torch.cuda.current_device()
-        self.cores = update_cores(_pci_address(self.index), gpus=_local_gpus(), masks=masks)
+        address, gpus = _pci_address(self.index), _local_gpus()
+        self.cores = update_cores(address, gpus=gpus, masks=masks)
+        self.backward_threads = BackwardThreads(spared_cores(address, gpus=gpus, masks=masks))
         self._registered: dict[int, torch.Tensor] = {}  # keyed by address
         # If pages are unmapped while they are locked, CUDA treats the next mapping at this address as locked. At exit,
         # the system releases everything anyway.
@@ -69,6 +71,7 @@ class CudaDevice(Device):
         bind(self.cores)
 
     def close(self) -> None:
+        self.backward_threads.let_go()
         torch.cuda.synchronize(self.index)
         _unlock_all(self.index, self._registered)
 

@@ -1,7 +1,9 @@
 """The choice of CPU cores for one rank's optimizer updates: near its GPU, and apart from the training thread's core."""
 
+import contextlib
 import os
 import platform
+import threading
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -89,7 +91,10 @@ def _siblings(core: int, sysfs: Path) -> tuple[int, ...]:
 
 
 def near_cores(pci_address: str | None, sysfs: Path = SYSFS) -> list[int]:
-    """Return the CPU cores of the GPU's NUMA node that this process may use."""
+    """Return the CPU cores of the GPU's NUMA node that this process may use.
+
+    If it may use none of them, return all cores that it may use.
+    """
     allowed = sorted(os.sched_getaffinity(0))
     return [core for core in _node_cores(pci_address, sysfs) if core in allowed] or allowed
 
@@ -138,6 +143,45 @@ def parse_cpulist(text: str) -> list[int]:
         if first:
             cores.extend(range(int(first), int(last or first) + 1))
     return cores
+
+
+class BackwardThreads:
+    """The threads on which autograd runs backward, bound to the cores that updates leave free (`spared_cores`).
+
+    For tensors on a GPU, autograd runs backward on threads of its own, which bound the speed of a fast GPU and which
+    the scheduler may put on a core that updates use. The script's thread, which makes this object, is not bound: the
+    processes and threads that it starts, such as those that load data, would all inherit this one core.
+
+    Args:
+        cores: The cores. If there are none, no thread is bound.
+    """
+
+    def __init__(self, cores: Sequence[int] = ()) -> None:
+        self.cores = cores
+        self._trainer = threading.get_ident()
+        self._seen = set[int]()
+        self._before: dict[int, set[int]] = {}  # allowed cores of each bound thread, by its native id
+
+    def steps(self) -> None:
+        """Note that the calling thread is the script's, which calls step() and backward."""
+        self._trainer = threading.get_ident()
+
+    def runs(self) -> None:
+        """Bind the calling thread, which runs backward, unless it is the script's own."""
+        thread = threading.get_ident()
+        if not self.cores or thread == self._trainer or thread in self._seen:
+            return
+        self._seen.add(thread)
+        self._before[threading.get_native_id()] = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self.cores)
+
+    def let_go(self) -> None:
+        """Let all bound threads run again where they could before."""
+        while self._before:
+            thread, cores = self._before.popitem()
+            with contextlib.suppress(OSError):  # the thread has ended
+                os.sched_setaffinity(thread, cores)
+        self._seen.clear()
 
 
 def bind(cores: list[int]) -> None:

@@ -169,7 +169,11 @@ class Folders:
 
 
 def file_of(directory: Path, rank: int, kind: str) -> Path:
-    """Return the path of one of the files of a rank's store of optimizer state."""
+    """Return the path of one of the files of a rank's store of optimizer state.
+
+    Args:
+        kind: Kind of the file: `EXTENTS`, `STORE` or `STEPS`.
+    """
     return directory / f"rank_{rank:05d}.{kind}"
 
 

@@ -47,7 +47,9 @@ class DeviceLoop(TrainingLoop):
         self.step_ends(ends)
 
     def _norm(self) -> int:
-        # DeepSpeed copies each gradient to float64 for the norm.
+        """Append to the schedule the computation of the gradient norm. DeepSpeed copies each gradient to float64 for
+        the norm.
+        """
         largest = max((n for group in self.workload.parameters for n in group), default=0)
         return self.out.add(
             OpKind.NORM,

@@ -48,17 +48,11 @@ class Sample:
 
 
 class TrainingThreads:
-    """The main thread, which makes this object, and autograd's thread, which the first backward shows.
+    """The main thread, which makes this object, and autograd's thread, which the first backward shows."""
 
-    Args:
-        cores: Cores that both threads are bound to. None if they stay where they are.
-    """
-
-    def __init__(self, cores: list[int] | None = None) -> None:
+    def __init__(self) -> None:
         self._main = _Thread()
         self._autograd: _Thread | None = None
-        self._cores = cores or []
-        self._bind()
 
     def watch(self, loss: torch.Tensor) -> None:
         """Find out in the backward of ``loss`` which thread runs it."""
@@ -69,11 +63,6 @@ class TrainingThreads:
         known = {thread.number for thread in (self._main, self._autograd) if thread is not None}
         if threading.get_native_id() not in known:
             self._autograd = _Thread()
-            self._bind()
-
-    def _bind(self) -> None:
-        if self._cores:
-            os.sched_setaffinity(0, self._cores)
 
     def sample(self) -> Sample:
         other = self._autograd
@@ -162,7 +151,10 @@ class PhaseClock:
         return [{**row, "iteration": sum(row.values())} for row in rows]
 
     def threads(self) -> list[dict[str, dict[str, Any]]]:
-        """Return a list with a dict per timed training step: by phase, what the training threads did in the phase."""
+        """Return a list with a dict per timed training step: by phase, what the training threads did in the phase.
+
+        ``gpu_s`` is the time between two events of the GPU. None without a GPU.
+        """
         seconds = self.seconds() if self._cuda else [None] * len(self._samples)
         pairs = zip(self._samples, self._samples[1:], seconds, strict=False)
         return _by_phase([{"gpu_s": gpu_s, **begin.until(end)} for begin, end, gpu_s in pairs])

@@ -10,7 +10,7 @@ FIRST = "stock_zero3"
 TRIALS: dict[str, list[str]] = {
     FIRST: ["--variant", "stock", "--stage", "3"],
     "ebbtide_zero3": ["--variant", "ebbtide", "--stage", "3"],
-    "ebbtide_zero3_bound": ["--variant", "ebbtide", "--stage", "3", "--bind-training"],
+    "ebbtide_zero3_unbound": ["--variant", "ebbtide", "--stage", "3", "--unbound"],
     "stock_zero2": ["--variant", "stock", "--stage", "2"],
     "ebbtide_zero2": ["--variant", "ebbtide", "--stage", "2"],
     "stock_zero1": ["--variant", "stock", "--stage", "1"],
@@ -23,8 +23,8 @@ def stages(suite: Suite) -> Figures:
     """Time each ZeRO stage of DeepSpeed alone, plans under ZeRO-2 and 3, and training without offload.
 
     The plans keep all optimizer state in host memory, so that the rows differ by what DeepSpeed and ebbtide do, and not
-    by what a plan chose. The first run is repeated at the end, to show the noise. `ebbtide_zero3_bound` decides
-    whether binding the training threads to the core that updates leave free is worth it.
+    by what a plan chose. The first run is repeated at the end, to show the noise. `ebbtide_zero3_unbound` decides
+    whether binding autograd's thread to the core that updates leave free is worth it.
     """
     sizes = MICRO_BATCHES[:1] if suite.emulated else MICRO_BATCHES
     arguments = {

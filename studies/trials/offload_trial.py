@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from ebbtide.profiler.memory import reset_peak
+from ebbtide.runtime.hardware.cores import BackwardThreads
 from ebbtide.simulator import Plan, Way
 from ebbtide.simulator.limits import GIB
 from ebbtide.simulator.plan import ParameterLocation
@@ -65,9 +66,9 @@ def arguments() -> argparse.ArgumentParser:
     )
     parser.add_argument("--cap-gib", type=float, help="limit on GPU memory, in GiB")
     parser.add_argument(
-        "--bind-training",
+        "--unbound",
         action="store_true",
-        help="bind the main thread and autograd's thread to the core that ebbtide's updates leave free",
+        help="do not bind autograd's thread to the core that ebbtide's updates leave free",
     )
     parser.add_argument("--device", choices=["auto", "cuda", "emulated"], default="auto")
     parser.add_argument(
@@ -105,7 +106,12 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def same_sums(*, warn_only: bool = False) -> None:
-    """Make torch use deterministic kernels in this process, and leave uninitialized memory unfilled."""
+    """Make torch use deterministic kernels in this process, and leave uninitialized memory unfilled.
+
+    With ``warn_only``, an op without a deterministic kernel gives a warning instead of an error. Then the backward of
+    fast attention still adds numbers in a varying order. Use ``warn_only`` only for systems that are compared by their
+    speed, and not by their exact trained values.
+    """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
@@ -118,8 +124,11 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
     batches = Batches(args.micro_batch, size.sequence)
     if args.workload:
         return _profile(engine, batches, args)
+    session = getattr(engine.optimizer, "_ebbtide", None)
+    if session is not None and args.unbound:
+        session.device.backward_threads = BackwardThreads()
     before = allocator_calls()
-    run = timed(engine, batches, 0, args.steps, args.accumulation, TrainingThreads(_spared(args)))
+    run = timed(engine, batches, 0, args.steps, args.accumulation, TrainingThreads())
     after = allocator_calls()
     if args.timeline and hasattr(engine.optimizer, "timeline"):
         engine.optimizer.timeline().to_perfetto(args.timeline)
@@ -141,20 +150,11 @@ def trial(args: argparse.Namespace) -> dict[str, Any]:
         "host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "steps": args.steps,
         "iterations": run.steps,
-        "bound_to": _spared(args),
+        "bound_to": None if session is None else [*session.device.backward_threads.cores],
         "phases": run.threads,
     }
     engine.destroy()
     return figures
-
-
-def _spared(args: argparse.Namespace) -> list[int] | None:
-    from ebbtide.runtime.hardware.cores import spared_cores
-    from ebbtide.runtime.hardware.pci import pci_address
-
-    if not args.bind_training:
-        return None
-    return spared_cores(pci_address(0) if torch.cuda.is_available() else None)
 
 
 def allocator_calls() -> dict[str, int]:
@@ -264,6 +264,10 @@ def make_engine(args: argparse.Namespace) -> Any:
 
 
 def _model(size: str) -> ByteGPT:
+    """Return a byte-level GPT, with random weights that are drawn on the device that trains the model.
+
+    On a CPU, drawing billions of weights takes a minute.
+    """
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         return ByteGPT(SIZES[size])
 

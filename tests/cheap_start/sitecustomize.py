@@ -164,7 +164,10 @@ class Finder:
 
 
 def end_early():
-    """Exclude all objects from the last garbage collection of this process, so that the process ends sooner."""
+    """Exclude all objects from the last garbage collection of this process, so that the process ends sooner.
+
+    If the process has imported Triton, do nothing: without that collection, Triton prints all its types as leaked.
+    """
     if "triton" not in sys.modules:
         gc.freeze()
 

@@ -20,6 +20,7 @@ ENDURANCE = Text("terabytes", endurance_bytes)
 
 
 def _each_once(_: click.Context, __: click.Parameter, given: tuple[tuple[str, int], ...]) -> Any:
+    """Refuse a folder of ``--storage`` that is given twice."""
     folders = [folder for folder, _ in given]
     if len(set(folders)) < len(folders):
         raise BadInputError(f"--storage must name each folder once, but got {', '.join(folders)}")
@@ -42,7 +43,11 @@ HOST_MEMORY = click.option(
 
 
 def margin_option(default: str = "") -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return the option ``--memory-margin`` of a ``tune`` command."""
+    """Return the option ``--memory-margin`` of a ``tune`` command.
+
+    Args:
+        default: Sentence for the help text about the value that is used if the user gives none.
+    """
     told = "Share of GPU and host memory to leave free, e.g. 5%."
     return click.option("--memory-margin", type=SHARE, help=f"{told} {default}".strip())
 

@@ -10,7 +10,11 @@ from ebbtide.tuner.doctor.under_a_plan import refused_by_deepspeed, under_a_plan
 
 
 def fast_part() -> list[Finding]:
-    """Run those checks of ``tune doctor`` that take milliseconds, and return their findings."""
+    """Run those checks of ``tune doctor`` that take milliseconds, and return their findings. ``tune run``
+    starts with these checks.
+
+    The package versions and the compiler are checked, without importing torch.
+    """
     return [*software.versions(), *software.compiler()]
 
 

@@ -15,7 +15,11 @@ from ebbtide.runtime.checkpoint.trainers.bystanders import TRAINERS
 
 class Saving(Protocol):
     def finish(self) -> None:
-        """Wait until no checkpoint is in progress, or until the writing of a checkpoint makes no more progress."""
+        """Wait until no checkpoint is in progress, or until the writing of a checkpoint makes no more progress. Raise
+        no error.
+
+        This method is called after SIGTERM, before the process ends.
+        """
         ...
 
 

@@ -77,6 +77,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _on_ranks(ranks: int) -> int:
+    """Run this module's command again under torchrun, on several ranks, and return torchrun's exit code."""
     port = free_port()
     command = [
         sys.executable,
@@ -97,9 +98,12 @@ def _on_ranks(ranks: int) -> int:
 
 
 def _chosen(asked: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
-    # With several ranks or with ``--streams`` (training on the emulated GPU), only configs with offload are yielded,
-    # because all other configs train as stock DeepSpeed anyway. The subgroups of the yielded configs are made small, so
-    # that the model has several.
+    """Yield the name and content of each published DeepSpeed config to try.
+
+    With several ranks or with ``--streams`` (training on the emulated GPU), only configs with offload are yielded,
+    because all other configs train as stock DeepSpeed anyway. The subgroups of the yielded configs are made small, so
+    that the model has several.
+    """
     number, parts = map(int, asked.part.split("/"))
     closer = asked.streams or asked.ranks > 1
     for row in published(asked.table)[number - 1 :: parts]:
